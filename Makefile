@@ -1,0 +1,42 @@
+# Two commands do all the set-up: `make train` and `make test`. `make check` is the developer's.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Overrides of `make train`, as in: make train ARGS="strategy=zero3"
+ARGS ?=
+
+.PHONY: train test check lint install constraints clean
+
+train: install
+	$(BIN)/whale-train strategy=hybrid_split_dp hardware=v100_p100_mix $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: lint test
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "whale-train needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,dev]'
+	touch $(STAMP)
+
+# Pin what is installed: after changing the ranges, and running `make check`.
+constraints: install
+	echo '# What was tested, exactly; pyproject.toml has the ranges. Regenerate: make constraints' > constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable --exclude pip --exclude setuptools | sed 's/+cpu//' >> constraints.txt
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info src/*.egg-info

@@ -1,0 +1,82 @@
+"""`data=classes`: vectors with their class, up to a million classes, made as they are asked for.
+
+Each class has a centre that follows from its number, and a sample is its class's centre plus
+noise: a model can learn it, and nothing is kept in memory.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from whale_train.data.dataset import Batch, Dataset, Indices
+from whale_train.data.permutation import permute
+from whale_train.data.random_bits import nearly_normal, random_bits, stream_key
+from whale_train.strategies.operations import InputField
+
+# Centres have deviation 1 in each feature. With 256 features two of them are some 23 apart, so
+# noise of a half leaves the classes well separated.
+_NOISE = np.float32(0.5)
+
+
+class ClassesOptions(BaseModel):
+    """`num_samples` to train on; evaluation samples (`evaluation_fraction` as many) come on top.
+    `seed` chooses the centres, labels and noise; the order is the run's seed's affair."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["classes"] = "classes"
+    num_classes: int = Field(1000, ge=2, le=1_000_000)
+    num_features: int = Field(256, ge=1, le=1_000_000)
+    num_samples: int = Field(1_000_000, ge=1, le=1_000_000_000)
+    seed: int = 0
+    shuffle: bool = True
+    evaluation_fraction: float = Field(0.01, ge=0, lt=1)
+
+
+def open_classes(options: ClassesOptions) -> Dataset:
+    """Fields `features`, float32 `[num_features]`, and `labels`, int64, 0..num_classes-1."""
+    return _Classes(options)
+
+
+@dataclass(frozen=True)
+class _Classes:
+    options: ClassesOptions
+
+    @property
+    def fields(self) -> tuple[InputField, ...]:
+        return (
+            InputField("features", (self.options.num_features,), "float32"),
+            InputField("labels", (), "int64", self.options.num_classes),
+        )
+
+    @property
+    def num_samples(self) -> int:
+        return self.options.num_samples
+
+    @property
+    def num_evaluation_samples(self) -> int:
+        return round(self.options.num_samples * self.options.evaluation_fraction)
+
+    def samples(self, indices: Indices) -> Batch:
+        return self._generate("training", indices, self.num_samples)
+
+    def evaluation_samples(self, indices: Indices) -> Batch:
+        return self._generate("evaluation", indices, self.num_evaluation_samples)
+
+    def _generate(self, part: str, indices: Indices, num_samples: int) -> Batch:
+        """Samples of one part. All classes occur equally often, give or take one; where there are
+        fewer samples than classes they are spread over all of them."""
+        options = self.options
+        shuffled = permute(indices, num_samples, stream_key(f"labels {part}", options.seed))
+        labels = shuffled * options.num_classes // num_samples
+        features = self._vectors("centres", labels)
+        features += _NOISE * self._vectors(f"noise {part}", indices)
+        return {"features": features, "labels": labels}
+
+    def _vectors(self, stream: str, numbers: Indices) -> NDArray[np.float32]:
+        width = self.options.num_features
+        counters = numbers[:, None] * width + np.arange(width)
+        return nearly_normal(random_bits(stream_key(stream, self.options.seed), counters))

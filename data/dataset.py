@@ -1,0 +1,91 @@
+"""What a dataset is to the rest of the house, and how one set of rows becomes two parts.
+
+A dataset answers for single samples by number; which numbers an optimizer step takes is decided
+in `order.py`, never here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale_train.data.permutation import permute
+from whale_train.data.random_bits import stream_key
+from whale_train.strategies.operations import InputField
+
+Indices = NDArray[np.int64]
+Batch = dict[str, NDArray[Any]]
+
+
+class Dataset(Protocol):
+    """Samples by index. Reading some touches only what they need, in whatever rank asks."""
+
+    @property
+    def fields(self) -> tuple[InputField, ...]:
+        """The tensors of one sample, named like the model's forward arguments."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples to train on; at least one."""
+
+    @property
+    def num_evaluation_samples(self) -> int:
+        """Samples held back, none of which is a training sample."""
+
+    def samples(self, indices: Indices) -> Batch:
+        """Training samples `indices` (int64 `[n]`, each in 0..num_samples-1): per field an array
+        `[n, *field.shape]` of the field's dtype, in the order asked for."""
+
+    def evaluation_samples(self, indices: Indices) -> Batch:
+        """The same for the samples held back, each index in 0..num_evaluation_samples-1."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldBack:
+    """Which of `num_rows` rows are held back: the same ones for every seed and on every machine.
+
+    `rows` are theirs, ascending. They are drawn at random, because a file is often sorted (by
+    class, by name), and the rest keep their order, so that `shuffle=false` reads a file as it is.
+    """
+
+    num_rows: int
+    rows: Indices
+
+    def training_rows(self, indices: Indices) -> Indices:
+        """The rows of training samples `indices`."""
+        training_before = self.rows - np.arange(len(self.rows))
+        return indices + np.searchsorted(training_before, indices, side="right")
+
+
+def hold_back(num_rows: int, fraction: float) -> HeldBack:
+    """Hold back the nearest whole number of rows to `fraction` (0 <= fraction < 1) of `num_rows`;
+    at least one when any are asked for, and never all."""
+    wanted = max(1, round(fraction * num_rows)) if fraction else 0
+    count = min(wanted, num_rows - 1)
+    drawn = permute(np.arange(count), num_rows, stream_key("held back", 0))
+    return HeldBack(num_rows, np.sort(drawn))
+
+
+@dataclass(frozen=True, eq=False)
+class RowDataset:
+    """A dataset over rows that are read by `read_rows`, some of them held back."""
+
+    fields: tuple[InputField, ...]
+    held_back: HeldBack
+    read_rows: Callable[[Indices], Batch]
+
+    @property
+    def num_samples(self) -> int:
+        return self.held_back.num_rows - self.num_evaluation_samples
+
+    @property
+    def num_evaluation_samples(self) -> int:
+        return len(self.held_back.rows)
+
+    def samples(self, indices: Indices) -> Batch:
+        return self.read_rows(self.held_back.training_rows(indices))
+
+    def evaluation_samples(self, indices: Indices) -> Batch:
+        return self.read_rows(self.held_back.rows[indices])

@@ -1,0 +1,43 @@
+"""`data=digits`: 1,797 real handwritten digits of 8 x 8 pixels, from scikit-learn, on disk already.
+
+They are the test part of the UCI set "Optical Recognition of Handwritten Digits".
+"""
+
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from whale_train.data.dataset import Batch, Dataset, Indices, RowDataset, hold_back
+from whale_train.strategies.operations import InputField
+
+# Pixels are counts of 0 to 16 (the description that comes with the set).
+_BRIGHTEST = 16
+
+
+class DigitsOptions(BaseModel):
+    """`evaluation_fraction`: the share held back, the same images whatever the seed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["digits"] = "digits"
+    shuffle: bool = True
+    evaluation_fraction: float = Field(0.2, ge=0, lt=1)
+
+
+def open_digits(options: DigitsOptions) -> Dataset:
+    """Fields `pixel_values`, float32 `[1, 8, 8]` in 0..1, and `labels`, int64, 0..9."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    pixels = (bunch.images[:, None] / _BRIGHTEST).astype(np.float32)
+    labels = bunch.target.astype(np.int64)
+
+    def read_rows(rows: Indices) -> Batch:
+        return {"pixel_values": pixels[rows], "labels": labels[rows]}
+
+    fields = (
+        InputField("pixel_values", pixels.shape[1:], "float32"),
+        InputField("labels", (), "int64", 10),
+    )
+    return RowDataset(fields, hold_back(len(labels), options.evaluation_fraction), read_rows)

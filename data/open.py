@@ -1,0 +1,34 @@
+"""From the options of one kind of data to the dataset: the list of kinds, in one place."""
+
+from typing import Annotated, assert_never
+
+from pydantic import Field
+
+from whale_train.data.arrays import ArraysOptions, open_arrays
+from whale_train.data.classes import ClassesOptions, open_classes
+from whale_train.data.dataset import Dataset
+from whale_train.data.digits import DigitsOptions, open_digits
+from whale_train.data.hf_dataset import HfDatasetOptions, open_hf_dataset
+from whale_train.data.text import TextOptions, open_text
+
+DataOptions = Annotated[
+    TextOptions | ArraysOptions | DigitsOptions | ClassesOptions | HfDatasetOptions,
+    Field(discriminator="kind"),
+]
+
+
+def open_dataset(options: DataOptions) -> Dataset:
+    """The dataset these options describe, ready to read. Raises ConfigError."""
+    match options:
+        case TextOptions():
+            return open_text(options)
+        case ArraysOptions():
+            return open_arrays(options)
+        case DigitsOptions():
+            return open_digits(options)
+        case ClassesOptions():
+            return open_classes(options)
+        case HfDatasetOptions():
+            return open_hf_dataset(options)
+        case _:
+            assert_never(options)

@@ -1,0 +1,35 @@
+"""The global order of the samples: which ones an optimizer step takes, and who takes which.
+
+It depends on the seed, the dataset's size and the global batch, and on nothing of the plan: that
+is why every plan trains on the same batches.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from whale_train.data.dataset import Indices
+from whale_train.data.permutation import permute
+from whale_train.data.random_bits import random_bits, stream_key
+
+
+def step_indices(
+    num_samples: int, global_batch: int, step: int, seed: int, shuffle: bool
+) -> Indices:
+    """Dataset indices (int64 `[global_batch]`) of the global batch of step `step` (0-based).
+
+    Epochs follow each other without a gap, so a batch may end one and begin the next, and no
+    sample is left out. Each epoch is a permutation of all samples of its own when shuffled,
+    otherwise 0, 1, 2, ... The cost follows the batch, not the dataset or the step.
+    """
+    positions = step * global_batch + np.arange(global_batch, dtype=np.int64)
+    epochs, places = np.divmod(positions, num_samples)
+    if not shuffle:
+        return places
+    return permute(places, num_samples, random_bits(stream_key("order", seed), epochs))
+
+
+def rank_slice(shares: Sequence[int], replica: int) -> slice:
+    """The part of the global batch that replica `replica` takes, given every replica's share."""
+    start = sum(shares[:replica])
+    return slice(start, start + shares[replica])

@@ -1,0 +1,36 @@
+"""Paths a user names in `data.path`: made absolute once, and what to say when nothing is there."""
+
+import os
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from whale_train.errors import ConfigError, Fault
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+# Relative to where the command is run: a rank may be started in another folder.
+UserPath = Annotated[str, AfterValidator(_absolute)]
+
+
+def path_error(path: str, rule: str, remedy: str) -> ConfigError:
+    """A fault of `data.path`, ready to raise."""
+    return ConfigError([Fault("data.path", path, rule, remedy)])
+
+
+def missing_path(path: str) -> ConfigError:
+    """For a path with nothing there: names the nearest existing one in its folder, if any is."""
+    wanted = Path(path)
+    if not wanted.parent.is_dir():
+        folder = next(parent for parent in wanted.parents if parent.is_dir())
+        return path_error(path, "does not exist", f"the path exists only as far as {folder}")
+    names = sorted(entry.name for entry in wanted.parent.iterdir())
+    close = get_close_matches(wanted.name, names, n=1, cutoff=0.6)
+    if close:
+        return path_error(path, "does not exist", f"did you mean {wanted.parent / close[0]}?")
+    return path_error(path, "does not exist", f"nothing in {wanted.parent} has a name like it")

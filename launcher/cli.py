@@ -1,0 +1,76 @@
+"""`whale-train`: Hydra composes, once, in the parent; every job runs in processes of its own."""
+
+import os
+import sys
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from whale_train.errors import RequestError
+from whale_train.launcher import compose
+from whale_train.launcher.job import EXIT_STATUS, JobEnd, run_job
+from whale_train.launcher.show_error import error_text, terminal_width
+from whale_train.launcher.show_plan import open_console
+from whale_train.launcher.sweep_table import SweepRow, sweep_table
+
+
+def main() -> None:
+    """The command. Exit status: 0 done, 1 a run failed, 2 a request refused, 130 interrupted."""
+    # Two runs of one second get directories of their own.
+    OmegaConf.register_new_resolver("whale_suffix", lambda: token_hex(3), use_cache=True)
+    try:
+        sys.argv[1:] = compose.rewritten(sys.argv[1:])
+        compose.check(sys.argv[1:])
+    except RequestError as error:
+        sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
+        sys.exit(EXIT_STATUS["refused"])
+    except KeyboardInterrupt:
+        sys.exit(EXIT_STATUS["interrupted"])
+    ends: list[tuple[tuple[str, ...], JobEnd]] = []
+
+    @hydra.main(
+        config_path=f"pkg://{compose.CONFIG_MODULE}", config_name="config", version_base="1.3"
+    )
+    def job(config: DictConfig) -> Any:
+        hydra_config = HydraConfig.get()
+        names = {str(k): str(v) for k, v in hydra_config.runtime.choices.items() if v is not None}
+        run_dir = Path(hydra_config.runtime.output_dir)
+        end = run_job(config, names, run_dir)
+        ends.append((tuple(hydra_config.overrides.task), end))
+        if end.status == "interrupted":  # a sweep ends with it
+            sys.exit(_status(ends))
+        return end.summary.get("final_loss")
+
+    job()
+    if len(ends) > 1:
+        console = open_console(sys.stdout)
+        console.print(sweep_table([_row(*end) for end in ends], console.width))
+    sys.stdout.flush()
+    sys.exit(_status(ends))
+
+
+def _status(ends: list[tuple[tuple[str, ...], JobEnd]]) -> int:
+    """The exit status of all jobs together: the worst one's."""
+    return max((EXIT_STATUS[end.status] for _, end in ends), default=0)
+
+
+def _row(overrides: tuple[str, ...], end: JobEnd) -> SweepRow:
+    summary = end.summary
+    return SweepRow(
+        overrides=overrides,
+        status=end.status,
+        final_loss=summary.get("final_loss"),
+        samples_per_s=summary.get("samples_per_s"),
+        step_time_s=summary.get("step_time_s_median"),
+        predicted_step_time_s=summary.get("predicted_step_time_s"),
+        peak_memory_bytes=max(summary.get("peak_memory_bytes", ()), default=None),
+        run_dir=Path(os.path.relpath(end.run_dir)),
+    )
+
+
+if __name__ == "__main__":
+    main()

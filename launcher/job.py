@@ -1,0 +1,229 @@
+"""One job from its composed config to its end: Request, profile, Plan, run directory, ranks."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import DictConfig
+from rich.console import Console
+
+from whale_train.config import Request, read_request
+from whale_train.data.open import open_dataset
+from whale_train.errors import ConfigError, Fault, RequestError
+from whale_train.launcher.machine import machine_facts
+from whale_train.launcher.progress import Progress, summary_line
+from whale_train.launcher.run_dir import (
+    create_run_dir,
+    mark_ready,
+    write_environment,
+    write_json,
+    write_text,
+)
+from whale_train.launcher.show_error import error_text, terminal_width
+from whale_train.launcher.show_plan import Portable, banner_emulated, open_console, plan_view
+from whale_train.launcher.supervise import Host, Outcome, describe_failure
+from whale_train.strategies.catalogue import CPU_PROCESS
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.inventory import MachineFacts, read_inventory
+from whale_train.strategies.operations import ModelProfile
+from whale_train.strategies.plan import Plan
+from whale_train.strategies.resolve import resolve
+from whale_train.strategies.sharing import Training
+
+EXIT_STATUS = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended, and what it measured (empty unless it is done)."""
+
+    status: Literal["done", "failed", "refused", "interrupted"]
+    run_dir: Path
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A request's plan and what it was made of. `emulated`: CPU processes stand for devices this
+    machine does not have."""
+
+    plan: Plan
+    cluster: Cluster
+    profile: ModelProfile
+    device: Literal["cpu", "cuda"]
+    emulated: bool
+
+
+def run_job(config: DictConfig, names: dict[str, str], run_dir: Path) -> JobEnd:
+    """Serve one request; prints what happens and raises nothing a user can cause."""
+    console = open_console(sys.stdout)
+    try:
+        request = read_request(config, names)
+        if request.mode == "plan":
+            _show(resolve_request(request), request, console)
+            return JobEnd("done", run_dir)
+        return _train(request, run_dir, console)
+    except RequestError as error:
+        sys.stdout.flush()
+        sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
+        return JobEnd("refused", run_dir)
+    except KeyboardInterrupt:
+        return JobEnd("interrupted", run_dir)
+
+
+def start_host(request: Request, run_dir: Path) -> Host:
+    """Make the run directory and start the host, which prepares while the plan is resolved."""
+    run_dir = create_run_dir(run_dir)
+    write_text(run_dir / "request.json", request.to_json())
+    return Host.start(run_dir)
+
+
+def write_plan(run_dir: Path, resolved: Resolved) -> None:
+    """All the ranks wait for, `ready` last."""
+    write_environment(run_dir)
+    write_json(run_dir / "launch.json", {"device": resolved.device})
+    write_text(run_dir / "plan.json", resolved.plan.to_json())
+    mark_ready(run_dir)
+
+
+def resolve_request(request: Request) -> Resolved:
+    """The plan for a request. Raises ConfigError or PlanError with all faults of a stage."""
+    faults: list[Fault] = []
+    machine = machine_facts(faults) if _looks_at_machine(request) else _machine_without_gpus()
+    cluster = read_inventory(
+        request.hardware, request.names.get("hardware", "hardware"), faults, machine
+    )
+    if faults or cluster is None:
+        raise ConfigError(faults)
+    device, emulated = _where(request, cluster, machine)
+    # Torch is imported here and not before: a request that is wrong is answered at once.
+    from whale_train.models.profile import profile_model
+
+    dataset = open_dataset(request.data)
+    profile = profile_model(request.model, request.model.class_name, dataset.fields)
+    _check_data(request, profile, dataset.num_evaluation_samples)
+    training = Training(
+        request.train.global_batch,
+        request.train.precision or "fp32",
+        request.train.grad_clip or 0.0,
+        request.optimizer.name,
+        request.optimizer.arguments(),
+    )
+    plan = resolve(request.strategy_graph(), cluster, profile, training)
+    return Resolved(plan, cluster.first(plan.world_size), profile, device, emulated)
+
+
+def _train(request: Request, run_dir: Path, console: Console) -> JobEnd:
+    host = start_host(request, run_dir)
+    try:
+        resolved = resolve_request(request)
+        write_plan(run_dir, resolved)
+    except BaseException:
+        host.stop()
+        raise
+    _show(resolved, request, console)
+    progress = Progress(run_dir, request.train.steps, console)
+    try:
+        outcome = host.wait(progress.poll)
+    finally:
+        progress.close()
+    return finish(outcome, resolved.plan, run_dir, console)
+
+
+def finish(outcome: Outcome, plan: Plan, run_dir: Path, console: Console) -> JobEnd:
+    """Say how a run ended."""
+    if outcome.status == "done":
+        summary = json.loads((run_dir / "summary.json").read_text())
+        console.print(Portable(summary_line(summary, run_dir)))
+        return JobEnd("done", run_dir, summary)
+    if outcome.status == "failed":
+        assert outcome.failure is not None
+        place = _place(plan, outcome.failure.rank)
+        sys.stderr.write(f"error: {describe_failure(outcome.failure, place)}\n")
+        return JobEnd("failed", run_dir)
+    sys.stderr.write(f"interrupted; what was written is in {run_dir}\n")
+    return JobEnd("interrupted", run_dir)
+
+
+def _place(plan: Plan, rank: int | None) -> str:
+    """A rank's place in the plan, in words."""
+    if rank is None:
+        return ""
+    held = plan.ranks[rank]
+    parts = " and ".join(plan.task_graphs[i].name for i in held.task_graphs)
+    return f"{held.device}, node {held.node}, TaskGraph {parts}"
+
+
+def _show(resolved: Resolved, request: Request, console: Console) -> None:
+    names = request.names
+    title = (
+        f"model={names.get('model')} strategy={names.get('strategy')} "
+        f"hardware={names.get('hardware')}"
+    )
+    if resolved.emulated and request.mode == "train":
+        count = resolved.plan.world_size
+        console.print(banner_emulated(count, local=False, inventory=names.get("hardware", "")))
+    view = plan_view(resolved.plan, resolved.cluster, resolved.profile, title)
+    console.print(Portable(view))
+
+
+def _looks_at_machine(request: Request) -> bool:
+    return request.mode == "train" or "kind" in request.hardware
+
+
+def _machine_without_gpus() -> MachineFacts:
+    """For a plan that needs none of the devices: only the host's memory is looked at."""
+    facts = machine_facts([])
+    return MachineFacts(facts.cores, facts.memory_bytes, (), None)
+
+
+def _where(
+    request: Request, cluster: Cluster, machine: MachineFacts
+) -> tuple[Literal["cpu", "cuda"], bool]:
+    """The kind of device the ranks run on, and whether that stands for another one."""
+    wanted = [device.name for device in cluster.devices]
+    on_cpu = all(name == CPU_PROCESS for name in wanted)
+    have = [gpu.name for gpu in machine.gpus]
+    local = on_cpu or (len(cluster.nodes) == 1 and wanted == have[: len(wanted)])
+    kind = request.launcher.kind
+    if kind == "local" and not local and request.mode == "train":
+        there = f"{len(have)} GPUs ({', '.join(sorted(set(have)))})" if have else "no GPU"
+        rule = f"needs the devices of hardware={cluster.name}, and this machine has {there}"
+        remedy = "use launcher=emulate, or hardware=local"
+        raise ConfigError([Fault("launcher", "local", rule, remedy)])
+    if kind == "emulate" or not local:
+        return "cpu", not on_cpu
+    return ("cpu" if on_cpu else "cuda"), False
+
+
+def _check_data(request: Request, profile: ModelProfile, held_back: int) -> None:
+    """What data and model must agree on beyond names: token numbers, held-back samples."""
+    faults = []
+    train = request.train
+    if train.evaluate_every is not None and held_back < train.global_batch:
+        rule = f"needs {train.global_batch} held-back samples (a global batch), and there are "
+        rule += str(held_back)
+        remedy = "raise data.evaluation_fraction, lower train.global_batch, or use null"
+        faults.append(Fault("train.evaluate_every", str(train.evaluate_every), rule, remedy))
+    bounds = {field.name: field.upper_bound for field in profile.inputs}
+    for operation in profile.graph or ():
+        if operation.target != "aten.embedding.default":
+            continue
+        assert profile.graph is not None
+        table, indices = (profile.graph[name] for name in operation.inputs[:2])
+        rows = table.shape[0].fixed if table.shape else 0
+        bound = bounds.get(indices.name, 0)
+        if indices.target == "input" and bound > rows:
+            rule = f"has numbers up to {bound - 1}, and {table.path} has {rows} rows"
+            remedy = "use a model with a larger vocabulary, or other data"
+            faults.append(
+                Fault(f"data ({indices.name})", request.names.get("data", ""), rule, remedy)
+            )
+    if faults:
+        raise ConfigError(faults)
+
+
+Runner = Callable[[DictConfig, dict[str, str], Path], JobEnd]

@@ -1,0 +1,226 @@
+"""Whether this process was started as one rank of many, and which: torchrun or Slurm's srun.
+
+Pure: everything is read from the environment it is given. MPI launchers are not asked.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whale_train.errors import ConfigError, Fault
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is. `address` and `port` are of the rendezvous, on rank 0's host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Starter:
+    """The variables in which a program that starts ranks says where they are.
+
+    For each field of Place, the variables that may hold it, the best first.
+    """
+
+    name: str
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    address: tuple[str, ...]
+    port: tuple[str, ...]
+
+
+# https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+TORCHRUN = Starter(
+    name="torchrun",
+    rank=("RANK",),
+    world_size=("WORLD_SIZE",),
+    local_rank=("LOCAL_RANK",),
+    local_world_size=("LOCAL_WORLD_SIZE",),
+    address=("MASTER_ADDR",),
+    port=("MASTER_PORT",),
+)
+# https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES". The job's variables may
+# describe more nodes and tasks than the step that started this rank, so the step's come first.
+SLURM = Starter(
+    name="srun",
+    rank=("SLURM_PROCID",),
+    world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    local_rank=("SLURM_LOCALID",),
+    local_world_size=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
+    address=("MASTER_ADDR", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    port=("MASTER_PORT", "SLURM_JOB_ID"),
+)
+
+# Slurm's step ids from here on are not srun's: an interactive shell, a batch script, a job's
+# outer container (SLURM_INTERACTIVE_STEP and above in slurm.h).
+FIRST_SPECIAL_STEP = 0xFFFFFFFA
+
+# Ports for Slurm jobs: below 32768, where Linux begins to hand ports out to connections.
+PORTS = range(20000, 32000)
+
+NODE_LIST = re.compile(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?:,|$)")
+TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def place_from_environment(environment: Mapping[str, str]) -> Place | None:
+    """This process's place among ranks somebody else started; None when nobody did.
+
+    Raises ConfigError, keyed by the variable, when what is set is not a place: some variables
+    missing, not integers, or ranks outside of their world.
+    """
+    own = (TORCHRUN.rank, TORCHRUN.world_size, TORCHRUN.local_rank, TORCHRUN.local_world_size)
+    if any(name in environment for names in own for name in names):
+        return _Reader(TORCHRUN, environment).place()
+    if is_slurm_task(environment):
+        return _Reader(SLURM, environment).place()
+    return None
+
+
+def is_slurm_task(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several tasks.
+
+    The shell of `salloc` and the script of `sbatch` have SLURM_* too, but are no tasks.
+    """
+    step = environment.get("SLURM_STEP_ID", "")
+    if "SLURM_PROCID" not in environment or not step:
+        return False
+    if step.isdigit() and int(step) >= FIRST_SPECIAL_STEP:
+        return False
+    counts = (environment[name] for name in SLURM.world_size if name in environment)
+    return next(counts, "") != "1"
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a Slurm node list: `gpu003` of `gpu[003-007,012],login1`.
+
+    Raises ValueError when it is not one.
+    """
+    match = NODE_LIST.match(node_list)
+    if match is None:
+        raise ValueError(node_list)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match.group().rstrip(","))
+
+
+def tasks_per_node(text: str) -> tuple[int, ...]:
+    """The tasks of each node: `2(x3),1` is 2, 2, 2, 1. Raises ValueError when it is not that."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = TASKS_PER_NODE.fullmatch(part)
+        if match is None:
+            raise ValueError(text)
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+class _Reader:
+    """Reads one starter's variables, collecting the faults."""
+
+    def __init__(self, starter: Starter, environment: Mapping[str, str]) -> None:
+        self._starter = starter
+        self._environment = environment
+        self._faults: list[Fault] = []
+
+    def place(self) -> Place:
+        starter = self._starter
+        rank, rank_name = self._integer(starter.rank)
+        world_size, world_name = self._integer(starter.world_size)
+        local_rank, local_name = self._integer(starter.local_rank)
+        local_world_size, local_world_name = self._local_world_size()
+        address = self._address()
+        port = self._port()
+        if not self._faults:
+            self._check_inside(rank, rank_name, world_size, world_name)
+            self._check_inside(local_rank, local_name, local_world_size, local_world_name)
+            if local_world_size > world_size:
+                self._fault(
+                    local_world_name, f"is more than {world_name}={world_size}, the whole job"
+                )
+        if self._faults:
+            raise ConfigError(self._faults)
+        return Place(rank, world_size, local_rank, local_world_size, address, port)
+
+    def _fault(self, name: str, rule: str) -> None:
+        remedy = (
+            f"start the ranks with {self._starter.name}, which sets its variables itself, "
+            "or unset them"
+        )
+        self._faults.append(Fault(name, self._environment.get(name, ""), rule, remedy))
+
+    def _name(self, names: tuple[str, ...]) -> str:
+        """The first of the variables that is set; a fault, and the first one, if none is."""
+        for name in names:
+            if self._environment.get(name):
+                return name
+        fields = (self._starter.rank, self._starter.world_size, self._starter.local_rank)
+        given = [
+            f"{name}={self._environment[name]}"
+            for names in fields
+            for name in names
+            if self._environment.get(name)
+        ]
+        beside = f" while {given[0]} is" if given else ""
+        self._fault(names[0], f"is not set{beside}")
+        return names[0]
+
+    def _integer(self, names: tuple[str, ...]) -> tuple[int, str]:
+        name = self._name(names)
+        text = self._environment.get(name, "")
+        if text.isdecimal():
+            return int(text), name
+        if text:
+            self._fault(name, "is not a whole number from 0 up")
+        return 0, name
+
+    def _local_world_size(self) -> tuple[int, str]:
+        if self._starter is TORCHRUN:
+            return self._integer(TORCHRUN.local_world_size)
+        name = self._name(SLURM.local_world_size)
+        text = self._environment.get(name, "")
+        if not text:
+            return 0, name
+        try:
+            counts = tasks_per_node(text)
+        except ValueError:
+            self._fault(name, "is not a list of tasks per node, like 2(x3),1")
+            return 0, name
+        if len(counts) == 1:
+            return counts[0], name
+        node, node_name = self._integer(("SLURM_NODEID",))
+        if node >= len(counts):
+            self._fault(node_name, f"is outside of the {len(counts)} nodes of {name}")
+            return 0, name
+        return counts[node], name
+
+    def _address(self) -> str:
+        name = self._name(self._starter.address)
+        text = self._environment.get(name, "")
+        if name == "MASTER_ADDR" or not text:
+            return text
+        try:
+            return first_host(text)
+        except ValueError:
+            self._fault(name, "is not a list of nodes, like gpu[003-007,012]")
+            return ""
+
+    def _port(self) -> int:
+        number, name = self._integer(self._starter.port)
+        if name == "MASTER_PORT":
+            if number > 65535 or (number == 0 and self._environment.get(name) == "0"):
+                self._fault(name, "is not a port, 1 to 65535")
+            return number
+        # Steps of one job may run side by side on the same host.
+        step, _ = self._integer(("SLURM_STEP_ID",))
+        return PORTS[(number + step) % len(PORTS)]
+
+    def _check_inside(self, index: int, name: str, size: int, size_name: str) -> None:
+        if index >= size:
+            self._fault(name, f"is not below {size_name}={size}")

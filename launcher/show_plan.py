@@ -1,0 +1,421 @@
+"""A Plan as a person reads it: what runs where, how full, how fast, and what was decided.
+
+Owns the view of `mode=plan` and of the start of a run, the words for quantities (`1.32 GB`,
+`98.1 ms`, `51.3 M`) and the two properties every view here has: it fits the width it is given,
+and it can be written in the encoding it is sent to. Nothing is computed but sums and folds.
+
+Bytes are written in decimal units (1 GB = 1e9 bytes), as the inventory's devices are.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TextIO
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.operations import ModelProfile
+from whale_train.strategies.plan import Decision, Plan, RankPlan, TaskGraph
+
+# Below this many columns a row of the device table takes two lines.
+_WIDE = 92
+# Beyond this many rows of consecutive ranks, equal rows are joined wherever their ranks are.
+_FEW_ROWS = 24
+# Beyond this many kinds of rank a table is no longer read; plan.json has them all.
+_MOST_ROWS = 64
+# One cell each, so that what is aligned stays aligned.
+_ASCII = str.maketrans("█░━╌…", "#.=.~")
+
+
+def open_console(stream: TextIO) -> Console:
+    """A console on `stream`: the terminal's own width, or 120 columns where there is none."""
+    if stream.isatty():
+        return Console(file=stream, highlight=False)
+    # Colours forced by the environment do not make a log a place for lines that are rewritten.
+    return Console(file=stream, width=120, force_interactive=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class Portable:
+    """`body` without blanks at the ends of lines, and with what the console's encoding cannot
+    carry replaced one cell for one."""
+
+    body: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in Segment.split_lines(console.render(self.body, options)):
+            while line and not line[-1].text.rstrip():
+                line.pop()
+            if line:
+                line[-1] = Segment(line[-1].text.rstrip(), *line[-1][1:])
+            for text, style, control in line:
+                if options.ascii_only:
+                    text = text.translate(_ASCII).encode("ascii", "replace").decode()
+                yield Segment(text, style, control)
+            yield Segment.line()
+
+
+def plan_view(plan: Plan, cluster: Cluster, profile: ModelProfile, title: str) -> RenderableType:
+    """The whole plan, for `mode=plan` and the start of a run.
+
+    `title` names model, strategy and hardware; `profile` gives the sizes of the parameters, which
+    the plan names but does not measure. Fits 50 columns and more.
+    """
+    return Portable(_PlanView(plan, cluster, profile, title))
+
+
+def banner_emulated(
+    count: int,
+    local: bool,
+    inventory: str = "",
+    device_speed: bool = False,
+    link_speed: bool = False,
+) -> RenderableType:
+    """What must be known about speeds before a run on CPU processes: a panel on a terminal, else
+    a single line.
+
+    `local`: the processes are this machine's own devices (it has no GPU, or the inventory is CPU
+    processes) and stand for nothing else; otherwise they stand for the `count` devices of
+    `inventory`. `device_speed`, `link_speed`: each is slowed to its relative speed.
+    """
+    processes = f"{count:,} CPU {'process' if count == 1 else 'processes'} over gloo"
+    if local:
+        return Portable(
+            _Banner(
+                name="cpu",
+                facts=f"{processes} on this machine; no GPU is used.\n"
+                "Results are real training, and the speeds are this machine's.",
+                line=f"{processes} on this machine, no GPU: real training, this machine's speeds",
+            )
+        )
+    devices = f"{count:,} {'device' if count == 1 else 'devices'} of {inventory or 'the inventory'}"
+    kept = [name for name, on in (("devices", device_speed), ("links", link_speed)) if on]
+    ratios = f", but {' and '.join(kept)} keep their proportions" if kept else ""
+    return Portable(
+        _Banner(
+            name="emulated",
+            facts=f"{devices} emulated as {processes} on this machine.\n"
+            f"Results are real training; speeds are not those devices'{ratios}.",
+            line=f"{devices} as CPU processes over gloo on this machine: "
+            f"real training, {'only relative' if kept else 'not their'} speeds",
+        )
+    )
+
+
+def in_bytes(number: float) -> str:
+    """`1.32 GB`: three digits, decimal units."""
+    return _scaled(number, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def in_count(number: float) -> str:
+    """`51.3 M`: three digits; below a thousand the number itself."""
+    return _scaled(number, ("", "k", "M", "B", "T")).rstrip()
+
+
+def in_seconds(seconds: float) -> str:
+    """`98.1 ms`: three digits; a minute and more in seconds too."""
+    if seconds < 0.9995e-3:
+        return f"{_digits(seconds * 1e6)} us"
+    return f"{_digits(seconds * 1e3)} ms" if seconds < 0.9995 else f"{_digits(seconds)} s"
+
+
+def in_rate(per_s: float) -> str:
+    """Samples a second: three digits, or the whole number with its thousands marked."""
+    return f"{per_s:,.0f}" if per_s >= 100 else _digits(per_s)
+
+
+def fold_numbers(numbers: Iterable[int], most: int = 4) -> str:
+    """`0-7, 12`: runs of consecutive numbers; after `most` runs, how many numbers there are."""
+    ordered = sorted(numbers)
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    ]
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:most]]
+    rest = f", ... ({len(ordered):,} in all)" if len(runs) > most else ""
+    return ", ".join(shown) + rest
+
+
+def fold_modules(paths: Sequence[str], most: int = 4) -> str:
+    """`wte, h.0-11, ln_f`: numbered neighbours are one; of many, the first, the last, how many."""
+    keys = []
+    for index, path in enumerate(paths):
+        words = path.split(".")
+        where = max((i for i, word in enumerate(words) if word.isdigit()), default=None)
+        # Along a run the number grows as the index does.
+        run = path if where is None else str(int(words[where]) - index)
+        keys.append((words[:where], where, [] if where is None else words[where + 1 :], run))
+    names = []
+    for (_, where, _, _), indices in groupby(range(len(paths)), key=keys.__getitem__):
+        first, *others = (paths[index].split(".") for index in indices)
+        if others and where is not None:
+            first[where] += f"-{others[-1][where]}"
+        names.append(".".join(first) or "the whole model")
+    if len(names) > most:
+        names = [*names[: most - 1], "...", f"{names[-1]} ({len(paths):,} modules)"]
+    return ", ".join(names)
+
+
+@dataclass(frozen=True)
+class _PlanView:
+    plan: Plan
+    cluster: Cluster
+    profile: ModelProfile
+    title: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.title, style="bold")
+        yield _facts(self._header())
+        tree = Tree(Text("task graphs", style="bold"), guide_style="dim")
+        for task_graph in self.plan.task_graphs:
+            tree.add(_task_graph(task_graph, self.profile))
+        yield Text()
+        yield tree
+        yield Text()
+        yield Text("devices", style="bold")
+        yield _device_table(self.plan, self.cluster, wide=options.max_width >= _WIDE)
+        if self.plan.decisions:
+            yield Text()
+            yield Text("decisions", style="bold")
+            yield from (_decision(decision) for decision in self.plan.decisions)
+
+    def _header(self) -> list[tuple[str, str]]:
+        plan, predicted = self.plan, self.plan.predicted
+        nodes = len({rank.node for rank in plan.ranks})
+        batch = f"{plan.global_batch:,} samples a step, {plan.precision}"
+        return [
+            ("ranks", f"{plan.world_size:,} on {nodes:,} {'node' if nodes == 1 else 'nodes'}"),
+            ("batch", batch + (f", schedule {plan.schedule}" if plan.schedule else "")),
+            (
+                "predicted",
+                f"{in_seconds(predicted.step_time_s)} a step, "
+                f"{in_rate(predicted.samples_per_s)} samples/s",
+            ),
+            (
+                "",
+                f"compute {in_seconds(predicted.compute_s)}, "
+                f"communication {in_seconds(predicted.communication_s)}, "
+                f"optimizer {in_seconds(predicted.optimizer_s)}",
+            ),
+        ]
+
+
+@dataclass(frozen=True)
+class _Banner:
+    name: str
+    facts: str
+    line: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.is_terminal:
+            yield Panel(
+                Text(self.facts), title=self.name, title_align="left", border_style="yellow"
+            )
+        else:
+            yield Text(f"{self.name}: {self.line}")
+
+
+def _task_graph(task_graph: TaskGraph, profile: ModelProfile) -> RenderableType:
+    head = Text(task_graph.primitive, style="cyan")
+    head.append(f" {task_graph.name}", style="bold")
+    head.append(f"  {task_graph.path}", style="dim")
+    # A tied parameter is held once, whatever name it is listed under.
+    known = profile.parameter_by_path
+    held = {known[path].path: known[path] for path in task_graph.parameters}
+    size = sum(each.elements * each.bytes_per_element for each in held.values())
+    elements = in_count(sum(each.elements for each in held.values()))
+    keeps = [f"ZeRO {task_graph.zero}"]
+    keeps += [f"{what} on {where}" for what, where in task_graph.offload.items() if where != "none"]
+    ranks = [rank for replica in task_graph.replicas for rank in replica]
+    facts = [
+        ("modules", fold_modules(task_graph.modules)),
+        ("parameters", f"{elements} ({in_bytes(size)}), {', '.join(keeps)}"),
+        ("copies", _copies(task_graph)),
+        ("ranks", fold_numbers(ranks)),
+    ]
+    facts += [("shards", line) for line in _shards(task_graph)]
+    return Group(head, _facts(facts))
+
+
+def _copies(task_graph: TaskGraph) -> str:
+    """`8 x 24 + 8 x 8 samples`, and over how many ranks each copy is sharded."""
+    shares_of: dict[int, list[int]] = {}
+    for replica, share in zip(task_graph.replicas, task_graph.shares, strict=True):
+        shares_of.setdefault(len(replica), []).append(share)
+    return ", ".join(
+        f"{_spread(shares)} samples" + (f", each over {width:,} ranks" if width > 1 else "")
+        for width, shares in shares_of.items()
+    )
+
+
+def _spread(sizes: Iterable[int], most: int = 4) -> str:
+    """`8 x 24 + 8 x 8`; of many sizes, how many and between which: `60 x 3-9`."""
+    counts = Counter(sizes)
+    if len(counts) > most:
+        return f"{counts.total():,} x {min(counts):,}-{max(counts):,}"
+    return " + ".join(f"{count:,} x {size:,}" for size, count in counts.items())
+
+
+def _shards(task_graph: TaskGraph, most: int = 4) -> list[str]:
+    """One line for the parameters cut alike: how much of which dimension each rank has."""
+    alike: dict[tuple[int, tuple[tuple[int, int], ...]], list[str]] = {}
+    for path, bounds in task_graph.shards.items():
+        alike.setdefault((task_graph.shard_dims[path], bounds), []).append(path)
+    lines = []
+    for (dim, bounds), paths in alike.items():
+        cut = _spread(stop - start for start, stop in bounds)
+        which = paths[0] if len(paths) == 1 else f"{len(paths):,} parameters such as {paths[0]}"
+        lines.append(f"{cut} of {max(stop for _, stop in bounds):,}, dim {dim}: {which}")
+    if len(lines) > most:
+        rest = sum(len(paths) for paths in list(alike.values())[most:])
+        lines = [*lines[:most], f"... and {rest:,} more parameters, cut in other ways"]
+    return lines
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What is shown of one kind of rank, the ranks themselves aside."""
+
+    device: str
+    samples: str
+    micro_batch: str
+    memory: str
+    percent: int
+    largest: str
+
+
+def _device_table(plan: Plan, cluster: Cluster, wide: bool) -> RenderableType:
+    rows = _device_rows(plan, cluster)
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    if wide:
+        for name in ("ranks", "node", "device"):
+            table.add_column(name, overflow="fold")
+        for name in ("samples", "micro-batches"):
+            table.add_column(name, justify="right")
+        table.add_column("memory of device", justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        table.add_column("largest part")
+    else:
+        table.add_column("ranks\nnode", overflow="fold")
+        table.add_column("device\nlargest part", overflow="fold")
+        table.add_column("samples\nmicro", justify="right")
+        table.add_column("memory\nof device", no_wrap=True)
+    for row, ranks in rows[:_MOST_ROWS]:
+        where = fold_numbers(rank.rank for rank in ranks)
+        nodes = fold_numbers({rank.node for rank in ranks})
+        bar = _bar(row.percent, cells=16 if wide else 9)
+        # As Text: square brackets in a name are no markup.
+        if wide:
+            words = (where, nodes, row.device, row.samples, row.micro_batch, row.memory)
+            table.add_row(*map(Text, words), bar, Text(row.largest))
+        else:
+            pairs = ((where, nodes), (row.device, row.largest), (row.samples, row.micro_batch))
+            memory = Text(f"{row.memory}\n").append_text(bar)
+            table.add_row(*(Text(f"{above}\n{below}") for above, below in pairs), memory)
+    notes = []
+    if any(row.percent > 100 for row, _ in rows):
+        notes.append(Text("a device is over its memory", style="red"))
+    if len(rows) > _MOST_ROWS:
+        notes.append(Text(f"... and {len(rows) - _MOST_ROWS:,} more kinds of rank: see plan.json"))
+    return Padding(Group(table, *notes), (0, 0, 0, 2))
+
+
+def _device_rows(plan: Plan, cluster: Cluster) -> list[tuple[_Row, list[RankPlan]]]:
+    """Consecutive ranks of a node that read the same are one row. A table still too long joins
+    equal rows wherever they are."""
+    samples = _samples(plan)
+    capacity = [device.memory_bytes for device in cluster.devices]
+    shown = [
+        (_row(rank, samples.get(rank.rank, 0), capacity[rank.rank]), rank) for rank in plan.ranks
+    ]
+    runs = groupby(shown, key=lambda pair: (pair[0], pair[1].node))
+    rows = [(key[0], [rank for _, rank in run]) for key, run in runs]
+    if len(rows) <= _FEW_ROWS:
+        return rows
+    joined: dict[_Row, list[RankPlan]] = {}
+    for row, ranks in rows:
+        joined.setdefault(row, []).extend(ranks)
+    return list(joined.items())
+
+
+def _row(rank: RankPlan, samples: int, capacity: float) -> _Row:
+    parts = asdict(rank.memory_bytes)
+    total = rank.memory_bytes.total
+    name = max(parts, key=lambda part: parts[part])
+    return _Row(
+        device=rank.device,
+        samples=f"{samples:,}",
+        micro_batch=f"{rank.micro_batches:,} x {rank.micro_batch_size:,}",
+        memory=_of(in_bytes(total), in_bytes(capacity)),
+        percent=round(100 * total / capacity),
+        largest=f"{name} {100 * parts[name] / total:.0f}%" if total else "",
+    )
+
+
+def _samples(plan: Plan) -> dict[int, int]:
+    """Each rank's samples of a step: those of the smallest share it takes. (With a head split
+    over every rank, all of them see the head's whole batch, but each brings its own samples.)"""
+    found: dict[int, int] = {}
+    for task_graph in plan.task_graphs:
+        for replica, share in zip(task_graph.replicas, task_graph.shares, strict=True):
+            for rank in replica:
+                found[rank] = min(share, found.get(rank, share))
+    return found
+
+
+def _bar(percent: int, cells: int) -> Text:
+    filled = min(cells, max(1, round(cells * percent / 100))) if percent else 0
+    style = "red" if percent > 100 else "yellow" if percent > 90 else "green"
+    bar = Text("█" * filled, style=style)
+    bar.append("░" * (cells - filled), style="dim")
+    return bar.append(f" {percent:>3}%", style=style if percent > 90 else "")
+
+
+def _decision(decision: Decision) -> RenderableType:
+    instead = f" (instead of {decision.rejected})" if decision.rejected else ""
+    line = Text(f"{decision.key}: ", style="dim")
+    line.append(decision.chosen, style="cyan")
+    line.append(f"{instead}: {decision.reason}", style="default")
+    hanging = Table.grid(padding=(0, 1, 0, 0))
+    hanging.add_row("  -", line)
+    return hanging
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in facts:
+        grid.add_row(f"  {name}", Text(value))
+    return grid
+
+
+def _of(used: str, all_of_it: str) -> str:
+    """`10.3 / 32.0 GB`; both units where they differ."""
+    number, unit = used.split(" ")
+    return f"{number if all_of_it.endswith(' ' + unit) else used} / {all_of_it}"
+
+
+def _scaled(number: float, units: Sequence[str]) -> str:
+    if number < 999.5:
+        return f"{number:.0f} {units[0]}"
+    for unit in units[1:]:
+        number /= 1000
+        if number < 999.5:
+            return f"{_digits(number)} {unit}"
+    return f"{number:,.0f} {units[-1]}"
+
+
+def _digits(number: float) -> str:
+    """Three digits: `1.32`, `13.2`, `132`."""
+    if number >= 99.95:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"

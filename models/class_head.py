@@ -1,0 +1,36 @@
+"""A small backbone under a head of as many classes as you like: where splitting the head pays.
+
+It knows nothing of whale-train. The shape is that of large-scale classification (faces,
+products), where the classes hold nearly all the parameters.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Output(NamedTuple):
+    """`loss` is a scalar (None without labels), `logits` are [batch, num_classes]."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+class ClassHead(nn.Module):
+    """`num_features` -> 1024 -> 512, ReLU after each, then one linear head to `num_classes`."""
+
+    def __init__(self, num_classes: int = 1000, num_features: int = 256) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Linear(num_features, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU()
+        )
+        self.head = nn.Linear(512, num_classes)
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> Output:
+        """`features` are [batch, num_features], `labels` [batch] of int64."""
+        logits = self.head(self.backbone(features))
+        if labels is None:
+            return Output(None, logits)
+        # In half precision a loss keeps three digits.
+        return Output(functional.cross_entropy(logits.float(), labels), logits)

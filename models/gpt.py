@@ -1,0 +1,134 @@
+"""A small GPT: the reference language model, written as a user would write theirs.
+
+It knows nothing of whale-train. A pre-norm decoder (GPT-2, Radford et al. 2019) with learned
+positions and fused causal attention.
+"""
+
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+IGNORED_LABEL = -100  # the labels cross-entropy leaves out, as in torch and transformers
+
+
+class Output(NamedTuple):
+    """`loss` is a scalar (None without labels), `logits` are [batch, sequence, vocabulary]."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+def _dropout(probability: float) -> nn.Module:
+    # Dropout of 0 is an operation all the same; leaving it out keeps the traced graph small.
+    return nn.Dropout(probability) if probability else nn.Identity()
+
+
+class Attention(nn.Module):
+    """Causal self-attention over [batch, sequence, width], query, key and value in one weight."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width={width} does not divide into heads={heads}")
+        self.width, self.heads, self.dropout = width, heads, dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, sequence, _ = hidden.shape
+        query, key, value = (
+            part.view(batch, sequence, self.heads, self.width // self.heads).transpose(1, 2)
+            for part in self.qkv(hidden).split(self.width, dim=-1)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        joined: Tensor = self.projection(mixed.transpose(1, 2).reshape(batch, sequence, self.width))
+        return joined
+
+
+class Block(nn.Module):
+    """Attention and a GELU layer of four times the width, each behind a norm and a residual."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+        self.drop = _dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.drop(self.attention(self.attention_norm(hidden)))
+        expanded = functional.gelu(self.expand(self.mlp_norm(hidden)))
+        added: Tensor = hidden + self.drop(self.contract(expanded))
+        return added
+
+
+class GPT(nn.Module):
+    """A decoder over `vocab_size` tokens for sequences of up to `sequence_length` of them.
+
+    `width` is the hidden size (a multiple of `heads`, else ValueError), `depth` the number of
+    blocks. `tied` lets `lm_head` share the token embedding's weight.
+
+    Weights start as GPT-2's do: normal with deviation 0.02, biases 0, and the projections back
+    into the residual stream, of which there are 2 x depth, divided by sqrt(2 x depth). They come
+    from torch's global generator, so that the same seed gives the same weights.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 257,
+        sequence_length: int = 128,
+        width: int = 128,
+        depth: int = 4,
+        heads: int = 4,
+        dropout: float = 0.0,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab_size, width)
+        self.position = nn.Embedding(sequence_length, width)
+        self.drop = _dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+        if tied:
+            self.lm_head.weight = self.token.weight
+        for name, parameter in self.named_parameters():
+            if name.endswith(("projection.weight", "contract.weight")):
+                nn.init.normal_(parameter, std=0.02 / sqrt(2 * depth))
+            elif parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
+        """`input_ids` and `labels` are [batch, sequence] of int64.
+
+        The label of a position is its own token: the shift to the next one is made here. The loss
+        is the mean over the labels that are not -100.
+        """
+        positions = torch.arange(input_ids.size(1), device=input_ids.device)
+        hidden = self.drop(self.token(input_ids) + self.position(positions))
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.lm_head(self.norm(hidden))
+        if labels is None:
+            return Output(None, logits)
+        # Shifting the labels instead of the logits leaves the large tensor uncopied.
+        following = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+        loss = functional.cross_entropy(
+            logits.flatten(0, 1).float(),  # a half-precision loss keeps three digits
+            following.flatten(),
+            ignore_index=IGNORED_LABEL,
+        )
+        return Output(loss, logits)

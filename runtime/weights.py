@@ -1,0 +1,61 @@
+"""Initial weights that do not depend on the plan, in one copy per host.
+
+The host builds the whole model once, as one process would with the same seed, and moves it into
+a file mapped into memory; the ranks it forks inherit the mapping. A rank that reads only its
+shard touches only those pages, so its own memory stays near its shard.
+"""
+
+import tempfile
+
+import torch
+from torch import Tensor, nn
+
+from whale_train.models.build import LossModule, ModelOptions, build_model
+
+_ALIGNMENT = 64  # bytes; what vectorised kernels like
+
+
+def build_shared(options: ModelOptions, seed: int) -> LossModule:
+    """The model `torch.manual_seed(seed); build()` gives, its tensors in mapped memory."""
+    torch.manual_seed(seed)
+    module = LossModule(build_model(options), options)
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers()) if t.numel()}
+    offsets, end = [], 0
+    for tensor in tensors.values():
+        offsets.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    if not end:
+        return module
+    with tempfile.NamedTemporaryFile(prefix="whale-train-") as file:
+        file.truncate(end)
+        storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=end)
+    for tensor, offset in zip(tensors.values(), offsets, strict=True):
+        shared = torch.empty(0, dtype=tensor.dtype).set_(
+            storage,  # type: ignore[arg-type]
+            offset // tensor.element_size(),
+            tensor.shape,
+            tensor.stride(),
+        )
+        shared.copy_(tensor.detach())
+        tensor.data = shared
+    return module
+
+
+def own_copy(module: nn.Module, device: torch.device) -> None:
+    """Give every parameter and buffer of `module` memory of its own on `device`, ties kept."""
+    for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
+        tensor.data = _copied(tensor.detach(), device)
+
+
+def own_shard(
+    tensor: Tensor, dim: int, interval: tuple[int, int], device: torch.device
+) -> nn.Parameter:
+    """A parameter of its own holding [start, stop) of `tensor` along `dim`."""
+    start, stop = interval
+    return nn.Parameter(_copied(tensor.detach().narrow(dim, start, stop - start), device))
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == tensor.device.type:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous().to(device)

@@ -1,0 +1,116 @@
+"""A rank: what its host prepares for it, and what it does from its first to its last line."""
+
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import fx
+
+from whale_train.config import Request
+from whale_train.data.dataset import Dataset
+from whale_train.data.open import open_dataset
+from whale_train.models.build import LossModule
+from whale_train.models.profile import export_model
+from whale_train.runtime.assemble import Seat, assemble
+from whale_train.runtime.engine import import_deepspeed
+from whale_train.runtime.groups import file_rendezvous, join, leave, make_groups
+from whale_train.runtime.programs import Program
+from whale_train.runtime.train import Batches, Metrics, peak_memory_bytes, train
+from whale_train.runtime.weights import build_shared
+from whale_train.strategies.plan import Plan
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Made once a host and inherited by its ranks: the request, the model with its weights in
+    shared memory, the exported graph where the strategy cuts one, and the data."""
+
+    request: Request
+    module: LossModule
+    graph: fx.GraphModule | None
+    dataset: Dataset
+
+
+def prepare(run_dir: Path) -> Prepared:
+    """All that needs no plan, so that it overlaps with resolving it."""
+    request = Request.from_json((run_dir / "request.json").read_text())
+    dataset = open_dataset(request.data)
+    module = build_shared(request.model, request.seed)
+    graph = None
+    if len(request.strategy_graph().graph) > 1:  # colocated TaskGraphs cut the exported graph
+        graph, _ = export_model(request.model, dataset.fields)
+    return Prepared(request, module, graph, dataset)
+
+
+def compile_kernels(run_dir: Path, prepared: Prepared) -> Prepared:
+    """Compile what DeepSpeed would compile at first use: once, here, instead of in every rank."""
+    plan = Plan.from_json((run_dir / "plan.json").read_text())
+    if prepared.request.optimizer.name != "sgd" and any(
+        task_graph.offload["optimizer"] == "cpu" for task_graph in plan.task_graphs
+    ):
+        import_deepspeed()
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+
+        CPUAdamBuilder().load(verbose=False)
+    return prepared
+
+
+def run_rank(run_dir: Path, rank: int, world_size: int, prepared: Prepared) -> None:
+    """Be rank `rank` of the host that forked this process, from joining the others to leaving."""
+    run(run_dir, rank, world_size, file_rendezvous(run_dir), prepared)
+
+
+def run(run_dir: Path, rank: int, world_size: int, init_method: str, prepared: Prepared) -> None:
+    """Join the others, train as the plan says, and leave."""
+    train_as_planned(run_dir, rank, world_size, init_method, prepared)
+    leave()
+
+
+def train_as_planned(
+    run_dir: Path, rank: int, world_size: int, init_method: str, prepared: Prepared
+) -> Program:
+    """Train as the plan says, still joined; the program, its engines holding what was learned.
+    Rank 0 writes the metrics and the summary."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed")
+    request = prepared.request
+    plan = Plan.from_json((run_dir / "plan.json").read_text())
+    assert world_size == plan.world_size, (world_size, plan.world_size)
+    if request.launcher.threads is not None:
+        torch.set_num_threads(request.launcher.threads)
+    device = _device(run_dir)
+    join(init_method, rank, world_size, device)
+    seat = Seat(rank, device, make_groups(plan, rank))
+    # Dropout differs from rank to rank and is the same in every run.
+    torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
+    program = assemble(request, plan, prepared.module, prepared.graph, seat)
+    batches = Batches(request, plan, prepared.dataset, rank, device)
+    metrics = Metrics(run_dir, request.train.tensorboard, device) if rank == 0 else None
+    summary = train(request, plan, program, batches, metrics)
+    peaks: list[int] = [0] * world_size
+    dist.all_gather_object(peaks, peak_memory_bytes(device))
+    if metrics is not None:
+        metrics.close()
+        summary["peak_memory_bytes"] = peaks
+        path = run_dir / "summary.json"
+        path.with_suffix(".partial").write_text(json.dumps(summary, indent=1) + "\n")
+        path.with_suffix(".partial").replace(path)
+    return program
+
+
+def _device(run_dir: Path) -> torch.device:
+    """The device the launcher gave this rank. Raises RuntimeError when it is not there."""
+    kind = json.loads((run_dir / "launch.json").read_text())["device"]
+    if kind == "cpu":
+        return torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if local_rank >= torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise RuntimeError(f"the plan puts a rank on GPU {local_rank}, and this host has {there}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,1 @@
+"""Train any PyTorch model on any mix of devices from one declarative config."""

@@ -1,0 +1,273 @@
+"""The border: the composed config becomes a Request, validated whole.
+
+The only file that sees a DictConfig. Sections that another room owns (the model, the data, the
+strategy, the hardware) are read by that room; here they are put together, and every fault of
+every section is raised at once.
+"""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from whale_train.data.open import DataOptions
+from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.models.build import ModelOptions
+from whale_train.strategies.grammar import Strategy, read_strategy
+
+Mode = Literal["train", "plan", "verify"]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TrainOptions(_Section):
+    """`steps` optimizer steps of `global_batch` samples each. `grad_clip` null is off.
+    `evaluate_every` and `checkpoint_every` count steps, null is never."""
+
+    steps: int = Field(ge=1)
+    global_batch: int = Field(ge=1)
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    grad_clip: float | None = Field(None, gt=0)
+    grad_norm: bool = True
+    evaluate_every: int | None = Field(None, ge=1)
+    evaluation_samples: int = Field(512, ge=1)
+    tensorboard: bool = False
+    checkpoint_every: int | None = Field(None, ge=1)
+    resume: str | None = None
+
+
+class OptimizerOptions(_Section):
+    """torch's optimizer of that name and the schedule of its learning rate (`warmup_steps` of
+    linear growth, then `schedule` down to `final_lr_fraction` of `lr` at the last step)."""
+
+    name: Literal["sgd", "adam", "adamw"]
+    lr: float = Field(gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    fused: bool = True
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    final_lr_fraction: float = Field(0.0, ge=0, le=1)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of torch's optimizer."""
+        shared = {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused}
+        if self.name == "sgd":
+            return {**shared, "momentum": self.momentum}
+        return {**shared, "betas": list(self.betas), "eps": self.eps}
+
+
+class LauncherOptions(_Section):
+    """Where the ranks run; `threads` per rank (null: the cores shared among the ranks)."""
+
+    kind: Literal["auto", "local", "emulate"] = "auto"
+    threads: int | None = Field(None, ge=1)
+    device_speed: bool = False
+    link_speed: bool = False
+
+
+class Request(BaseModel):
+    """Everything a user asked for, checked. `names` are the options chosen per config group.
+
+    `strategy` and `hardware` stay as written, for the rooms that own them read them against
+    something else: the hardware against this machine, the strategy into nodes.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mode: Mode
+    seed: Seed
+    names: dict[str, str]
+    model: ModelOptions
+    strategy: dict[str, Any]
+    hardware: dict[str, Any]
+    data: DataOptions
+    optimizer: OptimizerOptions
+    launcher: LauncherOptions
+    train: TrainOptions
+
+    def to_json(self) -> str:
+        return self.model_dump_json(by_alias=True, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Request":
+        return cls.model_validate_json(text)
+
+    def strategy_graph(self) -> Strategy:
+        """The strategy's nodes; it was read without faults when the request was."""
+        faults: list[Fault] = []
+        strategy = read_strategy(self.strategy, self.names.get("strategy", "strategy"), faults)
+        assert strategy is not None, faults
+        return strategy
+
+
+def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
+    """The Request of a composed config. Raises ConfigError with all faults found.
+
+    `names` are Hydra's choices, group by group; they name things in messages and plans.
+    """
+    plain = _plain(config)
+    faults: list[Fault] = []
+    sections: dict[str, Any] = {"names": dict(names)}
+    try:
+        sections["model"] = ModelOptions.from_mapping(plain.get("model") or {})
+    except ConfigError as error:
+        faults += error.faults
+    sections["strategy"] = _mapping(plain, "strategy", faults)
+    read_strategy(sections["strategy"], names.get("strategy", "strategy"), faults)
+    sections["hardware"] = _mapping(plain, "hardware", faults)
+    data: TypeAdapter[Any] = TypeAdapter(DataOptions)
+    for key, reader in (
+        ("data", data),
+        ("optimizer", TypeAdapter(OptimizerOptions)),
+        ("launcher", TypeAdapter(LauncherOptions)),
+        ("train", TypeAdapter(TrainOptions)),
+    ):
+        sections[key] = _validated(reader, _mapping(plain, key, faults), key, faults)
+    mode: TypeAdapter[Any] = TypeAdapter(Mode)
+    seed: TypeAdapter[Any] = TypeAdapter(Seed)
+    sections["mode"] = _validated(mode, plain.get("mode"), "mode", faults)
+    sections["seed"] = _validated(seed, plain.get("seed"), "seed", faults)
+    known = set(Request.model_fields) - {"names"}
+    for key in plain:
+        if key not in known:
+            faults.append(Fault(str(key), "", "is not a key of the config", nearest(key, known)))
+    _refuse_unexecuted(sections, faults)
+    if faults:
+        raise ConfigError(faults)
+    return Request.model_construct(**sections)
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    """Plain values, interpolations resolved. Raises ConfigError for one that cannot be."""
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        text = " ".join(str(error.msg or error).split())
+        remedy = "give it a value, or point it at a key that exists"
+        raise ConfigError([Fault(error.full_key or "config", "", text, remedy)]) from None
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[str, Any]:
+    value = plain.get(key)
+    if isinstance(value, dict):
+        return {str(name): item for name, item in value.items()}
+    faults.append(Fault(key, str(value), "is not a mapping", f"use {key}=NAME or {key}.KEY=VALUE"))
+    return {}
+
+
+def _validated(reader: TypeAdapter[Any], value: Any, section: str, faults: list[Fault]) -> Any:
+    """`value` read by pydantic, its complaints said in our words."""
+    if isinstance(value, dict):
+        missing = [key for key, item in value.items() if item == "???"]
+        for key in missing:
+            remedy = f"write {section}.{key}=VALUE"
+            faults.append(Fault(f"{section}.{key}", "", "must be given", remedy))
+        value = {key: item for key, item in value.items() if item != "???"}
+    else:
+        missing = []
+    try:
+        return reader.validate_python(value)
+    except ValidationError as error:
+        for problem in error.errors():
+            if str(problem["loc"][-1:] and problem["loc"][-1]) not in missing:
+                faults.append(_fault(problem, section, error))
+        return None
+
+
+def _fault(problem: Any, section: str, error: ValidationError) -> Fault:
+    """One of pydantic's complaints as a fault. Its path drops the union's tag."""
+    location = [part for part in problem["loc"] if part not in _TAGS]
+    key = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in location
+    )
+    key = f"{section}{key}"
+    kind, context, given = problem["type"], problem.get("ctx", {}), problem["input"]
+    shown = str(given)
+    if kind == "extra_forbidden":
+        name = str(location[-1])
+        return Fault(key, shown, "is not a key here", _known_keys(name, section, problem, error))
+    if kind == "missing":
+        return Fault(key, "", "must be given", f"write {key}=VALUE")
+    if kind == "literal_error":
+        choices = [part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")]
+        return Fault(key, shown, "is unknown", nearest(shown, choices))
+    if kind == "union_tag_invalid":
+        choices = [part.strip("' ") for part in context["expected_tags"].split(",")]
+        tag = str(context["tag"])
+        return Fault(f"{section}.kind", tag, "is unknown", nearest(tag, choices))
+    if kind == "union_tag_not_found":
+        return Fault(f"{section}.kind", "", "must be given", f"use {section}=text or the like")
+    for bound, words in _BOUNDS.items():
+        if bound in context:
+            return Fault(key, shown, f"is not {words} {context[bound]}", f"use {words} {context[bound]}")
+    rule, remedy = next(
+        (found for start, found in _TYPES.items() if kind.startswith(start)),
+        (f"is not valid ({problem['msg'].lower()})", "see conf/ for an example"),
+    )
+    return Fault(key, shown, rule, remedy)
+
+
+_TAGS = ("text", "arrays", "digits", "classes", "hf_dataset")
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_TYPES = {
+    "int": ("is not a whole number", "use one, such as 8"),
+    "float": ("is not a number", "use one, such as 0.001"),
+    "bool": ("is not true or false", "use true or false"),
+    "string": ("is not text", "put it in quotes"),
+    "tuple": ("is not a list of two numbers", "use one, such as [0.9, 0.999]"),
+}
+
+
+def _known_keys(name: str, section: str, problem: Any, error: ValidationError) -> str:
+    models: dict[str, type[BaseModel]] = {
+        "optimizer": OptimizerOptions,
+        "launcher": LauncherOptions,
+        "train": TrainOptions,
+    }
+    if section in models:
+        return nearest(name, models[section].model_fields)
+    tag = str(problem["loc"][0]) if problem["loc"] else ""
+    for kind in DataOptions.__args__[0].__args__:
+        if kind.model_fields["kind"].default == tag:
+            return nearest(name, set(kind.model_fields) - {"kind"})
+    return f"remove {section}.{name}"
+
+
+def _refuse_unexecuted(sections: Mapping[str, Any], faults: list[Fault]) -> None:
+    """Keys of the design that later work executes: known, and refused by name."""
+    rule = "is valid but not executed by this version"
+    if sections.get("mode") == "verify":
+        faults.append(Fault("mode", "verify", rule, "use train or plan"))
+    train, launcher = sections.get("train"), sections.get("launcher")
+    if isinstance(train, TrainOptions):
+        if train.precision == "fp16":
+            faults.append(Fault("train.precision", "fp16", rule, "use fp32 or bf16"))
+        if train.checkpoint_every is not None:
+            value = str(train.checkpoint_every)
+            faults.append(Fault("train.checkpoint_every", value, rule, "use null"))
+        if train.resume is not None:
+            faults.append(Fault("train.resume", train.resume, rule, "use null"))
+        if train.grad_clip is not None and not train.grad_norm:
+            rule_norm = "is off, and train.grad_clip needs the gradient's norm"
+            faults.append(Fault("train.grad_norm", "false", rule_norm, "use train.grad_norm=true"))
+    if isinstance(launcher, LauncherOptions):
+        for key in ("device_speed", "link_speed"):
+            if getattr(launcher, key):
+                faults.append(Fault(f"launcher.{key}", "true", rule, "use false"))
+
+
+def close_key(key: str, known: list[str]) -> str:
+    """The remedy for a key Hydra does not know: the nearest of all keys of the config."""
+    close = get_close_matches(key, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else "see whale-train --cfg job for all keys"

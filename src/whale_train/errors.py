@@ -1,0 +1,56 @@
+"""The three errors of whale-train, and the fault each of them is made of.
+
+A request that cannot be served is reported whole: every check adds its faults to one list, and
+the list is raised once. `assert` is kept for our own bugs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with a request.
+
+    `key` is the full path a user would type (`strategy.graph.replicate.degree`), `value` what was
+    given there (empty when nothing was), `rule` what does not hold, `remedy` the nearest thing
+    that would.
+    """
+
+    key: str
+    value: str
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        subject = f"{self.key}={self.value}" if self.value else self.key
+        return f"{subject} {self.rule}; {self.remedy}"
+
+
+class RequestError(Exception):
+    """A request that cannot be served (exit status 2), with all its faults."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("\n".join(str(fault) for fault in self.faults))
+
+
+class ConfigError(RequestError):
+    """The config itself is wrong: unknown keys, wrong types, missing files."""
+
+
+class PlanError(RequestError):
+    """The config is well formed, but no plan for this model and hardware can satisfy it."""
+
+
+class LaunchError(Exception):
+    """A run that was started and failed (exit status 1)."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """A remedy for a mistyped name: the closest choice if there is one, then all of them."""
+    ordered = sorted(choices)
+    close = get_close_matches(name, ordered, n=1, cutoff=0.6)
+    listing = ", ".join(ordered)
+    return f"did you mean {close[0]}? One of: {listing}" if close else f"use one of: {listing}"

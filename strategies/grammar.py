@@ -1,0 +1,274 @@
+"""The strategy grammar: what a strategy file may say, read into frozen nodes.
+
+Owns the keys, their types and defaults, and which nestings have a meaning. Binding the nodes to
+a model and to devices is `graph.py`'s. Every fault carries the full path of its key, such as
+`strategy.graph.replicate.of.pipeline.stages[2].split.degree`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from whale_train.errors import Fault, nearest
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
+RECOMPUTE = ("none", "full", "auto")
+OFFLOAD = ("none", "cpu", "nvme")
+BALANCE = ("hardware", "even")
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Copies that share the batch; `zero` says how they keep what they have in common."""
+
+    path: str
+    degree: int | None = None
+    zero: int = 0
+    offload_optimizer: str = "none"
+    offload_parameters: str = "none"
+    modules: tuple[str, ...] = ("*",)
+    of: tuple["Node", ...] = ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """One copy whose tensors are sharded over its devices."""
+
+    path: str
+    degree: int | None = None
+    dim: str = "auto"
+    modules: tuple[str, ...] = ("*",)
+    of: tuple["Node", ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A named slice of the model's forward, one after another in a pipeline."""
+
+    path: str
+    modules: tuple[str, ...] | None = None
+    recompute: str = "none"
+    of: tuple["Node", ...] = ()
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages on disjoint devices; `stages` is their number (a balanced cut) or the nodes."""
+
+    path: str
+    stages: "int | tuple[Node, ...]"
+    micro_batches: int | None = None
+    schedule: str = "1f1b"
+
+
+Node = Replicate | Split | Stage | Pipeline
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A whole strategy file. `devices` is how many of the inventory it may use (None: all)."""
+
+    name: str
+    graph: tuple[Node, ...]
+    balance: str = "hardware"
+    devices: int | None = None
+
+
+def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) -> Strategy | None:
+    """A strategy from plain YAML values; None when `faults` grew."""
+    reader = _Reader(faults)
+    before = len(faults)
+    given = reader.keys(mapping, "strategy", ("graph", "balance", "devices"))
+    if "graph" not in given:
+        reader.fault("strategy.graph", "", "is missing", "give a node or a list of nodes")
+        return None
+    graph = reader.nodes(given["graph"], "strategy.graph", inside=None)
+    balance = reader.choice(given, "strategy", "balance", BALANCE, "hardware")
+    devices = reader.count_or_auto(given, "strategy", "devices")
+    return Strategy(name, graph, balance, devices) if len(faults) == before else None
+
+
+class _Reader:
+    """Reads nodes, appending to one list of faults; a faulty value reads as its default."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        self.faults = faults
+
+    def fault(self, key: str, value: object, rule: str, remedy: str) -> None:
+        self.faults.append(Fault(key, "" if value == "" else str(value), rule, remedy))
+
+    def nodes(self, value: Any, path: str, inside: str | None) -> tuple[Node, ...]:
+        """A node, or a list of colocated nodes."""
+        if not isinstance(value, list):
+            node = self.node(value, path, inside)
+            return (node,) if node else ()
+        if not value:
+            self.fault(path, "[]", "is an empty list", "give at least one node")
+        read = [self.node(item, f"{path}[{i}]", inside) for i, item in enumerate(value)]
+        return tuple(node for node in read if node)
+
+    def node(self, value: Any, path: str, inside: str | None) -> Node | None:
+        readers: dict[str, Callable[[Mapping[str, Any], str], Node | None]] = {
+            "replicate": self.replicate,
+            "split": self.split,
+            "stage": self.stage,
+            "pipeline": self.pipeline,
+        }
+        if isinstance(value, str) and value in readers:  # `- replicate` for `- replicate: {}`
+            value = {value: None}
+        if not isinstance(value, Mapping):
+            self.fault(path, value, "is not a node", f"use one of: {', '.join(sorted(readers))}")
+            return None
+        if len(value) != 1:
+            keys = ", ".join(map(str, value)) or "none"
+            self.fault(path, "", f"has {len(value)} keys ({keys})", "a node has one, its primitive")
+            return None
+        ((primitive, body),) = value.items()
+        if primitive not in readers:
+            rule = "is not a primitive"
+            self.fault(f"{path}.{primitive}", "", rule, nearest(str(primitive), readers))
+            return None
+        path = f"{path}.{primitive}"
+        refusal = _meaningless(primitive, inside)
+        if refusal:
+            self.fault(path, "", *refusal)
+            return None
+        if body is None:
+            body = {}
+        if not isinstance(body, Mapping):
+            self.fault(path, body, "is not a mapping", f"use {primitive}: {{key: value}}")
+            return None
+        return readers[primitive](body, path)
+
+    def replicate(self, body: Mapping[str, Any], path: str) -> Replicate:
+        given = self.keys(body, path, ("degree", "zero", "offload", "modules", "of"))
+        offload = given.get("offload")
+        if offload is None:
+            offload = {}
+        if not isinstance(offload, Mapping):
+            rule = "is not a mapping"
+            remedy = "use {optimizer: cpu, parameters: none}"
+            self.fault(f"{path}.offload", offload, rule, remedy)
+            offload = {}
+        kept = self.keys(offload, f"{path}.offload", ("optimizer", "parameters"))
+        zero = given.get("zero", 0)
+        if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
+            self.fault(f"{path}.zero", zero, "is not a ZeRO stage", "use 0, 1, 2 or 3")
+            zero = 0
+        optimizer = self.choice(kept, f"{path}.offload", "optimizer", OFFLOAD, "none")
+        parameters = self.choice(kept, f"{path}.offload", "parameters", OFFLOAD, "none")
+        if zero == 0 and optimizer != "none":
+            rule = "needs ZeRO: the copies' optimizer state is only moved once it is partitioned"
+            remedy = f"use {path}.zero=1, 2 or 3"
+            self.fault(f"{path}.offload.optimizer", optimizer, rule, remedy)
+        if zero != 3 and parameters != "none":
+            rule = "needs ZeRO 3: only partitioned parameters can live elsewhere"
+            self.fault(f"{path}.offload.parameters", parameters, rule, f"use {path}.zero=3")
+        return Replicate(
+            path,
+            degree=self.count_or_auto(given, path, "degree"),
+            zero=zero,
+            offload_optimizer=optimizer,
+            offload_parameters=parameters,
+            modules=self.modules(given, path) or ("*",),
+            of=self.children(given, path, "replicate"),
+        )
+
+    def split(self, body: Mapping[str, Any], path: str) -> Split:
+        given = self.keys(body, path, ("degree", "dim", "modules", "of"))
+        return Split(
+            path,
+            degree=self.count_or_auto(given, path, "degree"),
+            dim=self.choice(given, path, "dim", SPLIT_DIMS, "auto"),
+            modules=self.modules(given, path) or ("*",),
+            of=self.children(given, path, "split"),
+        )
+
+    def stage(self, body: Mapping[str, Any], path: str) -> Stage:
+        given = self.keys(body, path, ("modules", "recompute", "of"))
+        return Stage(
+            path,
+            modules=None if given.get("modules") == "auto" else self.modules(given, path),
+            recompute=self.choice(given, path, "recompute", RECOMPUTE, "none"),
+            of=self.children(given, path, "stage"),
+        )
+
+    def pipeline(self, body: Mapping[str, Any], path: str) -> Pipeline | None:
+        given = self.keys(body, path, ("micro_batches", "schedule", "stages"))
+        micro_batches = self.count_or_auto(given, path, "micro_batches")
+        schedule = self.choice(given, path, "schedule", SCHEDULES, "1f1b")
+        stages = given.get("stages")
+        key = f"{path}.stages"
+        if stages is None:
+            self.fault(key, "", "is missing", "give their number, or a list of nodes")
+            return None
+        if isinstance(stages, list):
+            nodes = self.nodes(stages, key, inside="pipeline")
+            return Pipeline(path, nodes, micro_batches, schedule)
+        if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+            rule = "is neither a number of stages nor a list of nodes"
+            self.fault(key, stages, rule, "use a whole number of at least 1, or a list")
+            return None
+        return Pipeline(path, stages, micro_batches, schedule)
+
+    def children(self, given: Mapping[str, Any], path: str, inside: str) -> tuple[Node, ...]:
+        return self.nodes(given["of"], f"{path}.of", inside) if given.get("of") is not None else ()
+
+    def keys(self, body: Any, path: str, known: tuple[str, ...]) -> dict[str, Any]:
+        """`body` without the keys nobody knows, each of which is a fault."""
+        for key in body:
+            if key not in known:
+                self.fault(f"{path}.{key}", "", "is not a key here", nearest(str(key), known))
+        return {key: value for key, value in body.items() if key in known}
+
+    def choice(
+        self, given: Mapping[str, Any], path: str, key: str, choices: tuple[str, ...], default: str
+    ) -> str:
+        value = given.get(key, default)
+        if value not in choices:
+            self.fault(f"{path}.{key}", value, "is unknown", nearest(str(value), choices))
+            return default
+        return cast(str, value)
+
+    def count_or_auto(self, given: Mapping[str, Any], path: str, key: str) -> int | None:
+        value = given.get(key, "auto")
+        if value == "auto":
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            rule = "is not a whole number of at least 1"
+            self.fault(f"{path}.{key}", value, rule, "use such a number, or auto")
+            return None
+        return value
+
+    def modules(self, given: Mapping[str, Any], path: str) -> tuple[str, ...] | None:
+        value = given.get("modules")
+        if value is None:
+            return None
+        listed = [value] if isinstance(value, str) else value
+        if not isinstance(listed, list) or not listed or not all(_is_name(x) for x in listed):
+            rule = "is not a module path"
+            remedy = 'use a path or glob such as "encoder.*", or a list of them'
+            self.fault(f"{path}.modules", value, rule, remedy)
+            return None
+        return tuple(listed)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _meaningless(primitive: str, inside: str | None) -> tuple[str, str] | None:
+    """Why `primitive` directly inside `inside` says nothing, and what to write instead."""
+    if primitive == "stage" and inside != "pipeline":
+        return "is a slice of a pipeline and stands only in its stages", "put it in pipeline.stages"
+    if primitive == "pipeline" and inside in ("pipeline", "stage"):
+        return "is a pipeline inside a stage", "list its stages in the outer pipeline instead"
+    if inside == "split" and primitive in ("replicate", "pipeline"):
+        rule = f"is a {primitive} inside a shard, which holds no whole {primitive} to make"
+        return rule, f"put the split inside: {primitive}.{_child_key(primitive)}"
+    return None
+
+
+def _child_key(primitive: str) -> str:
+    return "stages: [{split: ...}]" if primitive == "pipeline" else "of: {split: ...}"

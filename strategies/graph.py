@@ -1,0 +1,170 @@
+"""The strategy bound to a model: nodes of the grammar become TaskGraphs.
+
+Owns which part of the model each node holds and on how many devices, and refuses by name what
+is valid but not executed by this version. Which device does how much is `resolve.py`'s.
+"""
+
+from dataclasses import dataclass
+
+from whale_train.errors import Fault
+from whale_train.strategies.cut import CutRefused, HeadCut, cut_head
+from whale_train.strategies.grammar import Node, Pipeline, Replicate, Split, Stage, Strategy
+from whale_train.strategies.head import Head, find_heads, matching
+from whale_train.strategies.operations import ModelProfile
+
+_EXECUTED = "use replicate over the whole model, or a list of replicate and split of the head"
+
+
+@dataclass(frozen=True)
+class BoundTaskGraph:
+    """A part of the model under one primitive; `node` is where the strategy says so."""
+
+    name: str
+    node: Replicate | Split
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    flops: float
+
+
+@dataclass(frozen=True)
+class StrategyGraph:
+    """TaskGraphs in forward order, all on the same `degree` devices (colocated).
+
+    `cut` says how the exported graph falls into them; None when the model runs as it is.
+    """
+
+    task_graphs: tuple[BoundTaskGraph, ...]
+    degree: int
+    head: Head | None = None
+    cut: HeadCut | None = None
+
+
+def bind(
+    strategy: Strategy, profile: ModelProfile, devices: int, hardware: str, faults: list[Fault]
+) -> StrategyGraph | None:
+    """Bind to `profile` over `devices` devices; None when `faults` grew."""
+    before = len(faults)
+    for node in strategy.graph:
+        _refuse_unexecuted(node, faults)
+    if len(faults) > before:
+        return None
+    degree = _common_degree(strategy.graph, devices, hardware, faults)
+    if len(faults) > before:
+        return None
+    match strategy.graph:
+        case (Replicate() as node,):
+            return _whole(node, profile, degree, faults)
+        case (Replicate() as body, Split() as top):
+            return _head_split(body, top, profile, degree, faults)
+    path = strategy.graph[0].path if len(strategy.graph) == 1 else "strategy.graph"
+    faults.append(Fault(path, "", "is valid but not executed by this version", _EXECUTED))
+    return None
+
+
+def _refuse_unexecuted(node: Node, faults: list[Fault]) -> None:
+    rule = "is valid but not executed by this version"
+    match node:
+        case Pipeline() | Stage():
+            faults.append(Fault(node.path, "", rule, _EXECUTED))
+        case Replicate() | Split() if node.of:
+            faults.append(Fault(f"{node.path}.of", "", rule, _EXECUTED))
+        case Replicate():
+            for key in ("optimizer", "parameters"):
+                if getattr(node, f"offload_{key}") == "nvme":
+                    path = f"{node.path}.offload.{key}"
+                    faults.append(Fault(path, "nvme", rule, "use cpu"))
+        case Split() if node.dim not in ("auto", "vocabulary"):
+            remedy = "use auto: the classes of the output head"
+            faults.append(Fault(f"{node.path}.dim", node.dim, rule, remedy))
+
+
+def legal_degrees(devices: int) -> str:
+    """The divisors of `devices`, as a sentence's end: `1, 2, 4, 8 or 16`."""
+    divisors = [str(d) for d in range(1, devices + 1) if devices % d == 0]
+    return " or ".join([", ".join(divisors[:-1]), divisors[-1]]) if divisors[1:] else divisors[0]
+
+
+def _common_degree(
+    graph: tuple[Node, ...], devices: int, hardware: str, faults: list[Fault]
+) -> int:
+    """The degree colocated nodes agree on: all devices unless one says otherwise."""
+    asked = [(n.path, n.degree) for n in graph if isinstance(n, Replicate | Split) and n.degree]
+    for path, degree in asked:
+        if degree and devices % degree:
+            rule = f"does not divide the {devices} devices of hardware={hardware}"
+            remedy = f"use {legal_degrees(devices)}"
+            faults.append(Fault(f"{path}.degree", str(degree), rule, remedy))
+    if len({degree for _, degree in asked}) > 1:
+        (first, a), (second, b) = asked[:2]
+        rule = f"differs from {first}.degree={a}, though nodes of a list share their devices"
+        faults.append(Fault(f"{second}.degree", str(b), rule, "give both the same, or auto"))
+    return asked[0][1] or devices if asked else devices
+
+
+def _whole(
+    node: Replicate, profile: ModelProfile, degree: int, faults: list[Fault]
+) -> StrategyGraph | None:
+    if node.modules != ("*",):
+        rule = "names a part of the model, and nothing in the strategy covers the rest"
+        remedy = 'use "*", or a list with a node for the rest'
+        faults.append(Fault(f"{node.path}.modules", _quoted(node.modules), rule, remedy))
+        return None
+    parameters = tuple(p.path for p in profile.parameters)
+    flops = profile.forward_flops
+    return StrategyGraph((BoundTaskGraph("model", node, ("*",), parameters, flops),), degree)
+
+
+def _head_split(
+    body: Replicate, top: Split, profile: ModelProfile, degree: int, faults: list[Fault]
+) -> StrategyGraph | None:
+    key = f"{top.path}.modules"
+    value = _quoted(top.modules)
+    if degree == 1:
+        rule = "has nothing to divide over 1 device"
+        faults.append(Fault(top.path, "", rule, "use strategy=single, or more devices"))
+        return None
+    if profile.graph is None:
+        rule = f"needs the model's graph, and {profile.name} cannot be exported"
+        remedy = "use strategy=dp or a zero strategy, which run the model as it is"
+        faults.append(Fault(key, value, f"{rule} ({profile.export_error})", remedy))
+        return None
+    heads = find_heads(profile)
+    chosen = matching(heads, top.modules)
+    if not chosen:
+        if heads:
+            rule = f"names no output projection of {profile.name}"
+            remedy = f"use head, or one of: {', '.join(h.module or '(the model)' for h in heads)}"
+        else:
+            rule = f"finds no output projection in {profile.name}"
+            remedy = "use strategy=dp or a zero strategy"
+        faults.append(Fault(key, value, rule, remedy))
+        return None
+    head = chosen[0]
+    if head.classes < degree:
+        rule = f"has {head.classes} classes, too few to give each of {degree} devices one"
+        faults.append(Fault(key, value, rule, "use strategy=dp, or fewer devices"))
+        return None
+    if body.modules != ("*",):
+        rule = "must cover what the split leaves"
+        faults.append(Fault(f"{body.path}.modules", _quoted(body.modules), rule, 'use "*"'))
+        return None
+    try:
+        cut = cut_head(profile, head)
+    except CutRefused as refusal:
+        rule = f"is {head.module or 'the output'}, which cannot be split from the rest: {refusal}"
+        remedy = "use strategy=dp or a zero strategy"
+        faults.append(Fault(key, value, rule, remedy))
+        return None
+    return StrategyGraph(
+        (
+            BoundTaskGraph("backbone", body, ("*",), cut.backbone_parameters, cut.backbone_flops),
+            BoundTaskGraph("head", top, (head.module,), tuple(cut.shards), cut.head_flops),
+        ),
+        degree,
+        head,
+        cut,
+    )
+
+
+def _quoted(modules: tuple[str, ...]) -> str:
+    return modules[0] if len(modules) == 1 else f"[{', '.join(modules)}]"

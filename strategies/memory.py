@@ -1,0 +1,121 @@
+"""How many bytes a rank needs at the peak of a step, by what holds them.
+
+First model, for the strategies executed here: replicas under ZeRO 0-3 with CPU offload, and a
+head whose shards have a group of one. Sources: Rajbhandari et al., "ZeRO" (SC 2020, arXiv
+1910.02054) section 3 for what each stage partitions; the DeepSpeed config for bucket sizes.
+"""
+
+from dataclasses import dataclass
+
+from whale_train.strategies.grammar import Replicate
+from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph
+from whale_train.strategies.operations import ModelProfile
+from whale_train.strategies.plan import MemoryEstimate
+
+# Elements of the bucket a gradient reduction gathers before it is sent (both of DeepSpeed's
+# buckets and DistributedDataParallel's, which counts 25 MiB of fp32).
+REDUCE_BUCKET_ELEMENTS = 25 * 2**20 // 4
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element by use. `weights` are what forward reads, `master` the optimizer's copy
+    (0 where the weights themselves are it)."""
+
+    weights: int
+    gradients: int
+    activations: float
+    master: int
+
+
+def precision_bytes(precision: str, zero: int) -> Precision:
+    """fp32 keeps one copy, which ZeRO's flat partition doubles. bf16 under ZeRO keeps bf16
+    weights and an fp32 master partition; without ZeRO it is autocast over fp32 weights."""
+    if precision == "fp32":
+        return Precision(4, 4, 1.0, 4 if zero else 0)
+    return Precision(2, 4, 0.5, 4) if zero else Precision(4, 4, 0.5, 0)
+
+
+def replica_memory(
+    task_graph: BoundTaskGraph,
+    profile: ModelProfile,
+    copies: int,
+    optimizer_states: int,
+    precision: str,
+    activation_bytes: float,
+) -> MemoryEstimate:
+    """One rank of `copies` that replicate `task_graph`; `optimizer_states` fp32 values are kept
+    per parameter (2 for Adam). `activation_bytes` are those of its share in fp32."""
+    node = task_graph.node
+    assert isinstance(node, Replicate)
+    sizes = precision_bytes(precision, node.zero)
+    held = [profile.parameter_by_path[path] for path in task_graph.parameters]
+    elements = sum(parameter.elements for parameter in held)
+    part = elements / copies
+    own = part if node.zero else elements
+    parameters = sizes.weights * (part if node.zero == 3 else elements)
+    if node.offload_parameters == "cpu":
+        parameters = 0.0
+    gradients = sizes.gradients * (part if node.zero >= 2 else elements)
+    optimizer = own * (4 * optimizer_states + sizes.master)
+    if node.zero == 1:
+        gradients += sizes.gradients * part  # the averaged partition beside the whole gradient
+    if node.offload_optimizer == "cpu":
+        optimizer = 0.0
+    bucket = min(elements, REDUCE_BUCKET_ELEMENTS) * sizes.gradients if copies > 1 else 0
+    largest = max((parameter.elements for parameter in held), default=0)
+    fetched = sizes.weights * largest * 2 if node.zero == 3 else 0
+    return MemoryEstimate(
+        parameters=float(parameters + profile.buffer_bytes),
+        gradients=float(gradients),
+        optimizer=float(optimizer),
+        activations=activation_bytes * sizes.activations,
+        communication=float(bucket + fetched),
+    )
+
+
+def head_memory(
+    graph: StrategyGraph,
+    profile: ModelProfile,
+    classes: int,
+    optimizer_states: int,
+    precision: str,
+    global_batch: int,
+) -> MemoryEstimate:
+    """One shard of `classes` of the head, which sees the whole batch: its rows of every sharded
+    parameter, the logits it makes (kept once for backward, once as their gradient), and the
+    gathered inputs."""
+    assert graph.head is not None
+    assert graph.cut is not None
+    assert profile.graph is not None
+    fraction = classes / graph.head.classes
+    elements = sum(profile.parameter_by_path[p].elements for p in graph.cut.shards) * fraction
+    logits = profile.graph[graph.head.operation].shape or ()
+    rows = 1
+    for size in logits[:-1]:
+        rows *= size.at(global_batch)
+    width = 4 * precision_bytes(precision, 0).activations
+    gathered = 0.0
+    for name in graph.cut.segments[-1].takes:
+        each = 1
+        for size in profile.graph[name].shape or ():
+            each *= size.at(global_batch)
+        gathered += each * width * 2
+    return MemoryEstimate(
+        parameters=4 * elements,
+        gradients=4 * elements,
+        optimizer=4 * elements * optimizer_states,
+        activations=2 * rows * classes * width,
+        communication=gathered,
+    )
+
+
+def added(first: MemoryEstimate, second: MemoryEstimate) -> MemoryEstimate:
+    """Two TaskGraphs on one device."""
+    return MemoryEstimate(
+        first.parameters + second.parameters,
+        first.gradients + second.gradients,
+        first.optimizer + second.optimizer,
+        first.activations + second.activations,
+        first.communication + second.communication,
+    )

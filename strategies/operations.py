@@ -1,0 +1,185 @@
+"""The model as the planner sees it: its operations, parameters and inputs, without torch.
+
+The graph is the one `torch.export` gives; operations and values keep its names, so that the
+profile, the plan, the cost model and the runtime's rewrite all speak of the same things. Sizes
+that follow the batch are multiples of it (`Size(0, 16)` is 16 x batch); everything is *per
+sample* unless its name says otherwise.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+@dataclass(frozen=True, order=True)
+class Size:
+    """The extent of one dimension: `fixed + per_sample * batch`."""
+
+    fixed: int
+    per_sample: int = 0
+
+    def at(self, batch: int) -> int:
+        """The extent for a batch of `batch` samples."""
+        return self.fixed + self.per_sample * batch
+
+    def __str__(self) -> str:
+        if not self.per_sample:
+            return str(self.fixed)
+        follows = "batch" if self.per_sample == 1 else f"{self.per_sample}*batch"
+        return f"{follows}+{self.fixed}" if self.fixed else follows
+
+
+Shape = tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An argument that is another operation's value."""
+
+    name: str
+
+
+# What an operation is called with: other values, constants, and lists of them. Tensors' dtypes
+# and devices are given as their names.
+Argument = Ref | Size | int | float | bool | str | None | tuple["Argument", ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One node of the exported graph.
+
+    `target` is the ATen overload (`aten.linear.default`), or `input`, `parameter`, `buffer` or
+    `output`; for a parameter or buffer `path` is its name in the model. `module` is the path of
+    the module whose forward it belongs to. `shape` is None for values that are not tensors.
+    `flops` are the forward's, per sample.
+    """
+
+    name: str
+    target: str
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    shape: Shape | None = None
+    dtype: str = ""
+    module: str = ""
+    path: str = ""
+    flops: float = 0.0
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values it reads, in order, each once."""
+        found: dict[str, None] = {}
+
+        def visit(argument: Argument) -> None:
+            if isinstance(argument, Ref):
+                found.setdefault(argument.name)
+            elif isinstance(argument, tuple):
+                for part in argument:
+                    visit(part)
+
+        visit(self.args)
+        for _, argument in self.kwargs:
+            visit(argument)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class OperationGraph:
+    """Operations in the order they run; the last one is the output."""
+
+    operations: tuple[Operation, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Operation]:
+        return {operation.name: operation for operation in self.operations}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        """For each value, the operations that read it, in order."""
+        found: dict[str, list[str]] = {operation.name: [] for operation in self.operations}
+        for operation in self.operations:
+            for name in operation.inputs:
+                found[name].append(operation.name)
+        return {name: tuple(users) for name, users in found.items()}
+
+    def __getitem__(self, name: str) -> Operation:
+        return self.by_name[name]
+
+    def __iter__(self) -> Iterator[Operation]:
+        return iter(self.operations)
+
+    def ancestors(self, names: set[str]) -> set[str]:
+        """Everything `names` are computed from, themselves included."""
+        found = set(names)
+        for operation in reversed(self.operations):
+            if operation.name in found:
+                found.update(operation.inputs)
+        return found
+
+    def descendants(self, names: set[str]) -> set[str]:
+        """Everything computed from `names`, themselves included."""
+        found = set(names)
+        for operation in self.operations:
+            if any(name in found for name in operation.inputs):
+                found.add(operation.name)
+        return found
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trainable tensor. `aliases` are the further names of a tied one."""
+
+    path: str
+    shape: tuple[int, ...]
+    bytes_per_element: int = 4
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        product = 1
+        for extent in self.shape:
+            product *= extent
+        return product
+
+
+@dataclass(frozen=True)
+class InputField:
+    """One named tensor of a sample: its shape without the batch, dtype, and the exclusive upper
+    bound of its integers (0: unknown or not integers)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    upper_bound: int = 0
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What a model is and what it costs, measured without its weights.
+
+    `graph` is None when the model cannot be exported; `export_error` then says why, and only
+    strategies that run the model as it is can use it. `forward_flops` and `activation_bytes` are
+    per sample in fp32 (2 FLOPs a multiply-add; bytes autograd keeps between forward and
+    backward). `unused_parameters` get no gradient.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    inputs: tuple[InputField, ...]
+    forward_flops: float
+    activation_bytes: float
+    buffer_bytes: int = 0
+    graph: OperationGraph | None = None
+    export_error: str = ""
+    batch_norm_modules: tuple[str, ...] = ()
+    unused_parameters: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def parameter_by_path(self) -> dict[str, Parameter]:
+        """Parameters by every name they have, aliases included."""
+        names = ((name, p) for p in self.parameters for name in (p.path, *p.aliases))
+        return dict(names)
+
+    @property
+    def parameter_elements(self) -> int:
+        return sum(parameter.elements for parameter in self.parameters)

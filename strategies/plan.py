@@ -1,0 +1,157 @@
+"""The Plan: everything the ranks need to know, decided before any of them exists.
+
+Frozen, complete, JSON, and byte for byte the same for the same request. Ranks obey it and
+resolve nothing again.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """A non-overlapping part of the model under one primitive.
+
+    `replicas` lists, for each copy, the ranks that hold it (one rank unless the copy is itself
+    sharded). `shares` are samples per replica and optimizer step. `shards` gives, per sharded
+    parameter, each rank's [start, stop) in the order of the replica's ranks, along the dimension
+    `shard_dims` names. `modules` are the module paths it covers; `flops` its forward's, per
+    sample. Parameters the loss does not depend on are in no TaskGraph's `trained` list.
+    """
+
+    id: int
+    name: str
+    primitive: str
+    path: str
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    flops: float
+    zero: int
+    offload: dict[str, str]
+    replicas: tuple[tuple[int, ...], ...]
+    shares: tuple[int, ...]
+    trained: tuple[str, ...] = ()
+    shards: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    shard_dims: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank at the peak of a step, by what holds them."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    communication: float
+
+    @property
+    def total(self) -> float:
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.communication
+        )
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part: where it is, what it holds, how much it takes at a time.
+
+    `micro_batch_size` is its largest micro-batch; `micro_batches` how many a step has (the same
+    for every rank, as ZeRO-3 demands). `deepspeed` maps a TaskGraph's id to the DeepSpeed config
+    of its engine, or None where torch alone runs it.
+    """
+
+    rank: int
+    node: int
+    device: str
+    task_graphs: tuple[int, ...]
+    micro_batch_size: int
+    micro_batches: int
+    memory_bytes: MemoryEstimate
+    deepspeed: dict[str, dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step's predicted time and the parts it is made of, in seconds."""
+
+    step_time_s: float
+    samples_per_s: float
+    compute_s: float
+    communication_s: float
+    optimizer_s: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Something the resolver chose: what, what it rejected, and why."""
+
+    key: str
+    chosen: str
+    rejected: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole job. `rewrite` says how the exported graph is cut and which layouts its values
+    have (None when the model runs as it is); `exported` whether there was a graph at all, and so
+    whether parameters without a gradient are known."""
+
+    cluster: str
+    world_size: int
+    global_batch: int
+    precision: str
+    task_graphs: tuple[TaskGraph, ...]
+    groups: dict[str, tuple[tuple[int, ...], ...]]
+    schedule: str
+    ranks: tuple[RankPlan, ...]
+    predicted: Prediction
+    decisions: tuple[Decision, ...]
+    exported: bool = True
+    rewrite: dict[str, Any] | None = None
+
+    def to_json(self) -> str:
+        """The file's text; keys keep the order of the fields, so equal plans are equal bytes."""
+        content = asdict(self)
+        for written, rank in zip(content["ranks"], self.ranks, strict=True):
+            written["memory_bytes"]["total"] = rank.memory_bytes.total
+        return json.dumps(content, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan `to_json` wrote."""
+        content = json.loads(text)
+        for rank in content["ranks"]:
+            del rank["memory_bytes"]["total"]
+            rank["memory_bytes"] = MemoryEstimate(**rank["memory_bytes"])
+        return cls(
+            **{
+                **content,
+                "task_graphs": tuple(TaskGraph(**_tuples(x)) for x in content["task_graphs"]),
+                "groups": _tuples(content["groups"]),
+                "ranks": tuple(
+                    RankPlan(**{**x, "task_graphs": tuple(x["task_graphs"])})
+                    for x in content["ranks"]
+                ),
+                "predicted": Prediction(**content["predicted"]),
+                "decisions": tuple(Decision(**x) for x in content["decisions"]),
+            }
+        )
+
+    def task_graph_of(self, rank: int, primitive: str) -> TaskGraph | None:
+        """The TaskGraph of that primitive which `rank` holds a part of."""
+        held = (self.task_graphs[i] for i in self.ranks[rank].task_graphs)
+        return next((t for t in held if t.primitive == primitive), None)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples they were."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,269 @@
+"""The resolver: strategy x hardware x model -> Plan.
+
+One pure function over frozen data, in the order a reader would decide by hand: which devices,
+which TaskGraphs, who takes how much of the head and of the batch, what that costs. It needs none
+of the devices. Everything chosen without being asked for ends in the plan's decisions.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from whale_train.errors import Fault, PlanError
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.cut import CLASSES
+from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
+from whale_train.strategies.grammar import Replicate, Strategy
+from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph, bind
+from whale_train.strategies.layouts import BATCH
+from whale_train.strategies.memory import added
+from whale_train.strategies.operations import ModelProfile
+from whale_train.strategies.plan import Decision, Plan, RankPlan
+from whale_train.strategies.plan import TaskGraph as PlannedTaskGraph
+from whale_train.strategies.prediction import predict
+from whale_train.strategies.rewrite_plan import rewrite_plan
+from whale_train.strategies.shares import even_shares, tile
+from whale_train.strategies.sharing import (
+    Sharing,
+    Training,
+    backbone_memory,
+    share,
+    split_head_memory,
+)
+
+
+def resolve(
+    strategy: Strategy, cluster: Cluster, profile: ModelProfile, training: Training
+) -> Plan:
+    """The plan for `strategy` on the devices of `cluster`. Raises PlanError with all faults."""
+    faults: list[Fault] = []
+    decisions: list[Decision] = []
+    cluster = _used_devices(strategy, cluster, faults, decisions)
+    _refuse_precision(training.precision, cluster, faults)
+    graph = bind(strategy, profile, len(cluster.devices), cluster.name, faults)
+    if graph is not None:
+        _refuse_degrees(graph, cluster, profile, training, faults)
+    if faults or graph is None:
+        raise PlanError(faults)
+    sharing = share(strategy, graph, cluster, profile, training, faults)
+    if sharing is None:
+        raise PlanError(faults)
+    decisions += _explain(strategy, graph, cluster, profile, sharing)
+    return _plan(graph, cluster, profile, training, sharing, decisions)
+
+
+def _used_devices(
+    strategy: Strategy, cluster: Cluster, faults: list[Fault], decisions: list[Decision]
+) -> Cluster:
+    there = len(cluster.devices)
+    used = strategy.devices or there
+    if used > there:
+        rule = f"is more than the {there} of hardware={cluster.name}"
+        faults.append(Fault("strategy.devices", str(used), rule, f"use at most {there}, or auto"))
+        return cluster
+    if used < there:
+        idle = f"{there - used} idle"
+        reason = f"strategy={strategy.name} asks for that many; {idle} of hardware={cluster.name}"
+        decisions.append(Decision("strategy.devices", str(used), str(there), reason))
+    return cluster.first(used)
+
+
+def _refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> None:
+    for device in sorted({d.name: d for d in cluster.devices}.values(), key=lambda d: d.name):
+        if precision not in device.flops:
+            rule = f"is not computed by {device.name} of hardware={cluster.name}"
+            remedy = f"use {' or '.join(sorted(device.flops))}"
+            faults.append(Fault("train.precision", precision, rule, remedy))
+
+
+def _refuse_degrees(
+    graph: StrategyGraph,
+    cluster: Cluster,
+    profile: ModelProfile,
+    training: Training,
+    faults: list[Fault],
+) -> None:
+    body, devices = graph.task_graphs[0].node, len(cluster.devices)
+    assert isinstance(body, Replicate)
+    if body.zero and devices == 1:
+        rule = "partitions over the copies, and 1 device has only one"
+        remedy = "use strategy=single, or more devices"
+        faults.append(Fault(f"{body.path}.zero", str(body.zero), rule, remedy))
+    if graph.degree < devices and (body.zero or graph.cut):
+        what = "a split" if graph.cut else "ZeRO"
+        rule = f"of {devices} devices nests {what} in an outer replicate, not executed yet"
+        remedy = f"use {devices}, or auto"
+        faults.append(Fault(f"{body.path}.degree", str(graph.degree), rule, remedy))
+    if training.global_batch < devices:
+        rule = f"leaves some of the {devices} devices without a sample"
+        remedy = f"use at least {devices}"
+        faults.append(Fault("train.global_batch", str(training.global_batch), rule, remedy))
+    if graph.cut and profile.batch_norm_modules and len(graph.cut.segments) > 2:
+        rule = "is tied to an embedding, in a model with BatchNorm: not executed yet"
+        faults.append(Fault(graph.task_graphs[1].node.path, "", rule, "use strategy=dp"))
+
+
+def _plan(
+    graph: StrategyGraph,
+    cluster: Cluster,
+    profile: ModelProfile,
+    training: Training,
+    sharing: Sharing,
+    decisions: list[Decision],
+) -> Plan:
+    count = len(cluster.devices)
+    ranks = tuple(range(count))
+    planned = tuple(
+        _task_graph(i, bound, graph, profile, sharing) for i, bound in enumerate(graph.task_graphs)
+    )
+    groups: dict[str, tuple[tuple[int, ...], ...]] = {"world": (ranks,)}
+    for task_graph in planned:
+        kind = "model" if task_graph.shards else "data"
+        groups[f"{task_graph.name}.{kind}_parallel"] = (ranks,)
+    rewrite = None
+    if graph.cut is not None:
+        batch = tile(training.global_batch, sharing.samples)
+        classes = tile(sum(sharing.classes), sharing.classes)
+        rewrite = rewrite_plan(graph.cut, {BATCH: batch, CLASSES: classes})
+    return Plan(
+        cluster=cluster.name,
+        world_size=count,
+        global_batch=training.global_batch,
+        precision=training.precision,
+        task_graphs=planned,
+        groups=groups,
+        schedule="none",
+        ranks=tuple(
+            _rank(rank, graph, cluster, profile, training, sharing) for rank in range(count)
+        ),
+        predicted=predict(graph, cluster, profile, training, sharing.samples, sharing.classes),
+        decisions=tuple(decisions),
+        exported=profile.graph is not None,
+        rewrite=rewrite,
+    )
+
+
+def _task_graph(
+    number: int,
+    bound: BoundTaskGraph,
+    graph: StrategyGraph,
+    profile: ModelProfile,
+    sharing: Sharing,
+) -> PlannedTaskGraph:
+    ranks = tuple(range(len(sharing.samples)))
+    split = not isinstance(bound.node, Replicate)
+    trained = tuple(path for path in bound.parameters if path not in profile.unused_parameters)
+    node = bound.node
+    shards = (
+        dict.fromkeys(graph.cut.shards, tile(sum(sharing.classes), sharing.classes))
+        if (split and graph.cut)
+        else {}
+    )
+    return PlannedTaskGraph(
+        id=number,
+        name=bound.name,
+        primitive="split" if split else "replicate",
+        path=node.path,
+        modules=bound.modules,
+        parameters=bound.parameters,
+        flops=bound.flops,
+        zero=node.zero if isinstance(node, Replicate) else 0,
+        offload={
+            "optimizer": node.offload_optimizer if isinstance(node, Replicate) else "none",
+            "parameters": node.offload_parameters if isinstance(node, Replicate) else "none",
+        },
+        replicas=(ranks,) if split else tuple((rank,) for rank in ranks),
+        shares=(sum(sharing.samples),) if split else sharing.samples,
+        trained=trained,
+        shards=shards,
+        shard_dims={path: s.dim for path, s in graph.cut.shards.items()}
+        if split and graph.cut
+        else {},
+    )
+
+
+def _rank(
+    rank: int,
+    graph: StrategyGraph,
+    cluster: Cluster,
+    profile: ModelProfile,
+    training: Training,
+    sharing: Sharing,
+) -> RankPlan:
+    samples = sharing.samples[rank]
+    memory = backbone_memory(graph, profile, training, len(sharing.samples), samples)
+    if sharing.classes:
+        memory = added(memory, split_head_memory(graph, profile, training, sharing.classes[rank]))
+    configs: dict[str, dict[str, Any] | None] = {}
+    for number, bound in enumerate(graph.task_graphs):
+        configs[str(number)] = None
+        if isinstance(bound.node, Replicate):
+            offloaded = bound.node.offload_optimizer == "cpu"
+            configs[str(number)] = deepspeed_config(
+                bound.node,
+                samples,
+                training.precision,
+                training.grad_clip,
+                deepspeed_optimizer(training.optimizer, training.optimizer_options, offloaded),
+            )
+    return RankPlan(
+        rank=rank,
+        node=cluster.node_of[rank],
+        device=cluster.devices[rank].name,
+        task_graphs=tuple(range(len(graph.task_graphs))),
+        micro_batch_size=samples,
+        micro_batches=1,
+        memory_bytes=memory,
+        deepspeed=configs,
+    )
+
+
+def _explain(
+    strategy: Strategy,
+    graph: StrategyGraph,
+    cluster: Cluster,
+    profile: ModelProfile,
+    sharing: Sharing,
+) -> list[Decision]:
+    decisions: list[Decision] = []
+    count = len(cluster.devices)
+    body = graph.task_graphs[0]
+    if graph.degree < count:
+        reason = f"an outer replicate of {count // graph.degree} uses all {count} devices"
+        asked = str(graph.degree)
+        decisions.append(Decision(f"{body.node.path}.degree", str(count), asked, reason))
+    elif body.node.degree is None:
+        reason = f"all devices of hardware={cluster.name}"
+        decisions.append(Decision(f"{body.node.path}.degree", str(count), "", reason))
+    even = even_shares(sum(sharing.samples), count, [sum(sharing.samples)] * count)
+    if even != sharing.samples:
+        reason = "in proportion to each device's speed, within its memory"
+        shares = _folded(sharing.samples)
+        decisions.append(
+            Decision("strategy.balance", shares, f"even {_folded(even or ())}", reason)
+        )
+    if graph.head and graph.cut:
+        reason = (
+            f"the output projection of {profile.name}: {graph.head.weight} with "
+            f"{graph.head.classes} classes"
+        )
+        modules = graph.head.module or "(the model)"
+        decisions.append(Decision(f"{graph.task_graphs[1].node.path}.modules", modules, "", reason))
+        for segment in graph.cut.segments:
+            for name in segment.assignment.gathered if segment.assignment else ():
+                reason = "no rule for it: it is given whole tensors, which is slower"
+                decisions.append(Decision(f"operation {name}", "whole", "sharded", reason))
+    for path in profile.unused_parameters:
+        reason = "the loss does not depend on it"
+        decisions.append(Decision(path, "not trained", "", reason))
+    return decisions
+
+
+def _folded(shares: Sequence[int]) -> str:
+    """`8 x 43, 8 x 25` for equal neighbours."""
+    runs: list[list[int]] = []
+    for each in shares:
+        if runs and runs[-1][1] == each:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, each])
+    return ", ".join(f"{times} x {share}" for times, share in runs)

@@ -1,0 +1,137 @@
+"""How a number of samples is shared among devices of unlike speed and memory.
+
+The one-dimensional optimum of hardware-aware balance: whole shares, none above what its device
+can hold, whose slowest device is done as early as possible. All arithmetic is on integers, so
+the answer is exact and the same everywhere. What a speed or a cap *is* (FLOP/s, a stage's time,
+samples that fit) is the caller's to say; so is what to do with an answer of None.
+"""
+
+import heapq
+from collections.abc import Sequence
+from itertools import accumulate
+from math import gcd, lcm
+
+
+def optimal_shares(
+    total: int, speeds: Sequence[float], caps: Sequence[int], minimum: int = 0
+) -> tuple[int, ...] | None:
+    """Whole shares of `total` that minimise the step time, max of share[i] / speed[i].
+
+    `speeds` (samples/s in any common unit) must be positive and finite; minimum <= share[i] <=
+    caps[i] and the shares sum to `total`. Among the shares of equal step time it takes the one
+    whose times, sorted from slowest to fastest, are lexicographically smallest; among equally
+    fast devices the lower rank gets more. None when no shares satisfy the bounds: a cap is
+    below `minimum`, or `total` is outside [len(caps) * minimum, sum(caps)]. Raises ValueError
+    for a speed that is not positive and finite, and for lengths that differ.
+
+    Giving each next sample to the device that would finish it first (ties: the fastest device,
+    then the lowest rank) is optimal, by exchange: moving a sample to a later finish never makes
+    the sorted times smaller. The samples that finish by the *continuous* optimum are given at
+    once; fewer than one per device remain, and they go through a heap. O(n log n), whatever
+    `total` is. Whale's Algorithm 1 (USENIX ATC 2022) moves load between devices instead, can
+    leave one over its memory, and cannot say that nothing fits.
+    """
+    if len(speeds) != len(caps):
+        raise ValueError(f"{len(speeds)} speeds but {len(caps)} caps")
+    if any(cap < minimum for cap in caps) or not len(caps) * minimum <= total <= sum(caps):
+        return None
+    if not caps:
+        return ()
+    rates = _integers_in_proportion(speeds)
+    # Fractions k / rate are compared as k * scale // rate. Unlike ones differ by at least
+    # 1 / max(rates)^2, so they stay apart and equal ones stay equal.
+    scale = max(rates) ** 2
+    time, per = _continuous_optimum(total, rates, caps, minimum, scale)
+    shares = [
+        min(cap, max(minimum, time * rate // per)) for rate, cap in zip(rates, caps, strict=True)
+    ]
+    heap = [
+        ((share + 1) * scale // rate, -rate, rank)
+        for rank, (share, rate, cap) in enumerate(zip(shares, rates, caps, strict=True))
+        if share < cap
+    ]
+    heapq.heapify(heap)
+    for _ in range(total - sum(shares)):
+        _, negative_rate, rank = heap[0]
+        shares[rank] += 1
+        if shares[rank] < caps[rank]:
+            finish = (shares[rank] + 1) * scale // rates[rank]
+            heapq.heapreplace(heap, (finish, negative_rate, rank))
+        else:
+            heapq.heappop(heap)
+    return tuple(shares)
+
+
+def even_shares(total: int, count: int, caps: Sequence[int]) -> tuple[int, ...] | None:
+    """Shares of `total` equal to within one: what `balance: even` does, speeds unread.
+
+    The larger ones go to the lowest ranks whose cap allows it. None when some device cannot
+    hold its part. Raises ValueError unless there are `count` caps.
+    """
+    if len(caps) != count:
+        raise ValueError(f"{count} devices but {len(caps)} caps")
+    if count == 0:
+        return () if total == 0 else None
+    share, left = divmod(total, count)
+    if total < 0 or min(caps) < share:
+        return None
+    shares = []
+    for cap in caps:
+        extra = 1 if left and cap > share else 0
+        left -= extra
+        shares.append(share + extra)
+    return None if left else tuple(shares)
+
+
+def tile(total: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The [start, stop) of each share, laid end to end over [0, total).
+
+    Raises ValueError for a negative share, or shares that do not sum to `total`.
+    """
+    if any(share < 0 for share in shares) or sum(shares) != total:
+        raise ValueError(f"shares {tuple(shares)} do not tile {total}")
+    stops = accumulate(shares)
+    return tuple((stop - share, stop) for share, stop in zip(shares, stops, strict=True))
+
+
+def shortfall(total: int, caps: Sequence[int]) -> int:
+    """How many of `total` samples fit on no device; 0 when all do."""
+    return max(0, total - sum(caps))
+
+
+def _integers_in_proportion(speeds: Sequence[float]) -> list[int]:
+    """The smallest whole numbers in exactly the ratios of `speeds`."""
+    try:
+        ratios = [speed.as_integer_ratio() for speed in speeds]
+    except OverflowError as error:
+        raise ValueError("speeds must be finite") from error
+    if any(numerator <= 0 for numerator, _ in ratios):
+        raise ValueError("speeds must be positive")
+    common = lcm(*(denominator for _, denominator in ratios))
+    whole = [numerator * (common // denominator) for numerator, denominator in ratios]
+    divisor = gcd(*whole)
+    return [number // divisor for number in whole]
+
+
+def _continuous_optimum(
+    total: int, rates: Sequence[int], caps: Sequence[int], minimum: int, scale: int
+) -> tuple[int, int]:
+    """The time t, as a fraction, by which exactly `total` is done if samples could be cut:
+    the sum over i of t * rates[i], held within [minimum, caps[i]], is `total`.
+
+    That sum is linear between the times at which a device passes its minimum or meets its cap;
+    those are visited in order until the sum reaches `total`.
+    """
+    events = sorted(
+        (bound * scale // rate, bound, rate, starts)
+        for rate, cap in zip(rates, caps, strict=True)
+        for bound, starts in ((minimum, True), (cap, False))
+    )
+    fixed, slope = len(rates) * minimum, 0
+    for _, bound, rate, starts in events:
+        if slope * bound >= (total - fixed) * rate:
+            # With slope 0 the sum stands still at `total`; any time up to this event does.
+            return (total - fixed, slope) if slope else (bound, rate)
+        fixed += -bound if starts else bound
+        slope += rate if starts else -rate
+    raise AssertionError("total is above the sum of the caps")

@@ -1,0 +1,360 @@
+"""Casts, and what is built of them by class, against the same program on whole tensors."""
+
+import pytest
+import torch
+from tests.distributed.harness import RankError, run_ranks
+from torch import Tensor, fx, nn
+from torch import distributed as dist
+from torch.nn import functional
+
+from whale_train.runtime import casts
+from whale_train.runtime.casts import ShardGroup
+from whale_train.runtime.cross_entropy import split_cross_entropy, split_embedding, split_top1
+
+SIZES = [(3, 3), (4, 1), (1, 0, 4), (2, 2, 2)]
+
+
+def shard_group(sizes: tuple[int, ...]) -> ShardGroup:
+    return ShardGroup(dist.group.WORLD, sizes, dist.get_rank())
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def shard(x: Tensor, dim: int, outer: int, sizes: tuple[int, ...], rank: int) -> Tensor:
+    """By index lists, which the code under test does not use."""
+    total, start = sum(sizes), sum(sizes[:rank])
+    kept = [o * total + i for o in range(outer) for i in range(start, start + sizes[rank])]
+    return x.index_select(dim, torch.tensor(kept, dtype=torch.long)).detach().clone()
+
+
+def two_layers(sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """A hidden layer sharded by its columns, then by its rows; the input is read twice."""
+    shards, rank = shard_group(sizes), dist.get_rank()
+    x, first, second = drawn(0, 7, 6), drawn(1, 6, sum(sizes)), drawn(2, sum(sizes), 5)
+    x.requires_grad_()
+    mine = shard(first, 1, 1, sizes, rank).requires_grad_()
+    rows = shard(second, 0, 1, sizes, rank).requires_grad_()
+    partial = (casts.enter(x, shards.group) @ mine).tanh() @ rows
+    before = partial.detach().clone()
+    y = casts.reduce(partial, shards.group) + x[:, :5]
+    assert torch.equal(partial, before)
+    loss = (y * drawn(3, 7, 5)).pow(2).sum()
+    loss.backward()
+    return loss.detach(), x.grad, mine.grad, rows.grad
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_enter_and_reduce(sizes: tuple[int, ...]) -> None:
+    x, first, second = drawn(0, 7, 6), drawn(1, 6, sum(sizes)), drawn(2, sum(sizes), 5)
+    for leaf in (x, first, second):
+        leaf.requires_grad_()
+    loss = (((x @ first).tanh() @ second + x[:, :5]) * drawn(3, 7, 5)).pow(2).sum()
+    loss.backward()
+    for rank, (found, x_grad, columns, rows) in enumerate(run_ranks(two_layers, len(sizes), sizes)):
+        torch.testing.assert_close(found, loss.detach())
+        torch.testing.assert_close(x_grad, x.grad)
+        torch.testing.assert_close(columns, shard(first.grad, 1, 1, sizes, rank))
+        torch.testing.assert_close(rows, shard(second.grad, 0, 1, sizes, rank))
+
+
+def gathered(dim: int, outer: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """S to R before work that all repeat; R to S and back around work that is local."""
+    shards, rank = shard_group(sizes), dist.get_rank()
+    shape = [2, 3, 4]
+    shape[dim] = outer * sum(sizes)
+    whole = drawn(4, *shape)
+    mine = shard(whole, dim, outer, sizes, rank).requires_grad_()
+    y = casts.gather(mine, dim - 3, outer, shards)
+    (y.pow(3) * drawn(5, *shape)).sum().backward()
+
+    replicated = whole.clone().requires_grad_()
+    piece = casts.slice_(replicated, dim, outer, shards)
+    assert piece.is_contiguous()
+    z = casts.gather(piece.pow(3), dim, outer, shards)
+    (z * drawn(5, *shape)).sum().backward()
+    return y.detach(), mine.grad, piece.detach(), z.detach(), replicated.grad
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("dim", "outer"), [(0, 1), (1, 1), (2, 3), (0, 2)])
+def test_gather_and_slice(dim: int, outer: int, sizes: tuple[int, ...]) -> None:
+    shape = [2, 3, 4]
+    shape[dim] = outer * sum(sizes)
+    whole, weights = drawn(4, *shape), drawn(5, *shape)
+    grad = 3 * whole.pow(2) * weights
+    for rank, results in enumerate(run_ranks(gathered, len(sizes), dim, outer, sizes)):
+        y, mine_grad, piece, z, replicated_grad = results
+        assert torch.equal(y, whole)
+        torch.testing.assert_close(mine_grad, shard(grad, dim, outer, sizes, rank))
+        assert torch.equal(piece, shard(whole, dim, outer, sizes, rank))
+        torch.testing.assert_close(z, whole.pow(3))
+        torch.testing.assert_close(replicated_grad, grad)
+
+
+def resharded(dim: int, sizes: tuple[int, ...], natively: bool) -> tuple[Tensor, ...]:
+    """S gathered for work that is different on each rank, whose partial sums are scattered."""
+    casts._scatters_well = lambda x, group: natively  # both ways to a slice of a sum, on gloo
+    shards, rank = shard_group(sizes), dist.get_rank()
+    shape = [3, 4, 5]
+    shape[dim] = sum(sizes)
+    mine = shard(drawn(6, *shape), dim, 1, sizes, rank).requires_grad_()
+    partial = (casts.gather_enter(mine, dim, shards) * drawn(10 + rank, *shape)).tanh()
+    y = casts.reduce_scatter(partial, dim, shards)
+    loss = (y.pow(2) * shard(drawn(7, *shape), dim, 1, sizes, rank)).sum()
+    loss.backward()
+    return y.detach(), mine.grad
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dim", [0, 2])
+@pytest.mark.parametrize("natively", [False, True])
+def test_gather_enter_and_reduce_scatter(dim: int, sizes: tuple[int, ...], natively: bool) -> None:
+    shape = [3, 4, 5]
+    shape[dim] = sum(sizes)
+    whole = drawn(6, *shape).requires_grad_()
+    y = sum((whole * drawn(10 + rank, *shape)).tanh() for rank in range(len(sizes)))
+    (y.pow(2) * drawn(7, *shape)).sum().backward()
+    for rank, (found, grad) in enumerate(run_ranks(resharded, len(sizes), dim, sizes, natively)):
+        torch.testing.assert_close(found, shard(y, dim, 1, sizes, rank))
+        torch.testing.assert_close(grad, shard(whole.grad, dim, 1, sizes, rank))
+
+
+def other_dtypes(sizes: tuple[int, ...]) -> list[Tensor]:
+    shards, rank = shard_group(sizes), dist.get_rank()
+    ids = shard(torch.arange(3 * sum(sizes)).view(3, -1), 1, 1, sizes, rank)
+    half = shard(torch.arange(3.0 * sum(sizes)).view(3, -1), 1, 1, sizes, rank).bfloat16()
+    nothing = torch.empty(0, sizes[rank])
+    return [
+        casts.gather_enter(ids, 1, shards),
+        casts.gather_enter(ids % 2 == 0, 1, shards),
+        casts.gather_enter(half, 1, shards),
+        casts.reduce_scatter(torch.ones(sum(sizes), 2, dtype=torch.bfloat16), 0, shards),
+        casts.gather(nothing, 1, 1, shards),
+        casts.reduce(torch.empty(0, 3), shards.group),
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1, 0)])
+def test_integers_bools_halves_and_nothing(sizes: tuple[int, ...]) -> None:
+    whole = torch.arange(3 * sum(sizes)).view(3, -1)
+    for rank, results in enumerate(run_ranks(other_dtypes, len(sizes), sizes)):
+        ids, even, half, scattered, nothing, reduced = results
+        assert torch.equal(ids, whole)
+        assert even.dtype == torch.bool
+        assert torch.equal(even, whole % 2 == 0)
+        assert torch.equal(half, whole.bfloat16())
+        assert torch.equal(scattered, torch.full((sizes[rank], 2), len(sizes)).bfloat16())
+        assert nothing.shape == (0, sum(sizes))
+        assert reduced.shape == (0, 3)
+
+
+def gradients_of_others() -> tuple[Tensor, Tensor]:
+    """`enter` beside a plain use of what comes out: their gradients are one tensor."""
+    rank = dist.get_rank()
+    a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    ((casts.enter(a, dist.group.WORLD) + b) * (rank + 1.0)).sum().backward()
+    return a.grad, b.grad
+
+
+def test_enter_leaves_a_shared_gradient_alone() -> None:
+    for rank, (entered, plain) in enumerate(run_ranks(gradients_of_others, 2)):
+        assert entered.tolist() == [3.0] * 3
+        assert plain.tolist() == [rank + 1.0] * 3
+
+
+def changed_in_place() -> None:
+    x = torch.ones(3, requires_grad=True)
+    casts.enter(x * 2, dist.group.WORLD).relu_()
+
+
+def test_enter_refuses_to_be_changed_in_place() -> None:
+    with pytest.raises(RankError, match="modified inplace"):
+        run_ranks(changed_in_place, 2)
+
+
+def alone() -> bool:
+    shards, x = shard_group((4,)), torch.ones(4)
+    group = shards.group
+    results = [
+        casts.enter(x, group),
+        casts.reduce(x, group),
+        casts.gather(x, 0, 1, shards),
+        casts.slice_(x, 0, 1, shards),
+        casts.gather_enter(x, 0, shards),
+        casts.reduce_scatter(x, 0, shards),
+    ]
+    return all(result is x for result in results)
+
+
+def test_a_group_of_one_does_nothing() -> None:
+    assert run_ranks(alone, 1) == [True]
+
+
+def in_a_graph(sizes: tuple[int, ...]) -> Tensor:
+    """As targets of an fx graph, the group held by the graph's module."""
+    root = nn.Module()
+    root.shards = shard_group(sizes)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    shards = graph.get_attr("shards")
+    piece = graph.call_function(casts.slice_, (x, 0, 1, shards))
+    graph.output(graph.call_function(casts.gather, (piece, 0, 1, shards)))
+    result: Tensor = fx.GraphModule(root, graph)(drawn(8, sum(sizes), 2))
+    return result
+
+
+def test_casts_are_targets_of_a_graph() -> None:
+    for result in run_ranks(in_a_graph, 2, (3, 2)):
+        assert torch.equal(result, drawn(8, 5, 2))
+
+
+CLASSES = [(5, 5), (7, 3), (4, 0, 6)]
+ROWS = 8
+
+
+def class_problem(classes: int, ignored: bool) -> tuple[Tensor, Tensor]:
+    logits = 3 * drawn(20, ROWS, classes)
+    logits[2, :4] = -torch.inf  # masked classes, of a whole shard even
+    target = torch.arange(ROWS) * 3 % classes
+    target[2] = 7
+    if ignored:
+        target[torch.tensor([1, 4])] = -100
+    return logits, target
+
+
+def split_loss(
+    sizes: tuple[int, ...], ignored: bool, smoothing: float, reduction: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    shards = shard_group(sizes)
+    logits, target = class_problem(sum(sizes), ignored)
+    mine = shard(logits.to(dtype), 1, 1, sizes, shards.rank).requires_grad_()
+    loss = split_cross_entropy(mine, target, shards, label_smoothing=smoothing, reduction=reduction)
+    (2 * loss).backward()
+    return loss.detach(), mine.grad
+
+
+@pytest.mark.parametrize("sizes", CLASSES)
+@pytest.mark.parametrize(
+    ("ignored", "smoothing", "reduction", "dtype"),
+    [
+        (False, 0.0, "mean", torch.float64),
+        (True, 0.0, "mean", torch.float64),
+        (True, 0.0, "sum", torch.float64),
+        (True, 0.0, "mean", torch.bfloat16),
+    ],
+)
+def test_split_cross_entropy(
+    sizes: tuple[int, ...], ignored: bool, smoothing: float, reduction: str, dtype: torch.dtype
+) -> None:
+    logits, target = class_problem(sum(sizes), ignored)
+    whole = logits.to(dtype).double().requires_grad_()
+    loss = functional.cross_entropy(whole, target, reduction=reduction)
+    (2 * loss).backward()
+    arguments = (sizes, ignored, smoothing, reduction, dtype)
+    tolerance = {} if dtype == torch.float64 else {"rtol": 2**-8, "atol": 1e-4}
+    for rank, (found, grad) in enumerate(run_ranks(split_loss, len(sizes), *arguments)):
+        torch.testing.assert_close(found, loss.detach().to(dtype), **tolerance)
+        wanted = shard(whole.grad, 1, 1, sizes, rank).to(dtype)
+        torch.testing.assert_close(grad, wanted, **tolerance)
+
+
+def smoothed(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    shards = shard_group(sizes)
+    mine = shard(drawn(21, ROWS, sum(sizes)), 1, 1, sizes, shards.rank).requires_grad_()
+    _, target = class_problem(sum(sizes), True)
+    loss = split_cross_entropy(mine, target, shards, label_smoothing=0.1)
+    loss.backward()
+    return loss.detach(), mine.grad
+
+
+@pytest.mark.parametrize("sizes", CLASSES)
+def test_split_cross_entropy_with_label_smoothing(sizes: tuple[int, ...]) -> None:
+    whole = drawn(21, ROWS, sum(sizes)).requires_grad_()
+    _, target = class_problem(sum(sizes), True)
+    loss = functional.cross_entropy(whole, target, label_smoothing=0.1)
+    loss.backward()
+    for rank, (found, grad) in enumerate(run_ranks(smoothed, len(sizes), sizes)):
+        torch.testing.assert_close(found, loss.detach())
+        torch.testing.assert_close(grad, shard(whole.grad, 1, 1, sizes, rank))
+
+
+def nothing_to_count(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    shards = shard_group(sizes)
+    mine = torch.ones(ROWS, shards.size, requires_grad=True)
+    loss = split_cross_entropy(mine, torch.full((ROWS,), -100), shards)
+    loss.backward()
+    empty = split_cross_entropy(mine[:0], torch.empty(0, dtype=torch.long), shards)
+    return loss.detach(), mine.grad, empty.detach()
+
+
+def test_split_cross_entropy_of_no_target_is_nan_with_no_gradient() -> None:
+    for loss, grad, empty in run_ranks(nothing_to_count, 2, (2, 3)):
+        assert loss.isnan()
+        assert grad.count_nonzero() == 0
+        assert empty.isnan()
+
+
+def backward_twice() -> None:
+    shards = shard_group((2, 3))
+    mine = torch.ones(4, shards.size, requires_grad=True)
+    loss = split_cross_entropy(mine, torch.arange(4), shards)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def no_class() -> None:
+    shards = shard_group((2, 3))
+    split_cross_entropy(torch.ones(1, shards.size), torch.tensor([5]), shards)
+
+
+def test_split_cross_entropy_refuses_a_second_backward_and_a_target_that_is_no_class() -> None:
+    with pytest.raises(RankError, match="modified by an inplace operation"):
+        run_ranks(backward_twice, 2)
+    with pytest.raises(RankError, match="a target is not the number of a class"):
+        run_ranks(no_class, 2)
+
+
+def hits(sizes: tuple[int, ...], logits: Tensor, target: Tensor) -> tuple[int, int]:
+    shards = shard_group(sizes)
+    mine = shard(logits, 1, 1, sizes, shards.rank)
+    correct, targets = split_top1(mine, target, shards)
+    return int(correct), int(targets)
+
+
+@pytest.mark.parametrize("sizes", CLASSES)
+def test_split_top1(sizes: tuple[int, ...]) -> None:
+    """With few distinct logits, so that the largest is often in several shards."""
+    logits = drawn(22, 40, sum(sizes)).round()
+    target = logits.argmax(1)
+    target[::3] = (target[::3] + 1) % sum(sizes)
+    target[::4] = -100
+    correct = sum(
+        row.index(max(row)) == label
+        for row, label in zip(logits.tolist(), target.tolist(), strict=True)
+    )
+    assert 0 < correct < 30
+    assert run_ranks(hits, len(sizes), sizes, logits, target) == [(correct, 30)] * len(sizes)
+
+
+def embedded(sizes: tuple[int, ...], padding_idx: int | None) -> tuple[Tensor, Tensor]:
+    shards = shard_group(sizes)
+    mine = shard(drawn(23, sum(sizes), 4), 0, 1, sizes, shards.rank).requires_grad_()
+    ids = torch.arange(12).view(3, 4) % sum(sizes)
+    rows = casts.reduce(split_embedding(ids, mine, shards, padding_idx), shards.group)
+    (rows.pow(2) * drawn(24, 3, 4, 4)).sum().backward()
+    return rows.detach(), mine.grad
+
+
+@pytest.mark.parametrize("sizes", CLASSES)
+@pytest.mark.parametrize("padding_idx", [None, 0, 8, -1])
+def test_split_embedding(sizes: tuple[int, ...], padding_idx: int | None) -> None:
+    whole = drawn(23, sum(sizes), 4).requires_grad_()
+    ids = torch.arange(12).view(3, 4) % sum(sizes)
+    padding = None if padding_idx == -1 else padding_idx
+    rows = functional.embedding(ids, whole, padding)
+    (rows.pow(2) * drawn(24, 3, 4, 4)).sum().backward()
+    for rank, (found, grad) in enumerate(run_ranks(embedded, len(sizes), sizes, padding_idx)):
+        assert torch.equal(found, rows)
+        torch.testing.assert_close(grad, shard(whole.grad, 0, 1, sizes, rank))

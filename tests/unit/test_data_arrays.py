@@ -1,0 +1,154 @@
+"""The user's own arrays: what comes out of an .npz, and every fault of one, word for word."""
+
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from whale_train.data.arrays import ArraysOptions
+from whale_train.data.dataset import Dataset
+from whale_train.data.open import open_dataset
+from whale_train.errors import ConfigError
+from whale_train.strategies.operations import InputField
+
+SAVERS = [np.savez, np.savez_compressed]
+
+
+def opened(path: Path, **options: Any) -> Dataset:
+    return open_dataset(ArraysOptions(path=str(path), **options))
+
+
+@pytest.mark.parametrize("save", SAVERS)
+def test_arrays_come_out_as_they_went_in(tmp_path: Path, save: Callable[..., None]) -> None:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(20, 3, 2))
+    fortran = np.asfortranarray(generator.normal(size=(20, 5)).astype(np.float32))
+    big_endian = generator.integers(0, 50, (20, 4)).astype(">i4")
+    labels = np.arange(20) % 7 - 1
+    flags = labels > 2
+    save(tmp_path / "a.npz", x=x, fortran=fortran, ids=big_endian, labels=labels, flags=flags)
+    dataset = opened(tmp_path / "a.npz")
+    assert dataset.fields == (
+        InputField("x", (3, 2), "float32"),
+        InputField("fortran", (5,), "float32"),
+        InputField("ids", (4,), "int64", int(big_endian.max()) + 1),
+        InputField("labels", (), "int64", 6),
+        InputField("flags", (), "bool"),
+    )
+    assert (dataset.num_samples, dataset.num_evaluation_samples) == (20, 0)
+    rows = np.array([19, 3, 3, 0])
+    batch = dataset.samples(rows)
+    assert list(batch) == ["x", "fortran", "ids", "labels", "flags"]
+    np.testing.assert_array_equal(batch["x"], x[rows].astype(np.float32))
+    np.testing.assert_array_equal(batch["fortran"], fortran[rows])
+    np.testing.assert_array_equal(batch["ids"], big_endian[rows])
+    np.testing.assert_array_equal(batch["labels"], labels[rows])
+    np.testing.assert_array_equal(batch["flags"], flags[rows])
+    for field in dataset.fields:
+        assert batch[field.name].dtype == np.dtype(field.dtype)
+        assert batch[field.name].dtype.isnative
+
+
+def test_uncompressed_arrays_are_not_loaded(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((1000, 4000)), ids=np.zeros((1000, 1000), np.int64))
+    tracemalloc.start()
+    try:
+        opened(tmp_path / "a.npz").samples(np.array([999, 0]))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2_000_000  # of 40,000,000
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int64", "float16", "float32"])
+def test_other_dtypes_are_kept(tmp_path: Path, dtype: str) -> None:
+    np.savez(tmp_path / "a.npz", x=np.ones((2, 2), dtype))
+    dataset = opened(tmp_path / "a.npz")
+    assert dataset.fields[0].dtype == dtype
+    assert dataset.samples(np.array([1]))["x"].dtype == dtype
+
+
+def test_a_share_is_held_back_when_asked_for(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(50))
+    dataset = opened(tmp_path / "a.npz", evaluation_fraction=0.2)
+    training = dataset.samples(np.arange(40))["x"].tolist()
+    held = dataset.evaluation_samples(np.arange(10))["x"].tolist()
+    assert training == sorted(training)
+    assert sorted(training + held) == list(range(50))
+
+
+def test_the_upper_bound_of_ignored_labels_is_unknown(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", labels=np.full((3, 2), -100))
+    assert opened(tmp_path / "a.npz").fields[0].upper_bound == 0
+
+
+def message(path: Path) -> str:
+    with pytest.raises(ConfigError) as raised:
+        opened(path)
+    return str(raised.value)
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    np.savez(tmp_path / "train.npz", x=np.ones(3))
+    path = tmp_path / "trian.npz"
+    assert message(path) == f"data.path={path} does not exist; did you mean {tmp_path}/train.npz?"
+
+
+def test_not_an_npz(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.ones(3))
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr("notes.txt", "hello, this is no array")
+    remedy = "write one with numpy.savez(path, name=array, ...)"
+    assert message(tmp_path / "a.npy") == (
+        f"data.path={tmp_path}/a.npy is not an .npz file; {remedy}"
+    )
+    assert message(tmp_path / "b.zip") == (
+        f"data.path={tmp_path}/b.zip is not an .npz file: its member notes.txt is not an array; "
+        f"{remedy}"
+    )
+    assert message(tmp_path) == f"data.path={tmp_path} is a folder, not an .npz file; {remedy}"
+
+
+@pytest.mark.parametrize("save", SAVERS)
+def test_unequal_first_axes(tmp_path: Path, save: Callable[..., None]) -> None:
+    save(tmp_path / "a.npz", input_ids=np.ones((4, 2)), labels=np.ones(5))
+    assert message(tmp_path / "a.npz") == (
+        f"data.path={tmp_path}/a.npz has arrays with different first axes (input_ids 4, labels 5);"
+        " the first axis is the sample: give every array the same number"
+    )
+
+
+def test_nothing_inside(tmp_path: Path) -> None:
+    np.savez(tmp_path / "none.npz")
+    np.savez(tmp_path / "empty.npz", x=np.ones((0, 3)))
+    assert message(tmp_path / "none.npz") == (
+        f"data.path={tmp_path}/none.npz holds no arrays; write one array per forward argument"
+    )
+    assert message(tmp_path / "empty.npz") == (
+        f"data.path={tmp_path}/empty.npz has the empty array x of shape [0, 3]; "
+        "save at least one sample"
+    )
+
+
+def test_all_faults_of_a_file_come_together(tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "a.npz",
+        ragged=np.array([[1], [1, 2]], dtype=object),
+        names=np.array(["a", "b"]),
+        scale=np.float64(3.0),
+        x=np.ones((3, 1)),
+    )
+    start = f"data.path={tmp_path}/a.npz"
+    assert message(tmp_path / "a.npz").splitlines() == [
+        f"{start} holds Python objects in array ragged, which are never unpickled; "
+        "save numbers: sequences padded to one length, for instance",
+        f"{start} has array names of dtype str32; "
+        "save it as one of: bool, uint8, int8, int16, int32, int64, float16, float32, float64",
+        f"{start} has array scale without a first axis to be the sample; save one entry per sample",
+        f"{start} has arrays with different first axes (ragged 2, names 2, x 3); "
+        "the first axis is the sample: give every array the same number",
+    ]
