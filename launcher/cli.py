@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from whale_train.errors import RequestError
 from whale_train.launcher import compose
+from whale_train.launcher.elastic import become_member, find_place, tell_refused
 from whale_train.launcher.job import EXIT_STATUS, JobEnd, run_job
 from whale_train.launcher.show_error import error_text, terminal_width
 from whale_train.launcher.show_plan import open_console
@@ -22,11 +23,17 @@ def main() -> None:
     """The command. Exit status: 0 done, 1 a run failed, 2 a request refused, 130 interrupted."""
     # Two runs of one second get directories of their own.
     OmegaConf.register_new_resolver("whale_suffix", lambda: token_hex(3), use_cache=True)
+    place = None
     try:
+        place = find_place(sys.argv[1:])
+        if place is not None and place.rank:
+            become_member()
         sys.argv[1:] = compose.rewritten(sys.argv[1:])
         compose.check(sys.argv[1:])
     except RequestError as error:
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
+        if place is not None:
+            tell_refused()
         sys.exit(EXIT_STATUS["refused"])
     except KeyboardInterrupt:
         sys.exit(EXIT_STATUS["interrupted"])
@@ -39,7 +46,7 @@ def main() -> None:
         hydra_config = HydraConfig.get()
         names = {str(k): str(v) for k, v in hydra_config.runtime.choices.items() if v is not None}
         run_dir = Path(hydra_config.runtime.output_dir)
-        end = run_job(config, names, run_dir)
+        end = run_job(config, names, run_dir, place)
         ends.append((tuple(hydra_config.overrides.task), end))
         if end.status == "interrupted":  # a sweep ends with it
             sys.exit(_status(ends))
@@ -50,6 +57,8 @@ def main() -> None:
         console = open_console(sys.stdout)
         console.print(sweep_table([_row(*end) for end in ends], console.width))
     sys.stdout.flush()
+    if place is not None and any(end.status == "refused" for _, end in ends):
+        tell_refused()
     sys.exit(_status(ends))
 
 

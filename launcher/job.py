@@ -13,7 +13,9 @@ from rich.console import Console
 from whale_train.config import Request, read_request
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, RequestError
+from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
 from whale_train.launcher.machine import machine_facts
+from whale_train.launcher.placement import Place
 from whale_train.launcher.progress import Progress, summary_line
 from whale_train.launcher.run_dir import (
     create_run_dir,
@@ -57,15 +59,20 @@ class Resolved:
     emulated: bool
 
 
-def run_job(config: DictConfig, names: dict[str, str], run_dir: Path) -> JobEnd:
-    """Serve one request; prints what happens and raises nothing a user can cause."""
+def run_job(
+    config: DictConfig, names: dict[str, str], run_dir: Path, place: Place | None = None
+) -> JobEnd:
+    """Serve one request; prints what happens and raises nothing a user can cause.
+
+    `place` is given where torchrun or srun started the ranks, and this process as rank 0.
+    """
     console = open_console(sys.stdout)
     try:
         request = read_request(config, names)
         if request.mode == "plan":
             _show(resolve_request(request), request, console)
             return JobEnd("done", run_dir)
-        return _train(request, run_dir, console)
+        return _train(request, run_dir, console, place)
     except RequestError as error:
         sys.stdout.flush()
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
@@ -74,11 +81,11 @@ def run_job(config: DictConfig, names: dict[str, str], run_dir: Path) -> JobEnd:
         return JobEnd("interrupted", run_dir)
 
 
-def start_host(request: Request, run_dir: Path) -> Host:
-    """Make the run directory and start the host, which prepares while the plan is resolved."""
+def make_run_dir(request: Request, run_dir: Path) -> Path:
+    """The run directory with the request in it. Raises ConfigError for one that is taken."""
     run_dir = create_run_dir(run_dir)
     write_text(run_dir / "request.json", request.to_json())
-    return Host.start(run_dir)
+    return run_dir
 
 
 def write_plan(run_dir: Path, resolved: Resolved) -> None:
@@ -116,15 +123,22 @@ def resolve_request(request: Request) -> Resolved:
     return Resolved(plan, cluster.first(plan.world_size), profile, device, emulated)
 
 
-def _train(request: Request, run_dir: Path, console: Console) -> JobEnd:
-    host = start_host(request, run_dir)
+def _train(request: Request, run_dir: Path, console: Console, place: Place | None) -> JobEnd:
+    run_dir = make_run_dir(request, run_dir)
+    # The host prepares while the plan is resolved; a rank that others wait for needs the plan.
+    host = Host.start(run_dir) if place is None else None
     try:
         resolved = resolve_request(request)
+        if place is not None:
+            check_world(place, resolved.plan)
         write_plan(run_dir, resolved)
     except BaseException:
-        host.stop()
+        if host is not None:
+            host.stop()
         raise
     _show(resolved, request, console)
+    if host is None:
+        host = Host.start(run_dir, MEMBER_PROGRAM)
     progress = Progress(run_dir, request.train.steps, console)
     try:
         outcome = host.wait(progress.poll)

@@ -46,8 +46,9 @@ def _whole_model(request: Request, plan: Plan, module: LossModule, seat: Seat) -
     for path, parameter in module.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and model_path(path) in trained)
     module.train()
+    own_copy(module.buffers(), seat.device)  # ranks update them (BatchNorm's statistics)
     if task_graph.zero != 3:  # ZeRO 3 reads its partition straight out of the shared copy
-        own_copy(module, seat.device)
+        own_copy(module.parameters(), seat.device)
     engine = _engine(request, plan, task_graph, module, group, seat, exported=False)
     return WholeModel(engine, group, task_graph.shares[seat.rank], plan.global_batch)
 

@@ -12,12 +12,12 @@ from whale_train.strategies.plan import Plan
 TIMEOUT = timedelta(minutes=30)
 
 
-def join(init_method: str, rank: int, world_size: int, device: torch.device) -> None:
-    """Join the job's world; NCCL between GPUs, gloo between CPU processes."""
+def join(rendezvous: str | dist.Store, rank: int, world_size: int, device: torch.device) -> None:
+    """Join the job's world, met at a URL or a store; NCCL between GPUs, gloo between CPU
+    processes."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=TIMEOUT
-    )
+    met = {"init_method" if isinstance(rendezvous, str) else "store": rendezvous}
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=TIMEOUT, **met)
 
 
 def file_rendezvous(run_dir: Path) -> str:

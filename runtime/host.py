@@ -122,6 +122,9 @@ def preload() -> None:
     # CUDA must be initialised in no process that forks: with this, asking whether there is a
     # GPU (DeepSpeed does when imported) does not. See torch.cuda.is_available.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # Large CPU tensors in huge pages, where the kernel leaves that to programs: a gradient of
+    # 100 MB, new every step, otherwise takes longer to be mapped than to be computed.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # An OpenMP pool made before the fork would be broken after it; one thread has none.
     set_num_threads(1)
     importlib.import_module("deepspeed")

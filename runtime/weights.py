@@ -6,6 +6,7 @@ shard touches only those pages, so its own memory stays near its shard.
 """
 
 import tempfile
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,9 @@ def build_shared(options: ModelOptions, seed: int) -> LossModule:
     return module
 
 
-def own_copy(module: nn.Module, device: torch.device) -> None:
-    """Give every parameter and buffer of `module` memory of its own on `device`, ties kept."""
-    for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
+def own_copy(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Give each of a module's parameters or buffers memory of its own on `device`, ties kept."""
+    for tensor in {id(t): t for t in tensors}.values():
         tensor.data = _copied(tensor.detach(), device)
 
 

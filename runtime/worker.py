@@ -64,14 +64,16 @@ def run_rank(run_dir: Path, rank: int, world_size: int, prepared: Prepared) -> N
     run(run_dir, rank, world_size, file_rendezvous(run_dir), prepared)
 
 
-def run(run_dir: Path, rank: int, world_size: int, init_method: str, prepared: Prepared) -> None:
+def run(
+    run_dir: Path, rank: int, world_size: int, rendezvous: str | dist.Store, prepared: Prepared
+) -> None:
     """Join the others, train as the plan says, and leave."""
-    train_as_planned(run_dir, rank, world_size, init_method, prepared)
+    train_as_planned(run_dir, rank, world_size, rendezvous, prepared)
     leave()
 
 
 def train_as_planned(
-    run_dir: Path, rank: int, world_size: int, init_method: str, prepared: Prepared
+    run_dir: Path, rank: int, world_size: int, rendezvous: str | dist.Store, prepared: Prepared
 ) -> Program:
     """Train as the plan says, still joined; the program, its engines holding what was learned.
     Rank 0 writes the metrics and the summary."""
@@ -83,7 +85,7 @@ def train_as_planned(
     if request.launcher.threads is not None:
         torch.set_num_threads(request.launcher.threads)
     device = _device(run_dir)
-    join(init_method, rank, world_size, device)
+    join(rendezvous, rank, world_size, device)
     seat = Seat(rank, device, make_groups(plan, rank))
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))

@@ -188,9 +188,7 @@ def _validated(reader: TypeAdapter[Any], value: Any, section: str, faults: list[
 def _fault(problem: Any, section: str, error: ValidationError) -> Fault:
     """One of pydantic's complaints as a fault. Its path drops the union's tag."""
     location = [part for part in problem["loc"] if part not in _TAGS]
-    key = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in location
-    )
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     key = f"{section}{key}"
     kind, context, given = problem["type"], problem.get("ctx", {}), problem["input"]
     shown = str(given)
@@ -200,7 +198,9 @@ def _fault(problem: Any, section: str, error: ValidationError) -> Fault:
     if kind == "missing":
         return Fault(key, "", "must be given", f"write {key}=VALUE")
     if kind == "literal_error":
-        choices = [part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")]
+        choices = [
+            part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")
+        ]
         return Fault(key, shown, "is unknown", nearest(shown, choices))
     if kind == "union_tag_invalid":
         choices = [part.strip("' ") for part in context["expected_tags"].split(",")]
@@ -210,7 +210,9 @@ def _fault(problem: Any, section: str, error: ValidationError) -> Fault:
         return Fault(f"{section}.kind", "", "must be given", f"use {section}=text or the like")
     for bound, words in _BOUNDS.items():
         if bound in context:
-            return Fault(key, shown, f"is not {words} {context[bound]}", f"use {words} {context[bound]}")
+            return Fault(
+                key, shown, f"is not {words} {context[bound]}", f"use {words} {context[bound]}"
+            )
     rule, remedy = next(
         (found for start, found in _TYPES.items() if kind.startswith(start)),
         (f"is not valid ({problem['msg'].lower()})", "see conf/ for an example"),
