@@ -144,18 +144,18 @@ def _train(request: Request, run_dir: Path, console: Console, place: Place | Non
         outcome = host.wait(progress.poll)
     finally:
         progress.close()
-    return finish(outcome, resolved.plan, run_dir, console)
+    return finish(outcome, resolved, run_dir, console)
 
 
-def finish(outcome: Outcome, plan: Plan, run_dir: Path, console: Console) -> JobEnd:
+def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
     """Say how a run ended."""
     if outcome.status == "done":
         summary = json.loads((run_dir / "summary.json").read_text())
-        console.print(Portable(summary_line(summary, run_dir)))
+        console.print(Portable(summary_line(summary, run_dir, resolved.emulated)))
         return JobEnd("done", run_dir, summary)
     if outcome.status == "failed":
         assert outcome.failure is not None
-        place = _place(plan, outcome.failure.rank)
+        place = _place(resolved.plan, outcome.failure.rank)
         sys.stderr.write(f"error: {describe_failure(outcome.failure, place)}\n")
         return JobEnd("failed", run_dir)
     sys.stderr.write(f"interrupted; what was written is in {run_dir}\n")

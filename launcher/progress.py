@@ -146,12 +146,16 @@ class Progress:
         return steps * sum(self._recent_s) / len(self._recent_s)
 
 
-def summary_line(summary: Mapping[str, Any], run_dir: Path) -> str:
-    """The end of a run, from `summary.json`: loss, speed, the step beside its prediction, where."""
+def summary_line(summary: Mapping[str, Any], run_dir: Path, emulated: bool = False) -> str:
+    """The end of a run, from `summary.json`: loss, speed, the step beside its prediction, where.
+
+    A prediction for devices that were only `emulated` says so: the two are not alike.
+    """
     step = f"{in_seconds(summary['step_time_s_median'])} a step"
     predicted = summary.get("predicted_step_time_s")
     if predicted is not None:
-        step += f" (predicted {in_seconds(predicted)})"
+        where = " on the real devices" if emulated else ""
+        step += f" (predicted{where} {in_seconds(predicted)})"
     parts = [
         f"done: {summary['steps']} steps",
         f"loss {_loss(summary['final_loss'])}",

@@ -264,4 +264,5 @@ def test_summary_line() -> None:
     line = summary_line(summary, Path("outputs/run"))
     for fact in ("0.0123", "1,939 samples/s", "132 ms", "predicted 128 ms", "outputs/run"):
         assert fact in line
+    assert "(predicted on the real devices" in summary_line(summary, Path("o"), emulated=True)
     assert "predicted" not in summary_line({**summary, "predicted_step_time_s": None}, Path("o"))
