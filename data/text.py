@@ -39,7 +39,7 @@ class TextOptions(BaseModel):
 
     kind: Literal["text"] = "text"
     path: UserPath | None = None
-    sequence_length: int = Field(128, ge=2)
+    sequence_length: int = Field(64, ge=2)
     objective: Literal["causal", "masked"] = "causal"
     max_bytes: int | None = Field(None, ge=2)
     shuffle: bool = True

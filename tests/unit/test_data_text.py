@@ -64,7 +64,7 @@ def test_max_bytes_cuts_a_folder_and_a_file(tmp_path: Path, limit: int) -> None:
 def test_the_default_is_the_standard_library_without_its_tests() -> None:
     dataset = open_dataset(TextOptions())
     total = dataset.num_samples + dataset.num_evaluation_samples
-    assert 4_000_000 < total * 128 <= 8_000_000
+    assert 4_000_000 < total * 64 <= 8_000_000
     assert dataset.num_evaluation_samples == round(0.1 * total)
     library = Path(os.__file__).parent
     left_out = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -75,7 +75,7 @@ def test_the_default_is_the_standard_library_without_its_tests() -> None:
     ]
     whole = everything(TextOptions(evaluation_fraction=0, max_bytes=10**9))
     joined_bytes = sum(path.stat().st_size + 1 for path in sources) - 1
-    assert len(whole) == joined_bytes // 128 * 128
+    assert len(whole) == joined_bytes // 64 * 64
     assert whole.startswith(min(path for path in library.glob("*.py")).read_bytes() + b"\n")
 
 
@@ -94,7 +94,7 @@ def test_held_back_sequences_are_not_trained_on(tmp_path: Path) -> None:
 
 
 def test_masked_leaves_about_15_percent_and_uneven_numbers(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(b"abcdefgh" * 16 * 1000)
+    (tmp_path / "text").write_bytes(b"abcdefgh" * 8 * 1000)
     path = str(tmp_path / "text")
     dataset = open_dataset(TextOptions(path=path, objective="masked", evaluation_fraction=0))
     assert [field.upper_bound for field in dataset.fields] == [257, 256]
@@ -103,8 +103,8 @@ def test_masked_leaves_about_15_percent_and_uneven_numbers(tmp_path: Path) -> No
     assert abs(targets.mean() - 0.15) < 0.005
     per_sample = targets.sum(axis=1)
     assert len(set(per_sample.tolist())) > 10
-    assert abs(per_sample.std() - (128 * 0.15 * 0.85) ** 0.5) < 0.5
-    original = np.tile(np.arange(97, 105), (1000, 16))  # the codes of a to h
+    assert abs(per_sample.std() - (64 * 0.15 * 0.85) ** 0.5) < 0.5
+    original = np.tile(np.arange(97, 105), (1000, 8))  # the codes of a to h
     assert (batch["input_ids"] == np.where(targets, 256, original)).all()
     assert (batch["labels"] == np.where(targets, original, -100)).all()
     assert {array.dtype for array in batch.values()} == {np.dtype(np.int64)}
@@ -141,16 +141,16 @@ def test_faults(tmp_path: Path) -> None:
     )
     assert message(TextOptions(path=f"{at}/corpus.txt")) == (
         f"data.path={at}/corpus.txt holds 10 bytes, less than one sequence of "
-        "data.sequence_length=128; use data.sequence_length=10 or less, or more text"
+        "data.sequence_length=64; use data.sequence_length=10 or less, or more text"
     )
     for path in ("empty.txt", "folder"):
         assert message(TextOptions(path=f"{at}/{path}")) == (
             f"data.path={at}/{path} holds 0 bytes, less than one sequence of "
-            "data.sequence_length=128; name a file or folder of text"
+            "data.sequence_length=64; name a file or folder of text"
         )
-    assert message(TextOptions(max_bytes=64)) == (
-        "data.max_bytes=64 is less than one sequence of data.sequence_length=128 bytes; "
-        "use at least 128"
+    assert message(TextOptions(max_bytes=32)) == (
+        "data.max_bytes=32 is less than one sequence of data.sequence_length=64 bytes; "
+        "use at least 64"
     )
 
 
