@@ -1,7 +1,7 @@
 """Hydra's command line, checked before Hydra runs: its complaints in our words, exit status 2.
 
 Hydra itself then composes, sweeps and makes the directories. Owns the few rewritings that let a
-user's own model take arguments the config files cannot list.
+user's own model take arguments, and a strategy keys, that its config file does not list.
 """
 
 import os
@@ -49,7 +49,8 @@ _COMPOSING = (
 
 def rewritten(arguments: Sequence[str]) -> list[str]:
     """The command line with `model._target_=` standing for model=custom, and arguments of a
-    model's class allowed though no file lists them; overrides before flags, as Hydra wants them.
+    model's class and keys of a strategy, whose own readers know them, allowed though no file
+    lists them; overrides before flags, as Hydra wants them.
 
     Raises ConfigError for flags and overrides that cannot be parsed.
     """
@@ -68,7 +69,10 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
     for override in parsed:
         first, _, name = override.key_or_group.partition(".")
         text = str(override.input_line)
-        if custom and first == "model" and name and name.split(".")[0] not in _MODEL_KEYS:
+        free = first == "strategy" or (
+            custom and first == "model" and name.split(".")[0] not in _MODEL_KEYS
+        )
+        if name and free and not override.is_delete():
             text = "++" + text.lstrip("+")
         found.append(text)
     return [*(["model=custom"] if own_class else []), *found, *flags]
@@ -148,9 +152,10 @@ def _parsed(text: str, faults: list[Fault]) -> Override | None:
     try:
         return OverridesParser.create().parse_overrides([text])[0]
     except HydraException as error:
-        reason = str(error).splitlines()[0].rstrip(".:")
+        reason = str(error).splitlines()[0].rpartition("Exception: ")[2].rstrip(".:")
+        rule = f"cannot be read ({reason})" if reason != text else "cannot be read"
         remedy = "quote values with spaces, commas or brackets, as in 'key={a: 1}'"
-        faults.append(Fault(text, "", f"cannot be read ({reason})", remedy))
+        faults.append(Fault(text, "", rule, remedy))
         return None
 
 
@@ -316,11 +321,12 @@ def _run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
         if job is None:
             shown = str(config.hydra.run.dir)
         else:
-            with read_write(config), open_dict(config):
+            with read_write(config.hydra.job), open_dict(config.hydra.job):
                 config.hydra.job.num = job
             shown = os.path.join(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
     except OmegaConfBaseException as error:
-        return [Fault(key, "", f"cannot be resolved ({error.msg})", "correct its ${...}")]
+        reason = str(error).splitlines()[0]
+        return [Fault(key, "", f"cannot be resolved ({reason})", "correct its ${...}")]
     path = Path(shown).absolute()
     held = next((name for name in RUN_FILES if (path / name).exists()), None)
     if held:

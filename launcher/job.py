@@ -1,9 +1,13 @@
 """One job from its composed config to its end: Request, profile, Plan, run directory, ranks."""
 
 import json
+import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,13 +15,15 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from whale_train.config import Request, read_request
+from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
-from whale_train.errors import ConfigError, Fault, RequestError
+from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
 from whale_train.launcher.machine import machine_facts
 from whale_train.launcher.placement import Place
 from whale_train.launcher.progress import Progress, summary_line
 from whale_train.launcher.run_dir import (
+    RUN_FILES,
     create_run_dir,
     mark_ready,
     write_environment,
@@ -29,8 +35,9 @@ from whale_train.launcher.show_plan import Portable, banner_emulated, open_conso
 from whale_train.launcher.supervise import Host, Outcome, describe_failure
 from whale_train.strategies.catalogue import CPU_PROCESS
 from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.inventory import MachineFacts, read_inventory
-from whale_train.strategies.operations import ModelProfile
+from whale_train.strategies.operations import ModelProfile, OperationGraph, Ref
 from whale_train.strategies.plan import Plan
 from whale_train.strategies.resolve import resolve
 from whale_train.strategies.sharing import Training
@@ -74,6 +81,7 @@ def run_job(
             return JobEnd("done", run_dir)
         return _train(request, run_dir, console, place)
     except RequestError as error:
+        _remove_unused(run_dir)
         sys.stdout.flush()
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         return JobEnd("refused", run_dir)
@@ -99,19 +107,17 @@ def write_plan(run_dir: Path, resolved: Resolved) -> None:
 def resolve_request(request: Request) -> Resolved:
     """The plan for a request. Raises ConfigError or PlanError with all faults of a stage."""
     faults: list[Fault] = []
-    machine = machine_facts(faults) if _looks_at_machine(request) else _machine_without_gpus()
-    cluster = read_inventory(
-        request.hardware, request.names.get("hardware", "hardware"), faults, machine
-    )
-    if faults or cluster is None:
+    cluster, device, emulated = _devices(request, faults)
+    dataset = _dataset(request, faults)
+    if request.mode == "train":
+        _refuse_without_compiler(request, faults)
+    if faults or cluster is None or dataset is None:
         raise ConfigError(faults)
-    device, emulated = _where(request, cluster, machine)
     # Torch is imported here and not before: a request that is wrong is answered at once.
     from whale_train.models.profile import profile_model
 
-    dataset = open_dataset(request.data)
     profile = profile_model(request.model, request.model.class_name, dataset.fields)
-    _check_data(request, profile, dataset.num_evaluation_samples)
+    _check_data(request, profile, dataset.num_evaluation_samples, faults)
     training = Training(
         request.train.global_batch,
         request.train.precision or "fp32",
@@ -119,7 +125,12 @@ def resolve_request(request: Request) -> Resolved:
         request.optimizer.name,
         request.optimizer.arguments(),
     )
-    plan = resolve(request.strategy_graph(), cluster, profile, training)
+    try:
+        plan = resolve(request.strategy_graph(), cluster, profile, training)
+    except PlanError as error:
+        raise PlanError([*faults, *error.faults]) from None
+    if faults:
+        raise ConfigError(faults)
     return Resolved(plan, cluster.first(plan.world_size), profile, device, emulated)
 
 
@@ -184,6 +195,77 @@ def _show(resolved: Resolved, request: Request, console: Console) -> None:
     console.print(Portable(view))
 
 
+def _remove_unused(run_dir: Path) -> None:
+    """Remove what Hydra and we made for a job that was refused, if no job has used it."""
+    if any((run_dir / name).exists() for name in RUN_FILES if name not in _MADE_BEFORE_A_PLAN):
+        return
+    working = Path.cwd()
+    above = (parent for parent in run_dir.absolute().parents if working in parent.parents)
+    with suppress(OSError):  # what is left is somebody else's
+        for name in _MADE_BEFORE_A_PLAN:
+            (run_dir / name).unlink(missing_ok=True)
+        for folder in (run_dir / "logs", run_dir / ".hydra", run_dir.absolute(), *above):
+            if folder.is_dir() and folder != working:
+                folder.rmdir()
+
+
+# What there may be of a run before its plan is written: Hydra's files, the request, and what the
+# host says, which prepares in the meantime and may stumble over the same fault.
+_MADE_BEFORE_A_PLAN = (
+    *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")),
+    *("request.json", "failure.json", "logs/host.log"),
+)
+
+
+def _devices(
+    request: Request, faults: list[Fault]
+) -> tuple[Cluster | None, Literal["cpu", "cuda"], bool]:
+    """The inventory, the kind of device its ranks run on, and whether that is a stand-in."""
+    own = request.hardware.get("kind") == "local"  # GPUs nobody asks for may be unknown ones
+    seen: list[Fault] = faults if own else []
+    machine = machine_facts(seen) if _looks_at_machine(request) else _machine_without_gpus()
+    name = request.names.get("hardware", "hardware")
+    cluster = read_inventory(request.hardware, name, faults, machine)
+    if cluster is None:
+        return None, "cpu", False
+    try:
+        return (cluster, *_where(request, cluster, machine))
+    except ConfigError as error:
+        faults += error.faults
+        return None, "cpu", False
+
+
+def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:
+    try:
+        return open_dataset(request.data)
+    except ConfigError as error:
+        faults += error.faults
+        return None
+
+
+def _refuse_without_compiler(request: Request, faults: list[Fault]) -> None:
+    """DeepSpeed compiles its CPU optimizer at first use, where it was not installed compiled;
+    torch then runs ninja and the compiler $CXX, or c++ (torch.utils.cpp_extension)."""
+    offloading = [
+        node
+        for node in request.strategy_graph().graph
+        if isinstance(node, Replicate) and node.offload_optimizer == "cpu"
+    ]
+    if not offloading or request.optimizer.name == "sgd":
+        return
+    spec = find_spec("deepspeed")
+    if spec and spec.origin and [*Path(spec.origin).parent.glob("ops/adam/cpu_adam_op*.so")]:
+        return
+    compiler = os.environ.get("CXX", "c++")
+    missing = [tool for tool in (compiler, "ninja") if shutil.which(tool) is None]
+    if missing:
+        rule = "needs DeepSpeed's CPU optimizer, which is compiled at first use, and there is no "
+        rule += " and no ".join(missing)
+        remedy = "install g++ and ninja, or use optimizer=sgd, or a strategy without offload"
+        key = f"{offloading[0].path}.offload.optimizer"
+        faults.append(Fault(key, "cpu", rule, remedy))
+
+
 def _looks_at_machine(request: Request) -> bool:
     return request.mode == "train" or "kind" in request.hardware
 
@@ -213,31 +295,86 @@ def _where(
     return ("cpu" if on_cpu else "cuda"), False
 
 
-def _check_data(request: Request, profile: ModelProfile, held_back: int) -> None:
-    """What data and model must agree on beyond names: token numbers, held-back samples."""
-    faults = []
+def _check_data(
+    request: Request, profile: ModelProfile, held_back: int, faults: list[Fault]
+) -> None:
+    """What data and model must agree on beyond names: token and class numbers, held-back
+    samples."""
     train = request.train
     if train.evaluate_every is not None and held_back < train.global_batch:
         rule = f"needs {train.global_batch} held-back samples (a global batch), and there are "
         rule += str(held_back)
         remedy = "raise data.evaluation_fraction, lower train.global_batch, or use null"
         faults.append(Fault("train.evaluate_every", str(train.evaluate_every), rule, remedy))
+    if profile.graph is None:
+        return
     bounds = {field.name: field.upper_bound for field in profile.inputs}
-    for operation in profile.graph or ():
-        if operation.target != "aten.embedding.default":
+    for operation in profile.graph:
+        if operation.target == "aten.embedding.default":
+            (table, numbers), what = operation.args[:2], "rows"
+        elif operation.target in _CROSS_ENTROPIES:
+            (table, numbers), what = operation.args[:2], "classes"
+        else:
             continue
-        assert profile.graph is not None
-        table, indices = (profile.graph[name] for name in operation.inputs[:2])
-        rows = table.shape[0].fixed if table.shape else 0
-        bound = bounds.get(indices.name, 0)
-        if indices.target == "input" and bound > rows:
-            rule = f"has numbers up to {bound - 1}, and {table.path} has {rows} rows"
-            remedy = "use a model with a larger vocabulary, or other data"
-            faults.append(
-                Fault(f"data ({indices.name})", request.names.get("data", ""), rule, remedy)
-            )
-    if faults:
-        raise ConfigError(faults)
+        assert isinstance(table, Ref)
+        assert isinstance(numbers, Ref)
+        name, bound = _largest(profile.graph, numbers.name, bounds)
+        holder = profile.graph[table.name]
+        shape = holder.shape or ()
+        # Rows come first; classes second, but for logits without a batch.
+        count = shape[0 if what == "rows" else min(1, len(shape) - 1)].fixed if shape else bound
+        if bound > count:
+            owner = holder.path or "the model"
+            rule = f"has {name} up to {bound - 1}, and {owner} has {count} {what}"
+            remedy = f"use a model with at least {bound} {what}, or other data"
+            faults.append(Fault("data", request.names.get("data", ""), rule, remedy))
+
+
+def _largest(graph: OperationGraph, name: str, bounds: Mapping[str, int]) -> tuple[str, int]:
+    """Where the integers `name` come from, and their exclusive upper bound (0: unknown).
+
+    Followed back through what only moves them (shifts, pads, flattens), to an input or to the
+    positions of a sequence.
+    """
+    offset = 0
+    while True:
+        operation = graph[name]
+        if operation.target == "input":
+            bound = bounds.get(name, 0)
+            return name, bound + offset if bound else 0
+        if operation.target.startswith("aten.arange."):
+            stop = operation.args[0 if operation.target == "aten.arange.default" else 1]
+            return "positions", stop + offset if isinstance(stop, int) else 0
+        if len(operation.inputs) != 1:
+            return name, 0
+        if operation.target == "aten.add.Tensor":
+            shift = operation.args[1]
+            if not isinstance(shift, int):
+                return name, 0
+            offset += shift
+        elif operation.target not in _MOVES:
+            return name, 0
+        name = operation.inputs[0]
+
+
+_MOVES = (
+    *("aten.slice.Tensor", "aten.pad.default", "aten.constant_pad_nd.default", "aten.select.int"),
+    *(
+        "aten.view.default",
+        "aten.reshape.default",
+        "aten.flatten.using_ints",
+        "aten.expand.default",
+    ),
+    *(
+        "aten.unsqueeze.default",
+        "aten.squeeze.dim",
+        "aten.contiguous.default",
+        "aten.clone.default",
+    ),
+    *("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten._to_copy.default"),
+    *("aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default"),
+)
+_CROSS_ENTROPIES = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
 
 
 Runner = Callable[[DictConfig, dict[str, str], Path], JobEnd]

@@ -15,7 +15,9 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode
 
-from whale_train.models.build import LossModule, ModelOptions, build_model, forward_fields
+from whale_train.models.build import build_model
+from whale_train.models.loss import MODEL_PREFIX, LossModule, forward_fields
+from whale_train.models.options import ModelOptions
 from whale_train.strategies.operations import (
     Argument,
     InputField,
@@ -125,7 +127,7 @@ def operation_graph(module: fx.GraphModule, flops: dict[str, float]) -> Operatio
 
 def model_path(path: str) -> str:
     """A path inside `LossModule` as the user's model calls it."""
-    return path.removeprefix("model.")
+    return path.removeprefix(MODEL_PREFIX)
 
 
 def _on_meta(

@@ -7,7 +7,7 @@ from torch import Tensor, fx, nn
 from torch import distributed as dist
 
 from whale_train.config import Request
-from whale_train.models.build import LossModule
+from whale_train.models.loss import LossModule
 from whale_train.models.profile import model_path
 from whale_train.runtime.batch_norm import synchronise_batch_norm
 from whale_train.runtime.engine import DeepSpeedEngine, Engine, TorchEngine, make_optimizer

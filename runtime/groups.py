@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from whale_train.strategies.plan import Plan
 
@@ -12,12 +13,17 @@ from whale_train.strategies.plan import Plan
 TIMEOUT = timedelta(minutes=30)
 
 
-def join(rendezvous: str | dist.Store, rank: int, world_size: int, device: torch.device) -> None:
+def join(rendezvous: str | Store, rank: int, world_size: int, device: torch.device) -> None:
     """Join the job's world, met at a URL or a store; NCCL between GPUs, gloo between CPU
     processes."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    met = {"init_method" if isinstance(rendezvous, str) else "store": rendezvous}
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=TIMEOUT, **met)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=rendezvous if isinstance(rendezvous, str) else None,
+        store=None if isinstance(rendezvous, str) else rendezvous,
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+    )
 
 
 def file_rendezvous(run_dir: Path) -> str:

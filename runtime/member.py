@@ -19,6 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from whale_train.runtime import worker
 from whale_train.runtime.failure import (
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.parent is not None:
         end_with_parent(options.parent, signal.SIGTERM)
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    store, rank, world_size = next(rendezvous("env://"))
     told = "whale_train/run_dir"
     if rank == 0:
         store.set(told, REFUSED if options.refused else str(options.run_dir.absolute()))
@@ -57,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with suppress(dist.DistStoreError):
                 store.wait(others, LEAVING)
         return 2
-    return _train(Path(run_dir), rank, world_size, dist.PrefixStore("whale_train/world", store))
+    return _train(Path(run_dir), rank, world_size, PrefixStore("whale_train/world", store))
 
 
-def _train(run_dir: Path, rank: int, world_size: int, store: dist.Store) -> int:
+def _train(run_dir: Path, rank: int, world_size: int, store: Store) -> int:
     if not (run_dir / "ready").exists():
         sys.stderr.write(
             f"error: rank {rank} does not see the run directory {run_dir}; "

@@ -136,6 +136,7 @@ class Loop:
         self._request, self._plan, self._program = request, plan, program
         self._batches, self._metrics = batches, metrics
         self._pending: tuple[_Step, int] | None = None
+        self._sum_over_job = _sum_over_job if len(plan.task_graphs) > 1 else None
 
     def step(self, number: int) -> float:
         """Step `number`, from 0: its batch, its gradients, its update. The seconds it took."""
@@ -168,10 +169,10 @@ class Loop:
                 step.loss.item()
         self._pending = None
 
-    def _sum_over_job(self, squared: Tensor) -> Tensor:
-        if len(self._plan.task_graphs) > 1:
-            dist.all_reduce(squared)
-        return squared
+
+def _sum_over_job(squared: Tensor) -> Tensor:
+    dist.all_reduce(squared)
+    return squared
 
 
 def train(

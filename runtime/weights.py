@@ -11,7 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from whale_train.models.build import LossModule, ModelOptions, build_model
+from whale_train.models.build import build_model
+from whale_train.models.loss import LossModule
+from whale_train.models.options import ModelOptions
 
 _ALIGNMENT = 64  # bytes; what vectorised kernels like
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 from torch import fx
+from torch.distributed.distributed_c10d import Store
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
-from whale_train.models.build import LossModule
+from whale_train.models.loss import LossModule
 from whale_train.models.profile import export_model
 from whale_train.runtime.assemble import Seat, assemble
 from whale_train.runtime.engine import import_deepspeed
@@ -65,7 +66,7 @@ def run_rank(run_dir: Path, rank: int, world_size: int, prepared: Prepared) -> N
 
 
 def run(
-    run_dir: Path, rank: int, world_size: int, rendezvous: str | dist.Store, prepared: Prepared
+    run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, prepared: Prepared
 ) -> None:
     """Join the others, train as the plan says, and leave."""
     train_as_planned(run_dir, rank, world_size, rendezvous, prepared)
@@ -73,7 +74,7 @@ def run(
 
 
 def train_as_planned(
-    run_dir: Path, rank: int, world_size: int, rendezvous: str | dist.Store, prepared: Prepared
+    run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, prepared: Prepared
 ) -> Program:
     """Train as the plan says, still joined; the program, its engines holding what was learned.
     Rank 0 writes the metrics and the summary."""

@@ -96,7 +96,8 @@ class _Reader:
         self.faults = faults
 
     def fault(self, key: str, value: object, rule: str, remedy: str) -> None:
-        self.faults.append(Fault(key, "" if value == "" else str(value), rule, remedy))
+        text = "null" if value is None else str(value)
+        self.faults.append(Fault(key, text, rule, remedy))
 
     def nodes(self, value: Any, path: str, inside: str | None) -> tuple[Node, ...]:
         """A node, or a list of colocated nodes."""
@@ -120,15 +121,17 @@ class _Reader:
         if not isinstance(value, Mapping):
             self.fault(path, value, "is not a node", f"use one of: {', '.join(sorted(readers))}")
             return None
+        for primitive in value:
+            if primitive not in readers:
+                rule, remedy = "is not a primitive", nearest(str(primitive), readers)
+                self.fault(f"{path}.{primitive}", "", rule, remedy)
+        if not all(primitive in readers for primitive in value):
+            return None
         if len(value) != 1:
             keys = ", ".join(map(str, value)) or "none"
             self.fault(path, "", f"has {len(value)} keys ({keys})", "a node has one, its primitive")
             return None
         ((primitive, body),) = value.items()
-        if primitive not in readers:
-            rule = "is not a primitive"
-            self.fault(f"{path}.{primitive}", "", rule, nearest(str(primitive), readers))
-            return None
         path = f"{path}.{primitive}"
         refusal = _meaningless(primitive, inside)
         if refusal:

@@ -12,7 +12,10 @@ from whale_train.strategies.grammar import Node, Pipeline, Replicate, Split, Sta
 from whale_train.strategies.head import Head, find_heads, matching
 from whale_train.strategies.operations import ModelProfile
 
-_EXECUTED = "use replicate over the whole model, or a list of replicate and split of the head"
+_EXECUTED = (
+    "use replicate of the whole model (dp, zero1, zero2, zero3), or with a split of its head "
+    "(hybrid_split_dp)"
+)
 
 
 @dataclass(frozen=True)

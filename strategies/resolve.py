@@ -30,6 +30,8 @@ from whale_train.strategies.sharing import (
     split_head_memory,
 )
 
+_PRECISIONS = ("fp32", "bf16")  # what this version executes
+
 
 def resolve(
     strategy: Strategy, cluster: Cluster, profile: ModelProfile, training: Training
@@ -68,11 +70,12 @@ def _used_devices(
 
 
 def _refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> None:
-    for device in sorted({d.name: d for d in cluster.devices}.values(), key=lambda d: d.name):
-        if precision not in device.flops:
-            rule = f"is not computed by {device.name} of hardware={cluster.name}"
-            remedy = f"use {' or '.join(sorted(device.flops))}"
-            faults.append(Fault("train.precision", precision, rule, remedy))
+    without = sorted({d.name for d in cluster.devices if precision not in d.flops})
+    if without:
+        rule = f"is not computed by {' and '.join(without)} of hardware={cluster.name}"
+        shared = [p for p in _PRECISIONS if all(p in d.flops for d in cluster.devices)]
+        remedy = f"use {' or '.join(shared)}" if shared else "use other devices"
+        faults.append(Fault("train.precision", precision, rule, remedy))
 
 
 def _refuse_degrees(

@@ -5,40 +5,61 @@ strategy, the hardware) are read by that room; here they are put together, and e
 every section is raised at once.
 """
 
+import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
 
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, nearest
-from whale_train.models.build import ModelOptions
+from whale_train.models.options import ModelOptions
 from whale_train.strategies.grammar import Strategy, read_strategy
 
+
+def _no_truth_value(value: object) -> object:
+    """pydantic takes `true` for 1."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("int_type", "a truth value")
+    return value
+
+
 Mode = Literal["train", "plan", "verify"]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+_Whole = Annotated[int, BeforeValidator(_no_truth_value)]
+_Count = Annotated[_Whole, Field(ge=1)]
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[_Whole, Field(ge=0, lt=2**63)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TrainOptions(_Section):
     """`steps` optimizer steps of `global_batch` samples each. `grad_clip` null is off.
     `evaluate_every` and `checkpoint_every` count steps, null is never."""
 
-    steps: int = Field(ge=1)
-    global_batch: int = Field(ge=1)
+    steps: _Count
+    global_batch: _Count
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     grad_clip: float | None = Field(None, gt=0)
     grad_norm: bool = True
-    evaluate_every: int | None = Field(None, ge=1)
-    evaluation_samples: int = Field(512, ge=1)
+    evaluate_every: _Count | None = None
+    evaluation_samples: _Count = 512
     tensorboard: bool = False
-    checkpoint_every: int | None = Field(None, ge=1)
+    checkpoint_every: _Count | None = None
     resume: str | None = None
 
 
@@ -50,11 +71,11 @@ class OptimizerOptions(_Section):
     lr: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
     momentum: float = Field(0.0, ge=0, lt=1)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     fused: bool = True
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Annotated[_Whole, Field(ge=0)] = 0
     final_lr_fraction: float = Field(0.0, ge=0, le=1)
 
     def arguments(self) -> dict[str, Any]:
@@ -69,7 +90,7 @@ class LauncherOptions(_Section):
     """Where the ranks run; `threads` per rank (null: the cores shared among the ranks)."""
 
     kind: Literal["auto", "local", "emulate"] = "auto"
-    threads: int | None = Field(None, ge=1)
+    threads: _Count | None = None
     device_speed: bool = False
     link_speed: bool = False
 
@@ -118,11 +139,13 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
     faults: list[Fault] = []
     sections: dict[str, Any] = {"names": dict(names)}
     try:
-        sections["model"] = ModelOptions.from_mapping(plain.get("model") or {})
+        model = _mapping(plain, "model", faults)
+        sections["model"] = None if model is None else ModelOptions.from_mapping(model)
     except ConfigError as error:
         faults += error.faults
-    sections["strategy"] = _mapping(plain, "strategy", faults)
-    read_strategy(sections["strategy"], names.get("strategy", "strategy"), faults)
+    strategy = sections["strategy"] = _mapping(plain, "strategy", faults)
+    if strategy is not None:
+        read_strategy(strategy, names.get("strategy", "strategy"), faults)
     sections["hardware"] = _mapping(plain, "hardware", faults)
     data: TypeAdapter[Any] = TypeAdapter(DataOptions)
     for key, reader in (
@@ -131,7 +154,9 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
         ("launcher", TypeAdapter(LauncherOptions)),
         ("train", TypeAdapter(TrainOptions)),
     ):
-        sections[key] = _validated(reader, _mapping(plain, key, faults), key, faults)
+        section = _mapping(plain, key, faults)
+        if section is not None:
+            sections[key] = _validated(reader, section, key, faults)
     mode: TypeAdapter[Any] = TypeAdapter(Mode)
     seed: TypeAdapter[Any] = TypeAdapter(Seed)
     sections["mode"] = _validated(mode, plain.get("mode"), "mode", faults)
@@ -151,19 +176,28 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
-        text = " ".join(str(error.msg or error).split())
+        rule = f"cannot be resolved ({str(error).splitlines()[0]})"
         remedy = "give it a value, or point it at a key that exists"
-        raise ConfigError([Fault(error.full_key or "config", "", text, remedy)]) from None
+        raise ConfigError([Fault(error.full_key or "config", "", rule, remedy)]) from None
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
 
-def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[str, Any]:
+def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[str, Any] | None:
     value = plain.get(key)
     if isinstance(value, dict):
         return {str(name): item for name, item in value.items()}
-    faults.append(Fault(key, str(value), "is not a mapping", f"use {key}=NAME or {key}.KEY=VALUE"))
-    return {}
+    remedy = f"use {key}.KEY=VALUE" if key == "train" else f"use {key}=NAME or {key}.KEY=VALUE"
+    faults.append(Fault(key, as_yaml(value), "is not a mapping", remedy))
+    return None
+
+
+def as_yaml(value: object) -> str:
+    """A value as a user would write it."""
+    if isinstance(value, str):
+        return value
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
+    return text.removesuffix("...\n").strip()
 
 
 def _validated(reader: TypeAdapter[Any], value: Any, section: str, faults: list[Fault]) -> Any:
@@ -187,11 +221,13 @@ def _validated(reader: TypeAdapter[Any], value: Any, section: str, faults: list[
 
 def _fault(problem: Any, section: str, error: ValidationError) -> Fault:
     """One of pydantic's complaints as a fault. Its path drops the union's tag."""
-    location = [part for part in problem["loc"] if part not in _TAGS]
+    location = list(problem["loc"])
+    if section == "data" and location and location[0] in _TAGS:
+        del location[0]
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     key = f"{section}{key}"
     kind, context, given = problem["type"], problem.get("ctx", {}), problem["input"]
-    shown = str(given)
+    shown = as_yaml(given)
     if kind == "extra_forbidden":
         name = str(location[-1])
         return Fault(key, shown, "is not a key here", _known_keys(name, section, problem, error))
@@ -208,11 +244,13 @@ def _fault(problem: Any, section: str, error: ValidationError) -> Fault:
         return Fault(f"{section}.kind", tag, "is unknown", nearest(tag, choices))
     if kind == "union_tag_not_found":
         return Fault(f"{section}.kind", "", "must be given", f"use {section}=text or the like")
-    for bound, words in _BOUNDS.items():
+    for bound, (rule, remedy) in _BOUNDS.items():
         if bound in context:
-            return Fault(
-                key, shown, f"is not {words} {context[bound]}", f"use {words} {context[bound]}"
-            )
+            limit = f"{context[bound]:g}"
+            return Fault(key, shown, f"{rule} {limit}", remedy.format(limit))
+    if kind == "int_from_float" and math.isfinite(given):
+        remedy = f"use {math.floor(given)} or {math.ceil(given)}"
+        return Fault(key, shown, "is not a whole number", remedy)
     rule, remedy = next(
         (found for start, found in _TYPES.items() if kind.startswith(start)),
         (f"is not valid ({problem['msg'].lower()})", "see conf/ for an example"),
@@ -221,13 +259,21 @@ def _fault(problem: Any, section: str, error: ValidationError) -> Fault:
 
 
 _TAGS = ("text", "arrays", "digits", "classes", "hf_dataset")
-_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_BOUNDS = {
+    "ge": ("is below", "use {} or more"),
+    "gt": ("is not above", "use more than {}"),
+    "le": ("is above", "use {} or less"),
+    "lt": ("is not below", "use less than {}"),
+}
+_PAIR = ("is not a list of two numbers", "use one, such as [0.9, 0.999]")
 _TYPES = {
     "int": ("is not a whole number", "use one, such as 8"),
     "float": ("is not a number", "use one, such as 0.001"),
+    "finite": ("is not finite", "use a number such as 0.001"),
     "bool": ("is not true or false", "use true or false"),
     "string": ("is not text", "put it in quotes"),
-    "tuple": ("is not a list of two numbers", "use one, such as [0.9, 0.999]"),
+    "tuple": _PAIR,
+    "too_": _PAIR,
 }
 
 
@@ -263,10 +309,29 @@ def _refuse_unexecuted(sections: Mapping[str, Any], faults: list[Fault]) -> None
         if train.grad_clip is not None and not train.grad_norm:
             rule_norm = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule_norm, "use train.grad_norm=true"))
+    optimizer = sections.get("optimizer")
+    if isinstance(optimizer, OptimizerOptions):
+        _refuse_ineffective(optimizer, faults)
     if isinstance(launcher, LauncherOptions):
         for key in ("device_speed", "link_speed"):
             if getattr(launcher, key):
                 faults.append(Fault(f"launcher.{key}", "true", rule, "use false"))
+
+
+def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> None:
+    """Settings that this optimizer or schedule would never read."""
+    sgd = optimizer.name == "sgd"
+    for key in ("betas", "eps") if sgd else ("momentum",):
+        value = getattr(optimizer, key)
+        if key in optimizer.model_fields_set and value:
+            rule = f"has no effect on {optimizer.name}"
+            remedy = f"use optimizer={'adamw' if sgd else 'sgd'}, or leave it out"
+            shown = as_yaml(list(value) if key == "betas" else value)
+            faults.append(Fault(f"optimizer.{key}", shown, rule, remedy))
+    if optimizer.schedule == "constant" and optimizer.final_lr_fraction:
+        value = as_yaml(optimizer.final_lr_fraction)
+        rule, remedy = "has no effect on a constant schedule", "use linear or cosine, or 0"
+        faults.append(Fault("optimizer.final_lr_fraction", value, rule, remedy))
 
 
 def close_key(key: str, known: list[str]) -> str:

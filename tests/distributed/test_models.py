@@ -14,18 +14,12 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from whale_train.errors import ConfigError
-from whale_train.models.build import (
-    HUGGING_FACE,
-    MODEL_PREFIX,
-    LossModule,
-    ModelOptions,
-    build_model,
-    forward_fields,
-    load_class,
-)
+from whale_train.models.build import build_model, load_class
 from whale_train.models.class_head import ClassHead
 from whale_train.models.gpt import GPT
 from whale_train.models.image_classifier import ImageClassifier
+from whale_train.models.loss import MODEL_PREFIX, LossModule, forward_fields
+from whale_train.models.options import HUGGING_FACE, ModelOptions
 from whale_train.strategies.operations import InputField
 
 needs_transformers = pytest.mark.skipif(

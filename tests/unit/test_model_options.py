@@ -11,7 +11,8 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from whale_train.errors import ConfigError
-from whale_train.models.build import HUGGING_FACE, ModelOptions, load_class
+from whale_train.models.build import load_class
+from whale_train.models.options import HUGGING_FACE, ModelOptions
 
 NETS = """
 from torch import nn

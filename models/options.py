@@ -1,0 +1,88 @@
+"""What the `model` group of a config says, read and checked without importing any model."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from whale_train.errors import ConfigError, Fault, nearest
+
+HUGGING_FACE = "whale_train.models.build.hugging_face"  # the _target_ of conf/model/hf.yaml
+MISSING = "???"  # how a config says that a value must be given
+
+_OWN_KEYS = ("_target_", "loss", "sync_batchnorm")
+_HUGGING_FACE_KEYS = ("architecture", "config", "pretrained")
+RULES = {
+    "_target_": ("is not the path of a class", "write model._target_=package.module.Class"),
+    "loss": ("is not a loss", "use one of: cross_entropy, model"),
+    "sync_batchnorm": ("is not true or false", "use true or false"),
+    "architecture": ("is not a name", "write model.architecture=LlamaForCausalLM or the like"),
+    "config": ("is not a mapping", "write 'model.config={hidden_size: 64}' or the like"),
+    "pretrained": ("is not a folder", "name a folder written by save_pretrained()"),
+}
+# Names in transformers that look like a model's. Auto classes pick a class; they are none.
+
+
+class ModelOptions(BaseModel):
+    """What the `model` group of a config says.
+
+    `architecture`, `config` and `pretrained` are the options of Hugging Face models; `arguments`
+    are the constructor arguments of every other class.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    target: str = Field(alias="_target_", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
+    loss: Literal["model", "cross_entropy"] = "model"
+    sync_batchnorm: bool = True
+    architecture: str | None = None
+    config: dict[str, Any] = Field(default_factory=dict)
+    pretrained: str | None = None
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: object) -> object:
+        return {} if value is None else value  # conf/model/hf.yaml says why it is null there
+
+    @property
+    def is_hugging_face(self) -> bool:
+        return self.target == HUGGING_FACE
+
+    @property
+    def class_name(self) -> str:
+        """The class as a reader knows it, without its module."""
+        return (self.is_hugging_face and self.architecture) or self.target.rpartition(".")[2]
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> "ModelOptions":
+        """Options from the plain mapping of a composed config.
+
+        Raises ConfigError with all faults: missing or malformed keys, and keys that are neither
+        options nor, for a Hugging Face model, settings (those go into `config`).
+        """
+        given = {str(key): value for key, value in mapping.items() if value != MISSING}
+        hugging_face = given.get("_target_") == HUGGING_FACE
+        keys = _OWN_KEYS + (_HUGGING_FACE_KEYS if hugging_face else ())
+        values = {key: given[key] for key in keys if key in given}
+        arguments = {key: value for key, value in given.items() if key not in keys}
+        faults = []
+        if hugging_face:
+            if given.get("architecture") is None:
+                rule, remedy = "is not given", RULES["architecture"][1]
+                faults.append(Fault("model.architecture", "", rule, remedy))
+            for key, value in arguments.items():
+                rule = "is not an option of model=hf"
+                remedy = f"{nearest(key, keys)}; settings of the architecture go into model.config"
+                faults.append(Fault(f"model.{key}", str(value), rule, remedy))
+        try:
+            options = cls.model_validate({**values, "arguments": arguments})
+        except ValidationError as error:
+            # One fault a key: a bad mapping is one fault however many of its keys are bad.
+            for key in dict.fromkeys(str(problem["loc"][0]) for problem in error.errors()):
+                rule, remedy = RULES[key]
+                rule = rule if key in values else "is not given"
+                faults.append(Fault(f"model.{key}", str(values.get(key, "")), rule, remedy))
+        if faults:
+            raise ConfigError(faults)
+        return options
