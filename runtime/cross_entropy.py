@@ -12,7 +12,6 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from whale_train.runtime.casts import ShardGroup, stacked
 
@@ -33,18 +32,6 @@ def split_cross_entropy(
     where the forward kept its exponentials: a second backward through the same graph is refused.
     Raises RuntimeError for a target that is no class (a device-side assertion on CUDA).
     """
-    if has_torch_function_variadic(logits, target):  # as torch's own losses: modes can see it
-        seen: Tensor = handle_torch_function(
-            split_cross_entropy,
-            (logits, target),
-            logits,
-            target,
-            shards,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
-        return seen
     if len(shards.sizes) == 1:
         return functional.cross_entropy(
             logits,

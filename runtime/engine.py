@@ -237,7 +237,8 @@ def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
     small = [g for g in gradients if g.numel() <= _NORM_ROW]
     if small:
         norms.append(torch.nn.utils.get_total_norm(small).double())
-    return torch.linalg.vector_norm(torch.stack(norms))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 _NORM_ROW = 2**14
@@ -248,7 +249,8 @@ def _norm_in_rows(gradient: Tensor) -> Tensor:
     in_rows = flat.numel() // _NORM_ROW * _NORM_ROW
     rows = torch.linalg.vector_norm(flat[:in_rows].view(-1, _NORM_ROW), dim=1)
     rest = torch.linalg.vector_norm(flat[in_rows:])
-    return torch.linalg.vector_norm(torch.cat([rows, rest[None]]), dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest[None]]), dtype=torch.float64)
+    return norm
 
 
 def _given(value: Tensor | None, engines: Iterable[Engine]) -> Tensor:
