@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode
 
+from whale_train.errors import ConfigError
 from whale_train.models.build import build_model
 from whale_train.models.loss import MODEL_PREFIX, LossModule, forward_fields
 from whale_train.models.options import ModelOptions
@@ -47,12 +48,18 @@ def profile_model(options: ModelOptions, name: str, fields: tuple[InputField, ..
     batch = example_batch(inputs, EXPORT_BATCH)
     exported, error = _export(module, batch)
     if exported is None:
-        flops, activation_bytes = _measure(lambda batch: module(**batch), batch)
-        graph = None
+        branches = not _runs(module, batch)
+        if branches:  # it looks at values, which the meta device has none of
+            module = LossModule(build_model(options), options)
+            batch = {name: torch.zeros_like(x, device="cpu") for name, x in batch.items()}
+        losses: list[Tensor] = []
+        flops, activation_bytes = _measure(lambda batch: losses.append(module(**batch)), batch)
+        graph, unused = None, _without_gradient(module.model, losses[0])
     else:
         interpreter = _CountingInterpreter(exported)
         flops, activation_bytes = _measure(interpreter.run_batch, batch)
         graph = operation_graph(exported, interpreter.flops)
+        branches, unused = False, _unused(module.model, graph)
     model = module.model
     return ModelProfile(
         name=name,
@@ -68,7 +75,8 @@ def profile_model(options: ModelOptions, name: str, fields: tuple[InputField, ..
             for path, child in model.named_modules()
             if isinstance(child, nn.modules.batchnorm._BatchNorm)
         ),
-        unused_parameters=_unused(model, graph),
+        unused_parameters=() if branches else unused,
+        perhaps_unused=unused if branches else (),
     )
 
 
@@ -106,7 +114,10 @@ def flat_module(program: ExportedProgram) -> fx.GraphModule:
 
 def operation_graph(module: fx.GraphModule, flops: dict[str, float]) -> OperationGraph:
     """The torch-free image of `module.graph`; `flops` per operation are for the export batch."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    # One that is frozen is a constant to all planning.
+    parameters = {
+        path: p for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
     return OperationGraph(
         tuple(
             Operation(
@@ -216,10 +227,27 @@ def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
     )
 
 
-def _unused(model: nn.Module, graph: OperationGraph | None) -> tuple[str, ...]:
-    """Parameters the loss does not depend on (none are known without a graph)."""
-    if graph is None:
-        return ()
+def _runs(module: LossModule, batch: dict[str, Tensor]) -> bool:
+    """Whether it runs on the meta device."""
+    try:
+        module(**batch)
+    except ConfigError:
+        raise
+    except Exception:  # whatever the user's forward raises without values to look at
+        return False
+    return True
+
+
+def _without_gradient(model: nn.Module, loss: Tensor) -> tuple[str, ...]:
+    """Parameters the loss does not depend on, as autograd sees it."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    paths = [x.path for x in _parameters(model)]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return tuple(path for path, g in zip(paths, gradients, strict=True) if g is None)
+
+
+def _unused(model: nn.Module, graph: OperationGraph) -> tuple[str, ...]:
+    """Parameters the loss does not depend on."""
     loss = set(graph.operations[-1].inputs[:1])
     reached = {graph[name].path for name in graph.ancestors(loss)}
     return tuple(

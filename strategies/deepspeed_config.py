@@ -45,7 +45,11 @@ def deepspeed_config(
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
+        # With fp32 here, bf16 under ZeRO 1 is another optimizer (BF16_Optimizer), whose norm
+        # nobody else can see. One backward a step leaves nothing to accumulate.
+        "data_types": {
+            "grad_accum_dtype": "bf16" if (node.zero, precision) == (1, "bf16") else "fp32"
+        },
         "bf16": {"enabled": precision == "bf16"},
         "fp16": {"enabled": False},
         "zero_optimization": zero,

@@ -12,6 +12,7 @@ from whale_train.strategies.grammar import Node, Pipeline, Replicate, Split, Sta
 from whale_train.strategies.head import Head, find_heads, matching
 from whale_train.strategies.operations import ModelProfile
 
+_UNEXECUTED = "is valid but not executed by this version"
 _EXECUTED = (
     "use replicate of the whole model (dp, zero1, zero2, zero3), or with a split of its head "
     "(hybrid_split_dp)"
@@ -46,26 +47,49 @@ def bind(
     strategy: Strategy, profile: ModelProfile, devices: int, hardware: str, faults: list[Fault]
 ) -> StrategyGraph | None:
     """Bind to `profile` over `devices` devices; None when `faults` grew."""
-    before = len(faults)
-    for node in strategy.graph:
-        _refuse_unexecuted(node, faults)
-    if len(faults) > before:
-        return None
-    degree = _common_degree(strategy.graph, devices, hardware, faults)
-    if len(faults) > before:
+    degree = shared_degree(strategy, devices, hardware, faults)
+    if degree is None:
         return None
     match strategy.graph:
         case (Replicate() as node,):
             return _whole(node, profile, degree, faults)
         case (Replicate() as body, Split() as top):
             return _head_split(body, top, profile, degree, faults)
-    path = strategy.graph[0].path if len(strategy.graph) == 1 else "strategy.graph"
-    faults.append(Fault(path, "", "is valid but not executed by this version", _EXECUTED))
-    return None
+    raise AssertionError(strategy.graph)
+
+
+def shared_degree(
+    strategy: Strategy, devices: int, hardware: str, faults: list[Fault]
+) -> int | None:
+    """How many of `devices` devices the nodes share; None when `faults` grew. All that can be
+    said against a strategy before there is a model."""
+    before = len(faults)
+    for node in strategy.graph:
+        _refuse_unexecuted(node, faults)
+    if len(faults) > before:
+        return None
+    degree = _common_degree(strategy.graph, devices, hardware, faults)
+    match strategy.graph:
+        case (Replicate() as node,):
+            if node.modules != ("*",):
+                rule = "names a part of the model, and nothing in the strategy covers the rest"
+                remedy = 'use "*", or a list with a node for the rest'
+                faults.append(Fault(f"{node.path}.modules", _quoted(node.modules), rule, remedy))
+        case (Replicate() as body, Split() as top):
+            if body.modules != ("*",):
+                rule = "must cover what the split leaves"
+                faults.append(Fault(f"{body.path}.modules", _quoted(body.modules), rule, 'use "*"'))
+            if degree == 1:
+                rule, remedy = "has nothing to divide over 1 device", "use strategy=single, or more"
+                faults.append(Fault(top.path, "", rule, f"{remedy} devices"))
+        case _:
+            path = strategy.graph[0].path if len(strategy.graph) == 1 else "strategy.graph"
+            faults.append(Fault(path, "", _UNEXECUTED, _EXECUTED))
+    return degree if len(faults) == before else None
 
 
 def _refuse_unexecuted(node: Node, faults: list[Fault]) -> None:
-    rule = "is valid but not executed by this version"
+    rule = _UNEXECUTED
     match node:
         case Pipeline() | Stage():
             faults.append(Fault(node.path, "", rule, _EXECUTED))
@@ -107,10 +131,12 @@ def _common_degree(
 def _whole(
     node: Replicate, profile: ModelProfile, degree: int, faults: list[Fault]
 ) -> StrategyGraph | None:
-    if node.modules != ("*",):
-        rule = "names a part of the model, and nothing in the strategy covers the rest"
-        remedy = 'use "*", or a list with a node for the rest'
-        faults.append(Fault(f"{node.path}.modules", _quoted(node.modules), rule, remedy))
+    if node.zero and profile.perhaps_unused:
+        rule = (
+            "needs to know which parameters get no gradient, and whether "
+            f"{profile.perhaps_unused[0]} does depends on the values {profile.name} looks at"
+        )
+        faults.append(Fault(f"{node.path}.zero", str(node.zero), rule, "use strategy=dp"))
         return None
     parameters = tuple(p.path for p in profile.parameters)
     flops = profile.forward_flops
@@ -122,10 +148,6 @@ def _head_split(
 ) -> StrategyGraph | None:
     key = f"{top.path}.modules"
     value = _quoted(top.modules)
-    if degree == 1:
-        rule = "has nothing to divide over 1 device"
-        faults.append(Fault(top.path, "", rule, "use strategy=single, or more devices"))
-        return None
     if profile.graph is None:
         rule = f"needs the model's graph, and {profile.name} cannot be exported"
         remedy = "use strategy=dp or a zero strategy, which run the model as it is"
@@ -146,10 +168,6 @@ def _head_split(
     if head.classes < degree:
         rule = f"has {head.classes} classes, too few to give each of {degree} devices one"
         faults.append(Fault(key, value, rule, "use strategy=dp, or fewer devices"))
-        return None
-    if body.modules != ("*",):
-        rule = "must cover what the split leaves"
-        faults.append(Fault(f"{body.path}.modules", _quoted(body.modules), rule, 'use "*"'))
         return None
     try:
         cut = cut_head(profile, head)

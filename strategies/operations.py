@@ -7,7 +7,7 @@ sample* unless its name says otherwise.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 
@@ -159,7 +159,8 @@ class ModelProfile:
     `graph` is None when the model cannot be exported; `export_error` then says why, and only
     strategies that run the model as it is can use it. `forward_flops` and `activation_bytes` are
     per sample in fp32 (2 FLOPs a multiply-add; bytes autograd keeps between forward and
-    backward). `unused_parameters` get no gradient.
+    backward). `unused_parameters` get no gradient, whatever the batch. A model that looks at
+    values may leave out others: `perhaps_unused` got none from one batch, and may from another.
     """
 
     name: str
@@ -172,7 +173,7 @@ class ModelProfile:
     export_error: str = ""
     batch_norm_modules: tuple[str, ...] = ()
     unused_parameters: tuple[str, ...] = ()
-    cautions: tuple[str, ...] = field(default=())
+    perhaps_unused: tuple[str, ...] = ()
 
     @cached_property
     def parameter_by_path(self) -> dict[str, Parameter]:

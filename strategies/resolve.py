@@ -13,7 +13,7 @@ from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cut import CLASSES
 from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
 from whale_train.strategies.grammar import Replicate, Strategy
-from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph, bind
+from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph, bind, shared_degree
 from whale_train.strategies.layouts import BATCH
 from whale_train.strategies.memory import added
 from whale_train.strategies.operations import ModelProfile
@@ -39,11 +39,13 @@ def resolve(
     """The plan for `strategy` on the devices of `cluster`. Raises PlanError with all faults."""
     faults: list[Fault] = []
     decisions: list[Decision] = []
+    refuse_without_model(strategy, cluster, training, faults)
+    if faults:
+        raise PlanError(faults)
     cluster = _used_devices(strategy, cluster, faults, decisions)
-    _refuse_precision(training.precision, cluster, faults)
     graph = bind(strategy, profile, len(cluster.devices), cluster.name, faults)
     if graph is not None:
-        _refuse_degrees(graph, cluster, profile, training, faults)
+        _refuse_tied_batch_norm(graph, profile, faults)
     if faults or graph is None:
         raise PlanError(faults)
     sharing = share(strategy, graph, cluster, profile, training, faults)
@@ -51,6 +53,22 @@ def resolve(
         raise PlanError(faults)
     decisions += _explain(strategy, graph, cluster, profile, sharing)
     return _plan(graph, cluster, profile, training, sharing, decisions)
+
+
+def refuse_without_model(
+    strategy: Strategy, cluster: Cluster, training: Training, faults: list[Fault]
+) -> None:
+    """Everything that no model could make right, so that it can be said before one is built."""
+    cluster = _used_devices(strategy, cluster, faults, [])
+    devices = len(cluster.devices)
+    _refuse_precision(training.precision, cluster, faults)
+    degree = shared_degree(strategy, devices, cluster.name, faults)
+    if degree is not None:
+        _refuse_degrees(strategy, degree, devices, faults)
+    if training.global_batch < devices:
+        rule = f"leaves some of the {devices} devices without a sample"
+        remedy = f"use at least {devices}"
+        faults.append(Fault("train.global_batch", str(training.global_batch), rule, remedy))
 
 
 def _used_devices(
@@ -78,28 +96,23 @@ def _refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> 
         faults.append(Fault("train.precision", precision, rule, remedy))
 
 
-def _refuse_degrees(
-    graph: StrategyGraph,
-    cluster: Cluster,
-    profile: ModelProfile,
-    training: Training,
-    faults: list[Fault],
-) -> None:
-    body, devices = graph.task_graphs[0].node, len(cluster.devices)
+def _refuse_degrees(strategy: Strategy, degree: int, devices: int, faults: list[Fault]) -> None:
+    body, split = strategy.graph[0], len(strategy.graph) > 1
     assert isinstance(body, Replicate)
     if body.zero and devices == 1:
         rule = "partitions over the copies, and 1 device has only one"
         remedy = "use strategy=single, or more devices"
         faults.append(Fault(f"{body.path}.zero", str(body.zero), rule, remedy))
-    if graph.degree < devices and (body.zero or graph.cut):
-        what = "a split" if graph.cut else "ZeRO"
+    if degree < devices and (body.zero or split):
+        what = "a split" if split else "ZeRO"
         rule = f"of {devices} devices nests {what} in an outer replicate, not executed yet"
         remedy = f"use {devices}, or auto"
-        faults.append(Fault(f"{body.path}.degree", str(graph.degree), rule, remedy))
-    if training.global_batch < devices:
-        rule = f"leaves some of the {devices} devices without a sample"
-        remedy = f"use at least {devices}"
-        faults.append(Fault("train.global_batch", str(training.global_batch), rule, remedy))
+        faults.append(Fault(f"{body.path}.degree", str(degree), rule, remedy))
+
+
+def _refuse_tied_batch_norm(
+    graph: StrategyGraph, profile: ModelProfile, faults: list[Fault]
+) -> None:
     if graph.cut and profile.batch_norm_modules and len(graph.cut.segments) > 2:
         rule = "is tied to an embedding, in a model with BatchNorm: not executed yet"
         faults.append(Fault(graph.task_graphs[1].node.path, "", rule, "use strategy=dp"))

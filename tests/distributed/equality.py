@@ -1,0 +1,395 @@
+"""Runs jobs through the real road and compares what they computed.
+
+Owns the process that runs one job after another (`Jobs`: it composes, resolves, forks ranks
+exactly as the command does, and has them save what they hold), the plain PyTorch loop all of it
+is measured against, what counts as equal, and models such as users bring.
+
+Run as a program, this file is that process: a line of JSON in, a run, a line of JSON out.
+"""
+
+import functools
+import importlib
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from whale_train.config import Request, read_request
+from whale_train.data.arrays import ArraysOptions
+from whale_train.launcher.compose import composed, rewritten
+from whale_train.launcher.job import resolve_request, write_plan
+from whale_train.launcher.run_dir import create_run_dir, write_text
+from whale_train.models import profile
+from whale_train.models.profile import model_path
+from whale_train.runtime import host, worker
+from whale_train.runtime.groups import file_rendezvous, leave
+from whale_train.runtime.programs import Program, Segments
+
+Arrays = dict[str, NDArray[Any]]
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 280.0  # one run's, the compilation of DeepSpeed's CPU kernel included
+
+
+# --- Models of a user's own ----------------------------------------------------------------------
+
+
+class OwnNet(nn.Module):
+    """What users bring: logits only, a parameter nothing reads, one that is frozen.
+
+    `branch` keeps it from being exported: it looks at the size of the batch, or at its values.
+    """
+
+    def __init__(self, classes: int = 11, branch: str = "") -> None:
+        super().__init__()
+        self.branch = branch
+        self.first = nn.Linear(6, 24)
+        self.forgotten = nn.Linear(6, 24)
+        self.frozen = nn.Parameter(torch.rand(24), requires_grad=False)
+        self.second = nn.Linear(24, classes)
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(points)) * self.frozen
+        if self.branch == "size" and len(points) % 2:
+            hidden = hidden.clone()
+        if self.branch == "values" and bool(hidden.isnan().any()):
+            raise ValueError("not a number")
+        logits: Tensor = self.second(hidden)
+        return logits
+
+
+class SometimesNet(nn.Module):
+    """Reads `rare` only where a batch has a sample that asks for it."""
+
+    def __init__(self, classes: int = 11) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 24)
+        self.rare = nn.Linear(6, 24)
+        self.second = nn.Linear(24, classes)
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.first(points)
+        asked = points[:, :1] > RARE
+        if len(points) % 2:  # it cannot be exported
+            hidden = hidden.clone()
+        if points.is_meta or bool(asked.any()):
+            hidden = hidden + self.rare(points) * asked
+        logits: Tensor = self.second(torch.tanh(hidden))
+        return logits
+
+
+RARE = 10.0  # a first coordinate above it asks
+
+
+# --- What a job computed -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Per step: loss, gradient norm, learning rate. `evaluations` are loss and accuracy of each
+    evaluation; `values` are parameters and running
+    statistics after the last step, from every rank that holds them whole (shards joined)."""
+
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    evaluations: list[float]
+    values: dict[str, list[NDArray[Any]]]
+    plan: dict[str, Any]
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "Computed":
+        lines = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        plan = json.loads((run_dir / "plan.json").read_text())
+        held = [dict(np.load(run_dir / f"held_{r}.npz")) for r in range(plan["world_size"])]
+        values: dict[str, list[NDArray[Any]]] = {}
+        dims = {k: dim for t in plan["task_graphs"] for k, dim in t["shard_dims"].items()}
+        for path in held[0]:
+            copies = [of_rank[path] for of_rank in held]
+            values[path] = [np.concatenate(copies, dims[path])] if path in dims else copies
+        losses, norms, rates = ([x[k] for x in lines] for k in ("loss", "grad_norm", "lr"))
+        evaluations = [x[k] for x in lines for k in sorted(x) if k.startswith("evaluation_")]
+        return cls(losses, norms, rates, evaluations, values, plan)
+
+
+def assert_equal(found: Computed, expected: Computed, rel: float, rel_values: float = 0.0) -> None:
+    """Losses, norms and rates within `rel`, relatively, at every step; every value, by its L2
+    norm, within `rel_values` (as `rel` unless given) and FLOOR times the root of its elements."""
+    wrong = []
+    for what in ("losses", "norms", "rates", "evaluations"):
+        a, b = (np.array(getattr(x, what), dtype=float) for x in (found, expected))
+        # NaN, and a different number of steps, must not pass.
+        if a.shape != b.shape or not (abs(a - b) <= rel * abs(b)).all():
+            wrong.append(f"{what}: {a.tolist()}, not {b.tolist()}")
+    trained = {path for t in expected.plan["task_graphs"] for path in t["trained"]}
+    for path, (reference, *_) in expected.values.items():
+        # A cut graph does not hold what nothing reads.
+        assert path in found.values or path not in trained, path
+        for rank, value in enumerate(found.values.get(path, ())):
+            assert value.shape == reference.shape, path
+            distance = float(np.linalg.norm(value.astype(float) - reference))
+            allowed = (rel_values or rel) * float(np.linalg.norm(reference))
+            allowed += FLOOR * sqrt(reference.size)
+            if not distance <= allowed:
+                wrong.append(f"{path} (copy {rank}): off by {distance:.2e}, allowed {allowed:.2e}")
+    assert not wrong, "\n".join(wrong)
+
+
+FLOOR = 1e-8  # of an element: what is 0 but for rounding (a key's bias)
+
+
+# --- Running jobs --------------------------------------------------------------------------------
+
+
+class JobFailed(AssertionError):
+    """A job that was refused or failed; the message holds why."""
+
+
+class Jobs:
+    """One process that runs jobs, started when first asked; equal jobs are run once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._process = folder, None
+        self._done: dict[tuple[tuple[str, ...], bool], Computed] = {}
+
+    def run(self, overrides: Sequence[str], plainly: bool = False) -> Computed:
+        """The job of these overrides, or the plain loop's answer to them. Raises JobFailed."""
+        key = (tuple(overrides), plainly)
+        if key not in self._done:
+            run_dir = Path(tempfile.mkdtemp(prefix="run_", dir=self._folder))
+            job = {"overrides": key[0], "plainly": plainly, "run_dir": str(run_dir)}
+            failure = self._ask(job)
+            if failure:
+                raise JobFailed(f"{' '.join(overrides)}\n{failure}")
+            self._done[key] = Computed.read(run_dir)
+            shutil.rmtree(run_dir)
+        return self._done[key]
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()  # ranks end with it
+            self._process.wait()
+            self._process = None
+
+    _process: "subprocess.Popen[str] | None"
+
+    def _ask(self, job: Mapping[str, Any]) -> str:
+        if self._process is None:
+            path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=Path(__file__).parent,  # where a user's own `equality.OwnNet` is found
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            ready = selector.select(DEADLINE_S)
+        answer = self._process.stdout.readline() if ready else ""
+        if not answer:
+            self.close()
+            return "died" if ready else f"had not ended after {DEADLINE_S:.0f} s"
+        failure: str = json.loads(answer)
+        return failure
+
+
+def serve_jobs() -> None:
+    """What this file does as a program."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    host.preload()
+    _ask_once()
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            failure = run_job(job["overrides"], Path(job["run_dir"]), job["plainly"])
+        except Exception as error:
+            failure = "".join(traceback.format_exception(error))
+        answers.write(json.dumps(failure) + "\n")
+        answers.flush()
+
+
+def _ask_once() -> None:
+    """What takes a second and answers the same to the same question: the export of a model, and
+    what DeepSpeed's CPU optimizer asks about the CPU."""
+    cpuinfo = importlib.import_module("cpuinfo")
+    slow = ((profile, "profile_model"), (worker, "export_model"), (cpuinfo, "get_cpu_info"))
+    for module, name in slow:
+        made: dict[str, Any] = {}
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def cached(*args: Any, made: Any = made, original: Any = original) -> Any:
+            key = repr(args)
+            if key not in made:
+                made[key] = original(*args)
+            return made[key]
+
+        setattr(module, name, cached)
+
+
+def run_job(overrides: list[str], run_dir: Path, plainly: bool) -> str:
+    """Do what the command does between composing and the end of the ranks; why it failed."""
+    config = composed(rewritten(overrides))
+    request = read_request(config, {"hardware": "inventory", "strategy": "strategy"})
+    create_run_dir(run_dir)
+    write_text(run_dir / "request.json", request.to_json())
+    resolved = resolve_request(request)
+    write_plan(run_dir, resolved)
+    prepared = worker.prepare(run_dir)
+    entry = train_plainly if plainly else train_and_save
+    status = host.serve(
+        run_dir,
+        resolved.plan.world_size,
+        lambda: worker.compile_kernels(run_dir, prepared),
+        entry,
+        os.getppid(),
+    )
+    failed = run_dir / "failure.json"
+    said = json.loads(failed.read_text()) if failed.exists() else {}
+    return "" if status == 0 else f"exit status {status}\n{said.get('traceback') or said}"
+
+
+def train_and_save(run_dir: Path, rank: int, world_size: int, prepared: worker.Prepared) -> None:
+    """A rank: train, then write what it holds, by the paths of the user's model."""
+    meeting = file_rendezvous(run_dir)
+    program = worker.train_as_planned(run_dir, rank, world_size, meeting, prepared)
+    save(run_dir / f"held_{rank}.npz", dict(_held(program)))
+    leave()
+
+
+def _held(program: Program) -> Iterator[tuple[str, NDArray[Any]]]:
+    for engine in program.engines:
+        with _gathered(engine.module):
+            owners = engine.module.parts if isinstance(engine.module, Segments) else [engine.module]
+            for owner in owners:
+                paths = {name: path for path, name in getattr(owner, "tensor_names", {}).items()}
+                for name, tensor in _learned(owner):
+                    yield paths.get(name, model_path(name)), tensor.detach().float().numpy().copy()
+
+
+def _learned(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    for name, buffer in module.named_buffers():
+        if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            yield name, buffer
+
+
+def save(path: Path, arrays: Arrays) -> None:
+    np.savez(path, allow_pickle=False, **arrays)
+
+
+def _gathered(module: nn.Module) -> AbstractContextManager[Any]:
+    """Under ZeRO 3 a parameter is whole only inside this."""
+    partitioned = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    if not partitioned:
+        return nullcontext()
+    import deepspeed
+
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(partitioned)
+    return gathered
+
+
+# --- The plain loop ------------------------------------------------------------------------------
+
+
+def train_plainly(run_dir: Path, rank: int, world_size: int, prepared: worker.Prepared) -> None:
+    """What a user of PyTorch would write for one device, from nothing but the request's words."""
+    request = prepared.request
+    torch.manual_seed(request.seed)
+    model = _model(request)
+    optimizer, schedule = _optimizer(request, model)
+    assert isinstance(request.data, ArraysOptions)
+    arrays = dict(np.load(request.data.path))
+    samples = len(arrays["labels"])
+    with (run_dir / "metrics.jsonl").open("w") as metrics:
+        for step in range(request.train.steps):
+            start = step * request.train.global_batch % samples
+            rows = slice(start, start + request.train.global_batch)
+            batch = {name: torch.from_numpy(array[rows]) for name, array in arrays.items()}
+            batch = {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
+            if request.model.loss == "cross_entropy":
+                labels = batch.pop("labels")
+                loss = nn.functional.cross_entropy(model(**batch), labels)
+            else:
+                loss = model(**batch).loss
+            loss.backward()  # type: ignore[no-untyped-call]
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            # Not the norm that clipping returns: on a CPU it loses digits of large tensors.
+            norm = sqrt(sum(g.double().square().sum().item() for g in gradients))
+            if request.train.grad_clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), request.train.grad_clip)
+            rate = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            line = {"loss": loss.item(), "grad_norm": norm, "lr": rate}
+            metrics.write(json.dumps(line) + "\n")
+    held = {name: tensor.detach().float().numpy() for name, tensor in _learned(model)}
+    save(run_dir / "held_0.npz", held)
+
+
+def _model(request: Request) -> nn.Module:
+    options = request.model
+    if options.architecture:
+        import transformers
+
+        made = getattr(transformers, options.architecture)
+        model: nn.Module = made(made.config_class(**options.config))
+    else:
+        module, _, name = options.target.rpartition(".")
+        model = getattr(importlib.import_module(module), name)(**options.arguments)
+    return model.train()
+
+
+class _Training(NamedTuple):
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+
+
+def _optimizer(request: Request, model: nn.Module) -> _Training:
+    given = request.optimizer
+    optimizer: torch.optim.Optimizer
+    if given.name == "sgd":
+        optimizer = torch.optim.SGD(
+            model.parameters(), given.lr, given.momentum, weight_decay=given.weight_decay
+        )
+    else:
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[given.name]
+        optimizer = kind(
+            model.parameters(), given.lr, given.betas, given.eps, weight_decay=given.weight_decay
+        )
+    if given.schedule == "constant":
+        return _Training(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
+    assert (given.schedule, given.warmup_steps) == ("cosine", 2)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=1)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, request.train.steps - 1 - 2, given.lr * given.final_lr_fraction
+    )
+    both = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], [2])
+    return _Training(optimizer, both)
+
+
+if __name__ == "__main__":
+    serve_jobs()
