@@ -77,7 +77,7 @@ class Progress:
             if line.plain != self._shown:
                 self._shown = line.plain
                 self._live.update(Portable(line), refresh=True)
-        elif self._step is not self._said and self._clock() - self._said_s >= _PATIENCE_S:
+        elif self._has_news() and self._clock() - self._said_s >= _PATIENCE_S:
             self._say_step()
 
     def close(self) -> None:
@@ -91,8 +91,11 @@ class Progress:
             self._live.stop()
             if self._step:
                 self._console.print(Portable(self._line(self._console.width)))
-        elif self._step is not self._said:
+        elif self._has_news():
             self._say_step()
+
+    def _has_news(self) -> bool:
+        return bool(self._step) and self._step is not self._said
 
     def _is_milestone(self) -> bool:
         """The first step, the last, and the first of each tenth."""

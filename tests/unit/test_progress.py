@@ -125,6 +125,14 @@ def test_slow_steps_are_said_every_ten_seconds(start: Start) -> None:
     assert steps_said(run.text) == [1, 4, 7, 10]
 
 
+def test_a_long_start_says_nothing_before_there_is_a_step(start: Start) -> None:
+    run = start(total=3)
+    run.now_s = 60.0
+    run.progress.poll()
+    run.progress.close()
+    assert run.text == ""
+
+
 def test_a_run_ended_early_still_says_its_last_step_once(start: Start) -> None:
     run = start()
     run.steps(1, 17)
