@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, help="end with this process")
     options = parser.parse_args(arguments)
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: os._exit(STOPPED))
+        signal.signal(number, stop_before_ranks)
     end_with_parent(options.parent, signal.SIGTERM)
     run_dir: Path = options.run_dir
     try:
@@ -115,6 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         record_host_failure(run_dir, error)
         return 1
+
+
+def stop_before_ranks(number: int, frame: FrameType | None) -> None:
+    """Leave at once, with the compilers that may be running: they are all this process has."""
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(os.getpid(), signal.SIGTERM)
+    os._exit(STOPPED)
 
 
 def preload() -> None:

@@ -17,8 +17,8 @@ from whale_train.data.open import open_dataset
 from whale_train.models.loss import LossModule
 from whale_train.models.profile import export_model
 from whale_train.runtime.assemble import Seat, assemble
-from whale_train.runtime.engine import import_deepspeed
 from whale_train.runtime.groups import file_rendezvous, join, leave, make_groups
+from whale_train.runtime.kernels import load_cpu_adam
 from whale_train.runtime.programs import Program
 from whale_train.runtime.train import Batches, Metrics, peak_memory_bytes, train
 from whale_train.runtime.weights import build_shared
@@ -53,10 +53,7 @@ def compile_kernels(run_dir: Path, prepared: Prepared) -> Prepared:
     if prepared.request.optimizer.name != "sgd" and any(
         task_graph.offload["optimizer"] == "cpu" for task_graph in plan.task_graphs
     ):
-        import_deepspeed()
-        from deepspeed.ops.op_builder import CPUAdamBuilder
-
-        CPUAdamBuilder().load(verbose=False)
+        load_cpu_adam()
     return prepared
 
 

@@ -1,0 +1,27 @@
+"""Where DeepSpeed's compiled kernels are kept: one folder an environment.
+
+torch's own default is one folder for all environments of a user: two of them, with other
+headers, compile over each other at every start.
+"""
+
+import os
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+VARIABLE = "TORCH_EXTENSIONS_DIR"
+CPU_ADAM = "cpu_adam"  # the optimizer of offloaded state
+
+
+def kernel_cache() -> Path:
+    """The folder; TORCH_EXTENSIONS_DIR where it is set."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given)
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "whale-train" / sha256(sys.prefix.encode()).hexdigest()[:12]
+
+
+def is_compiled(name: str) -> bool:
+    """Whether a kernel of that name was compiled in this environment."""
+    return (kernel_cache() / name / f"{name}.so").exists()
