@@ -375,11 +375,11 @@ def test_a_killed_parent_leaves_nothing(run_dir: Path, entry: str) -> None:
 
 def test_the_host_program_itself_reports_what_it_cannot_do(run_dir: Path) -> None:
     host = Host.start(run_dir)
-    (run_dir / "ready").touch()  # without the plan that the parent writes before it
+    (run_dir / "ready").touch()  # without the request that the parent writes first
     outcome = host.wait(lambda: None)
     assert outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.kind) == (None, "exception")
-    assert "plan.json" in (outcome.failure.message or "")
+    assert "request.json" in (outcome.failure.message or "")
 
 
 # Which failure was first: no processes.
@@ -486,3 +486,27 @@ if __name__ == "__main__":
     parser.add_argument("--parent", type=int)
     given = parser.parse_args()
     sys.exit(be_host(given) if given.role == "host" else be_parent(given))
+
+
+def test_a_stop_before_there_are_ranks_takes_the_compilers_along(tmp_path: Path) -> None:
+    """`stop_before_ranks` in a process that leads a session, as the host does, with a child."""
+    program_text = (
+        "import signal, subprocess, sys, time\n"
+        "from whale_train.runtime.host import stop_before_ranks\n"
+        "signal.signal(signal.SIGTERM, stop_before_ranks)\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    host = subprocess.Popen(
+        [sys.executable, "-c", program_text],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert host.stdout is not None
+    child = int(host.stdout.readline())
+    host.terminate()
+    assert host.wait(timeout=10) == 130
+    eventually(lambda: not session_of(host.pid), "the compiler gone")
+    assert not Path(f"/proc/{child}/cmdline").exists() or not session_of(host.pid)
