@@ -247,7 +247,7 @@ def _override_fault(override: Override, error: Exception, known: Sequence[str]) 
     said = " ".join(str(error).split())
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file or "").rpartition("/")[2]
-        remedy = nearest(missing, error.options or [])
+        remedy = nearest(missing, error.options) if error.options else "name a file that exists"
         if missing == value:
             return Fault(key, value, "is not an option", remedy)
         return Fault(key, value, f"builds on {missing}, which is not an option", remedy)

@@ -5,9 +5,11 @@ wait to be told the run directory; rank 0 goes the ordinary road and starts its 
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from whale_train.errors import ConfigError, Fault, PlanError
@@ -16,19 +18,26 @@ from whale_train.strategies.plan import Plan
 
 MEMBER_PROGRAM = (sys.executable, "-m", "whale_train.runtime.member")
 
+TELLING_S = 120.0
+
+# Arguments that ask for several jobs, and those that ask for none.
+SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
+ANSWERS = (
+    *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info"),
+    *("-sc", "--shell-completion", "mode=plan"),
+)
+
 
 def find_place(arguments: Sequence[str]) -> Place | None:
     """This process's place, its variables set as members read them; None when it has none.
 
-    Raises ConfigError for variables that make no sense, and for what ranks started from outside
-    cannot do.
+    On rank 0, SIGTERM, by which torchrun and srun end ranks, acts as Ctrl-C does from here on:
+    its member is ended with it. Raises ConfigError for variables that make no sense, and on
+    rank 0, after telling the others, for what ranks started from outside cannot do.
     """
     place = place_from_environment(os.environ)
     if place is None:
         return None
-    if any(flag in arguments for flag in ("-m", "--multirun")):
-        rule = "starts several jobs, and the ranks were started from outside for one"
-        raise ConfigError([Fault("-m", "", rule, "run the sweep outside, one launch a job")])
     os.environ |= {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),
@@ -37,7 +46,27 @@ def find_place(arguments: Sequence[str]) -> Place | None:
         "MASTER_ADDR": place.address,
         "MASTER_PORT": str(place.port),
     }
+    if place.rank == 0:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        faults = [fault for text in arguments for fault in _no_job_for_ranks(text)]
+        if faults:
+            tell_refused()
+            raise ConfigError(faults)
     return place
+
+
+def _no_job_for_ranks(argument: str) -> list[Fault]:
+    """The fault of an argument with which there is not one job to train."""
+    flag, _, value = argument.partition("=")
+    key, given = (flag, "") if argument.startswith("-") else (flag, value)
+    asked = flag if argument.startswith("--") else argument
+    if asked in SWEEPS:
+        rule = "starts several jobs, and the ranks were started from outside for one"
+        return [Fault(key, given, rule, "run the sweep outside, one launch a job")]
+    if asked in ANSWERS:
+        rule = "needs no ranks, and some were started from outside"
+        return [Fault(key, given, rule, "run it without torchrun or srun")]
+    return []
 
 
 def become_member() -> NoReturn:
@@ -46,8 +75,11 @@ def become_member() -> NoReturn:
 
 
 def tell_refused() -> None:
-    """Tell the members that wait for rank 0 that there is no job."""
-    subprocess.run([*MEMBER_PROGRAM, "--refused"], check=False, timeout=120)
+    """Tell the members that wait for rank 0 that there is no job; they leave with status 2."""
+    # Whoever started the ranks ends them all when the first one leaves; we leave by ourselves.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+        subprocess.run([*MEMBER_PROGRAM, "--refused"], check=False, timeout=TELLING_S)
 
 
 def check_world(place: Place, plan: Plan) -> None:

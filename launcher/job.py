@@ -1,14 +1,17 @@
 """One job from its composed config to its end: Request, profile, Plan, run directory, ranks."""
 
 import json
+import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Literal
 
 from omegaconf import DictConfig
@@ -18,6 +21,7 @@ from whale_train.config import Request, read_request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
+from whale_train.kernel_cache import CPU_ADAM, is_compiled
 from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
 from whale_train.launcher.machine import machine_facts
 from whale_train.launcher.placement import Place
@@ -32,14 +36,14 @@ from whale_train.launcher.run_dir import (
 )
 from whale_train.launcher.show_error import error_text, terminal_width
 from whale_train.launcher.show_plan import Portable, banner_emulated, open_console, plan_view
-from whale_train.launcher.supervise import Host, Outcome, describe_failure
+from whale_train.launcher.supervise import HOST_PROGRAM, Host, Outcome, describe_failure
 from whale_train.strategies.catalogue import CPU_PROCESS
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Ref
 from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import resolve
+from whale_train.strategies.resolve import refuse_without_model, resolve
 from whale_train.strategies.sharing import Training
 
 EXIT_STATUS = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
@@ -76,6 +80,10 @@ def run_job(
     console = open_console(sys.stdout)
     try:
         request = read_request(config, names)
+        if request.mode != "train" and place is not None:
+            rule = "starts no ranks, and some were started from outside"
+            remedy = "run it without torchrun or srun"
+            raise ConfigError([Fault("mode", request.mode, rule, remedy)])
         if request.mode == "plan":
             _show(resolve_request(request), request, console)
             return JobEnd("done", run_dir)
@@ -107,17 +115,7 @@ def write_plan(run_dir: Path, resolved: Resolved) -> None:
 def resolve_request(request: Request) -> Resolved:
     """The plan for a request. Raises ConfigError or PlanError with all faults of a stage."""
     faults: list[Fault] = []
-    cluster, device, emulated = _devices(request, faults)
-    dataset = _dataset(request, faults)
-    if request.mode == "train":
-        _refuse_without_compiler(request, faults)
-    if faults or cluster is None or dataset is None:
-        raise ConfigError(faults)
-    # Torch is imported here and not before: a request that is wrong is answered at once.
-    from whale_train.models.profile import profile_model
-
-    profile = profile_model(request.model, request.model.class_name, dataset.fields)
-    _check_data(request, profile, dataset.num_evaluation_samples, faults)
+    strategy = request.strategy_graph()
     training = Training(
         request.train.global_batch,
         request.train.precision or "fp32",
@@ -125,8 +123,18 @@ def resolve_request(request: Request) -> Resolved:
         request.optimizer.name,
         request.optimizer.arguments(),
     )
+    cluster, device, emulated = _devices(request, faults)
+    if cluster is not None:
+        refuse_without_model(strategy, cluster, training, faults)
+    dataset = _dataset(request, faults)
+    if request.mode == "train":
+        _refuse_without_compiler(request, faults)
+    if faults or cluster is None or dataset is None:
+        raise ConfigError(faults)
+    profile = _profile(request, dataset)
+    _check_data(request, profile, dataset.num_evaluation_samples, faults)
     try:
-        plan = resolve(request.strategy_graph(), cluster, profile, training)
+        plan = resolve(strategy, cluster, profile, training)
     except PlanError as error:
         raise PlanError([*faults, *error.faults]) from None
     if faults:
@@ -136,20 +144,19 @@ def resolve_request(request: Request) -> Resolved:
 
 def _train(request: Request, run_dir: Path, console: Console, place: Place | None) -> JobEnd:
     run_dir = make_run_dir(request, run_dir)
-    # The host prepares while the plan is resolved; a rank that others wait for needs the plan.
-    host = Host.start(run_dir) if place is None else None
+    # The host, or this rank's member, prepares while the plan is resolved.
+    host = Host.start(run_dir, HOST_PROGRAM if place is None else MEMBER_PROGRAM)
     try:
         resolved = resolve_request(request)
         if place is not None:
             check_world(place, resolved.plan)
         write_plan(run_dir, resolved)
     except BaseException:
-        if host is not None:
-            host.stop()
+        host.stop()
         raise
     _show(resolved, request, console)
-    if host is None:
-        host = Host.start(run_dir, MEMBER_PROGRAM)
+    if _offloads_adam(request) and not is_compiled(CPU_ADAM):
+        console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
     progress = Progress(run_dir, request.train.steps, console)
     try:
         outcome = host.wait(progress.poll)
@@ -243,15 +250,36 @@ def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:
         return None
 
 
+def _profile(request: Request, dataset: Dataset) -> ModelProfile:
+    """The model's profile. Raises ConfigError, for what its forward raises too."""
+    # Torch is imported here and not before: a request that is wrong is answered at once.
+    from whale_train.models.loss import LossModule
+    from whale_train.models.profile import profile_model
+
+    logging.disable(logging.ERROR)  # of what it cannot trace, torch logs and prints pages
+    try:
+        with redirect_stderr(StringIO()):
+            return profile_model(request.model, request.model.class_name, dataset.fields)
+    except RequestError:
+        raise
+    except Exception as error:
+        running = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
+        if LossModule._loss_of.__code__ not in running:
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        rule = f"fails on a batch of data={request.names.get('data', '')} ({said})"
+        remedy = "correct its forward or its arguments, or use other data"
+        fault = Fault("model", request.names.get("model", ""), rule, remedy)
+        raise ConfigError([fault]) from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def _refuse_without_compiler(request: Request, faults: list[Fault]) -> None:
     """DeepSpeed compiles its CPU optimizer at first use, where it was not installed compiled;
     torch then runs ninja and the compiler $CXX, or c++ (torch.utils.cpp_extension)."""
-    offloading = [
-        node
-        for node in request.strategy_graph().graph
-        if isinstance(node, Replicate) and node.offload_optimizer == "cpu"
-    ]
-    if not offloading or request.optimizer.name == "sgd":
+    offloading = _offloads_adam(request)
+    if not offloading:
         return
     spec = find_spec("deepspeed")
     if spec and spec.origin and [*Path(spec.origin).parent.glob("ops/adam/cpu_adam_op*.so")]:
@@ -264,6 +292,16 @@ def _refuse_without_compiler(request: Request, faults: list[Fault]) -> None:
         remedy = "install g++ and ninja, or use optimizer=sgd, or a strategy without offload"
         key = f"{offloading[0].path}.offload.optimizer"
         faults.append(Fault(key, "cpu", rule, remedy))
+
+
+def _offloads_adam(request: Request) -> list[Replicate]:
+    """The nodes whose optimizer is DeepSpeed's CPUAdam."""
+    return [
+        node
+        for node in request.strategy_graph().graph
+        if isinstance(node, Replicate) and node.offload_optimizer == "cpu"
+        if request.optimizer.name != "sgd"
+    ]
 
 
 def _looks_at_machine(request: Request) -> bool:
@@ -306,6 +344,9 @@ def _check_data(
         rule += str(held_back)
         remedy = "raise data.evaluation_fraction, lower train.global_batch, or use null"
         faults.append(Fault("train.evaluate_every", str(train.evaluate_every), rule, remedy))
+    if not profile.parameters:
+        rule, remedy = "has no parameter to train", "give it one with requires_grad"
+        faults.append(Fault("model", request.names.get("model", ""), rule, remedy))
     if profile.graph is None:
         return
     bounds = {field.name: field.upper_bound for field in profile.inputs}
@@ -375,6 +416,3 @@ _MOVES = (
     *("aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default"),
 )
 _CROSS_ENTROPIES = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
-
-
-Runner = Callable[[DictConfig, dict[str, str], Path], JobEnd]

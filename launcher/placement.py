@@ -66,6 +66,8 @@ FIRST_SPECIAL_STEP = 0xFFFFFFFA
 
 # Ports for Slurm jobs: below 32768, where Linux begins to hand ports out to connections.
 PORTS = range(20000, 32000)
+# Between the ports of a job's steps: with 1, a job's second step would take the next job's.
+PORTS_BETWEEN_STEPS = 797
 
 NODE_LIST = re.compile(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?:,|$)")
 TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -217,9 +219,9 @@ class _Reader:
             if number > 65535 or (number == 0 and self._environment.get(name) == "0"):
                 self._fault(name, "is not a port, 1 to 65535")
             return number
-        # Steps of one job may run side by side on the same host.
+        # Steps of one job may run side by side on the same host, and so may jobs.
         step, _ = self._integer(("SLURM_STEP_ID",))
-        return PORTS[(number + step) % len(PORTS)]
+        return PORTS[(number + step * PORTS_BETWEEN_STEPS) % len(PORTS)]
 
     def _check_inside(self, index: int, name: str, size: int, size_name: str) -> None:
         if index >= size:

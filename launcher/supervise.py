@@ -95,7 +95,9 @@ class Host:
                 time.sleep(POLL_S)
             poll()
         except KeyboardInterrupt:
-            return Outcome("interrupted")
+            # Whoever started the ranks ends them all when one has failed.
+            failure = self._recorded()
+            return Outcome("failed", failure) if failure else Outcome("interrupted")
         finally:
             self.stop()
         code = self._process.returncode
@@ -126,10 +128,16 @@ class Host:
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, look) is not None
 
-    def _failure(self, code: int) -> Failure:
-        """What the host wrote, or what its end itself says when it could not."""
+    def _recorded(self) -> Failure | None:
         with suppress(FileNotFoundError):
             return Failure(**json.loads((self._run_dir / "failure.json").read_text()))
+        return None
+
+    def _failure(self, code: int) -> Failure:
+        """What the host wrote, or what its end itself says when it could not."""
+        failure = self._recorded()
+        if failure:
+            return failure
         if code < 0:
             return Failure(None, "signal", HOST_LOG, signal=signal.Signals(-code).name)
         return Failure(None, "exit", HOST_LOG, exit_status=code)

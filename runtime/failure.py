@@ -181,6 +181,29 @@ def first_failure(
     return Failure(rank, "exit", log, step=step, exit_status=code)
 
 
+def failure_among(errors: Mapping[int, RankError], world_size: int) -> Failure:
+    """The failure that caused the others, where no host saw how the ranks ended.
+
+    `errors` is what ranks recorded, at least one of them. When all of them are communication
+    errors and a single rank recorded none, that one is the cause: it was killed, or cut off.
+    """
+    silent = set(range(world_size)) - errors.keys()
+    if len(silent) != 1 or not all(error.communication for error in errors.values()):
+        return first_failure([], errors, None)
+    lost = silent.pop()
+    witness = min(errors.values(), key=lambda error: (error.time_s, error.rank))
+    message = "ended without a word: it was killed, or its host was cut off"
+    return Failure(
+        lost,
+        "exception",
+        f"logs/rank_{lost}.log",
+        step=witness.step,
+        type=witness.type,
+        message=message,
+        traceback=f"{message}; what rank {witness.rank} met:\n{witness.traceback}",
+    )
+
+
 def signal_name(number: int) -> str:
     """`SIGKILL` for 9; real-time signals have no name of their own."""
     try:

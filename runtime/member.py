@@ -3,15 +3,16 @@
     python -m whale_train.runtime.member [--run-dir DIR --parent PID | --refused]
 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where it is. Rank
-0 is started with the run directory by the `whale-train` that composed the job, and tells the
-others, who see it through a shared file system; `--refused` tells them that there is none.
-Exit status: 0 done; 1 failed; 2 the request was refused.
+0 is started with the run directory by the `whale-train` that composes the job, waits for its
+plan, and tells the others, who see it through a shared file system; `--refused` tells them that
+there is none. Exit status: 0 done; 1 failed; 2 the request was refused.
 """
 
 import argparse
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,20 +23,28 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from whale_train.runtime import worker
+from whale_train.errors import LaunchError
 from whale_train.runtime.failure import (
     FAILURE_FILE,
-    RankEnd,
-    first_failure,
+    failure_among,
     read_errors,
     record_failure,
     step_in_progress,
     write_record,
 )
-from whale_train.runtime.host import end_with_parent, log_to, num_threads, set_num_threads
+from whale_train.runtime.host import (
+    POLL_S,
+    SETTLE_S,
+    end_with_parent,
+    log_to,
+    num_threads,
+    preload,
+    set_num_threads,
+    wait_until_ready,
+)
 
 REFUSED = ""  # what rank 0 says instead of a run directory
-LEAVING = timedelta(seconds=30)
+LEAVING = timedelta(seconds=60)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,21 +54,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, help="end with this process")
     parser.add_argument("--refused", action="store_true", help="tell the others there is no job")
     options = parser.parse_args(arguments)
+    # A rank waits for the others outside of Python, where no handler of Python's would run.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if options.parent is not None:
         end_with_parent(options.parent, signal.SIGTERM)
-    store, rank, world_size = next(rendezvous("env://"))
-    told = "whale_train/run_dir"
-    if rank == 0:
-        store.set(told, REFUSED if options.refused else str(options.run_dir.absolute()))
-    run_dir = store.get(told).decode()
-    if run_dir == REFUSED:
-        store.set(f"whale_train/left/{rank}", "")
-        if rank == 0:  # the store may live in this process, so it leaves last
-            others = [f"whale_train/left/{other}" for other in range(1, world_size)]
-            with suppress(dist.DistStoreError):
-                store.wait(others, LEAVING)
-        return 2
-    return _train(Path(run_dir), rank, world_size, PrefixStore("whale_train/world", store))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run_dir: Path | None = options.run_dir
+    if not options.refused:
+        _prepare_for_any_job(silent=run_dir is None)
+    if run_dir is not None:
+        wait_until_ready(run_dir, options.parent)
+    try:
+        store = _meet(rank)
+        if rank == 0:
+            store.set("run_dir", REFUSED if run_dir is None else str(run_dir.absolute()))
+        told = store.get("run_dir").decode()
+    except Exception as error:
+        if run_dir is None:  # no job that would have a place for it
+            sys.stderr.write(f"error: rank {rank} did not meet the others: {error}\n")
+        else:
+            _fail(run_dir, rank, world_size, error)
+        return 1
+    status = 2 if told == REFUSED else _train(Path(told), rank, world_size, store)
+    if status != 1:
+        _leave(store, rank, world_size)
+    return status
+
+
+def _prepare_for_any_job(silent: bool) -> None:
+    """Import what a job will need, while rank 0 resolves its plan; `silent` before there is a
+    log for what DeepSpeed then says on stdout."""
+    if silent:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+    preload()
+
+
+def _meet(rank: int) -> Store:
+    """The store of this job. Raises LaunchError where it cannot be had or is another job's."""
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        world_store, _, _ = next(rendezvous("env://"))
+    except dist.DistError as error:
+        rule = f"MASTER_PORT: {where} cannot be used ({str(error).splitlines()[0]})"
+        raise LaunchError(f"{rule}; set MASTER_PORT to a free port of rank 0's host") from None
+    store = PrefixStore("whale_train", world_store)
+    if store.add(f"here/{rank}", 1) > 1:
+        rule = f"MASTER_PORT: another rank {rank} is at {where}, so that port is another job's"
+        raise LaunchError(f"{rule}; set MASTER_PORT to a free port of rank 0's host")
+    return store
 
 
 def _train(run_dir: Path, rank: int, world_size: int, store: Store) -> int:
@@ -72,19 +116,51 @@ def _train(run_dir: Path, rank: int, world_size: int, store: Store) -> int:
     log_to(run_dir / "logs" / f"rank_{rank}.log")
     set_num_threads(num_threads(int(os.environ["LOCAL_WORLD_SIZE"])))
     try:
-        prepared = worker.prepare(run_dir)
-        worker.compile_kernels(run_dir, prepared)
-        worker.run(run_dir, rank, world_size, store, prepared)
+        # Imported here: to say that there is no job takes none of it.
+        from whale_train.runtime import worker
+
+        prepared = worker.compile_kernels(run_dir, worker.prepare(run_dir))
+        worker.run(run_dir, rank, world_size, PrefixStore("world", store), prepared)
     except Exception as error:
-        step = step_in_progress(run_dir)
-        record_failure(run_dir, rank, error, step)
-        if not (run_dir / FAILURE_FILE).exists():
-            errors = read_errors(run_dir)
-            ends = [RankEnd(found, 1, 0.0) for found in errors]
-            write_record(run_dir / FAILURE_FILE, asdict(first_failure(ends, errors, step)))
+        _fail(run_dir, rank, world_size, error)
         return 1
     return 0
 
 
+def _fail(run_dir: Path, rank: int, world_size: int, error: Exception) -> None:
+    """Record a failure, and, once the others had their time to say what they failed of, what
+    the run failed of."""
+    record_failure(run_dir, rank, error, step_in_progress(run_dir))
+    deadline = time.monotonic() + SETTLE_S
+    errors = read_errors(run_dir)
+    while all(found.communication for found in errors.values()) and len(errors) < world_size:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+        errors = read_errors(run_dir)
+    if not (run_dir / FAILURE_FILE).exists():
+        write_record(run_dir / FAILURE_FILE, asdict(failure_among(errors, world_size)))
+
+
+def _leave(store: Store, rank: int, world_size: int) -> None:
+    """Leave together, rank 0 last: the store may live in it, and the first that leaves with a
+    status other than 0 may have the others ended."""
+    others = range(1, world_size)
+    with suppress(dist.DistError):  # somebody does not come
+        if rank:
+            store.set(f"done/{rank}", "")
+            store.wait(["all_done"], LEAVING)
+            store.set(f"left/{rank}", "")
+        elif others:
+            store.wait([f"done/{other}" for other in others], LEAVING)
+            store.set("all_done", "")
+            store.wait([f"left/{other}" for other in others], LEAVING)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # As the ranks of a host leave: after a failure, threads of the communication still run, and
+    # would abort an interpreter that is taken down in order.
+    os._exit(status)

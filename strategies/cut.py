@@ -13,12 +13,14 @@ from whale_train.strategies.head import Head
 from whale_train.strategies.layouts import (
     BATCH,
     ENTERED,
+    RULES,
     Assignment,
     Layout,
     R,
     Replicated,
     Shard,
     assign,
+    reshape,
 )
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Size
 
@@ -71,11 +73,20 @@ def cut_head(profile: ModelProfile, head: Head) -> HeadCut:
     tied = _tied_lookups(graph, weights, after, depends)
 
     last, crossing = _upstream(graph, loss, depends - after)
-    features = tuple(name for name in crossing if name not in tied)
+    if tied.intersection(crossing):
+        raise CutRefused("the embedding it is tied to is read after the backbone as well")
+    if not crossing:
+        raise CutRefused("nothing before it has a parameter to copy")
+    features = tuple(crossing)
     middle, taken = _upstream_of(graph, features, tied)
     middle |= _in_place(graph, last)
     first = _upstream_of(graph, tuple(taken), set())[0] if taken else set()
-    _refuse_shared_parameters(graph, parameters, weights, middle, first | last)
+    _refuse_shared_parameters(
+        *(
+            {canonical[graph[name].path] for name in side & parameters}
+            for side in (middle, first | last)
+        )
+    )
     for name in (*features, *taken):
         shape = graph[name].shape
         if not shape or shape[0] != Size(0, 1):
@@ -119,37 +130,46 @@ def _tied_lookups(
     tied = set()
     for weight in weights:
         for user in graph.users[weight]:
-            if user in after or user in _copies_into(graph, after, weight):
+            if user in after or _is_copy_into(graph, after, user):
                 continue
             operation = graph[user]
             indices = operation.inputs[1] if len(operation.inputs) > 1 else ""
             if operation.target != "aten.embedding.default" or indices in depends:
-                raise CutRefused(f"its weight is also read by {operation.module} ({user})")
+                reader = operation.module or "the model itself"
+                raise CutRefused(f"its weight is also read by {reader} ({user})")
             tied.add(user)
     return tied
 
 
-def _copies_into(graph: OperationGraph, after: set[str], weight: str) -> set[str]:
-    """Transposes and casts of `weight` that only the head's segment reads."""
-    return {user for user in graph.users[weight] if set(graph.users[user]) <= after}
+def _is_copy_into(graph: OperationGraph, after: set[str], name: str) -> bool:
+    """Whether `name` is a parameter seen otherwise that only the head's segment reads."""
+    return _is_parameter_only(graph, name) and all(
+        user in after or _is_copy_into(graph, after, user) for user in graph.users[name]
+    )
 
 
 def _upstream(graph: OperationGraph, of: str, elsewhere: set[str]) -> tuple[set[str], list[str]]:
-    """What `of` is computed from, up to the values made `elsewhere`; and those values in order.
-
-    Transposes of a parameter count as made here: they hold no sample's data.
-    """
+    """What `of` is computed from, up to the values made `elsewhere`; and those values in order."""
     inside, crossing, stack = set[str](), set[str](), [of]
     while stack:
         name = stack.pop()
         if name in inside or name in crossing:
             continue
-        if name in elsewhere and graph[name].shape and not _is_parameter_only(graph, name):
+        if name in elsewhere and _can_cross(graph, name):
             crossing.add(name)
             continue
         inside.add(name)
         stack.extend(graph[name].inputs)
     return inside, [op.name for op in graph if op.name in crossing]
+
+
+def _can_cross(graph: OperationGraph, name: str) -> bool:
+    """Not scalars and not transposes of a parameter, which hold no sample's data; nor a view that
+    merges the batch with another dimension: what it views crosses instead."""
+    operation = graph[name]
+    if not operation.shape or _is_parameter_only(graph, name):
+        return False
+    return operation.shape[0] == Size(0, 1) or RULES.get(operation.target) is not reshape
 
 
 def _is_parameter_only(graph: OperationGraph, name: str) -> bool:
@@ -201,12 +221,9 @@ def _parameters_to_shard(
     return found
 
 
-def _refuse_shared_parameters(
-    graph: OperationGraph, parameters: set[str], weights: set[str], one: set[str], other: set[str]
-) -> None:
-    shared = sorted((one & other & parameters) | (one & weights))
-    if shared:
-        raise CutRefused(f"the backbone reads its parameter {graph[shared[0]].path} as well")
+def _refuse_shared_parameters(backbone: set[str], head: set[str]) -> None:
+    if shared := sorted(backbone & head):
+        raise CutRefused(f"the backbone reads its parameter {shared[0]} as well")
 
 
 def _refuse_entered_parameters(

@@ -156,7 +156,7 @@ class _Reader:
             offload = {}
         kept = self.keys(offload, f"{path}.offload", ("optimizer", "parameters"))
         zero = given.get("zero", 0)
-        if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
+        if type(zero) is not int or zero not in (0, 1, 2, 3):  # True == 1 == 1.0
             self.fault(f"{path}.zero", zero, "is not a ZeRO stage", "use 0, 1, 2 or 3")
             zero = 0
         optimizer = self.choice(kept, f"{path}.offload", "optimizer", OFFLOAD, "none")

@@ -221,31 +221,38 @@ def matmul(typed: Typed) -> Typing | None:
 
 
 def embedding(typed: Typed) -> Typing | None:
-    """Rows of a table cut by rows: each rank looks up its own, the rest are zeros of a sum."""
+    """Rows of a table cut by rows: each rank looks up its own, the rest are zeros of a sum. Not
+    where the gradient is scaled by how often a row is read."""
     weight = typed.layout(0)
-    if not isinstance(weight, Shard) or weight.dim != 0 or weight.outer != 1:
+    if not isinstance(weight, Shard) or weight.dim != 0 or weight.outer != 1 or typed.argument(3):
         return None
     return Typing({typed.value(1): R}, P, becomes="split_embedding")
 
 
 def pointwise(typed: Typed) -> Typing | None:
     """One element at a time: every tensor of the result's shape must be cut alike; a tensor that
-    does not have the cut dimension (or has 1 there) enters whole."""
+    does not have the cut dimension (or has another extent there: 1, or `type_as`'s model) enters
+    whole."""
+    shapes = {name: typed.graph[name].shape or () for name in typed.layouts}
     shards = {
-        (layout.dim - len(typed.graph[name].shape or ()), layout.axis, layout.outer)
+        (shapes[name][layout.dim], layout.dim - len(shapes[name]), layout.axis, layout.outer)
         for name, layout in typed.layouts.items()
         if isinstance(layout, Shard)
     }
     if len(shards) != 1 or any(isinstance(x, PartialSum) for x in typed.layouts.values()):
         return None
-    ((from_end, axis, outer),) = shards
+    ((extent, from_end, axis, outer),) = shards
+
+    def has_cut(shape: Shape) -> bool:
+        return len(shape) >= -from_end and shape[from_end] == extent
+
+    if not has_cut(typed.operation.shape or ()):
+        return None
     wants: dict[str, Layout] = {}
     for name, layout in typed.layouts.items():
-        shape = typed.graph[name].shape or ()
-        if isinstance(layout, Shard) or not shape:
-            continue
-        present = len(shape) >= -from_end and shape[from_end] != Size(1)
-        wants[name] = Shard(len(shape) + from_end, axis, outer) if present else ENTERED
+        if not isinstance(layout, Shard) and typed.graph[name].shape is not None:
+            cut = Shard(len(shapes[name]) + from_end, axis, outer)
+            wants[name] = cut if has_cut(shapes[name]) else ENTERED
     return Typing(wants, Shard(typed.rank + from_end, axis, outer))
 
 

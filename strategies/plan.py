@@ -141,6 +141,7 @@ class Plan:
                 ),
                 "predicted": Prediction(**content["predicted"]),
                 "decisions": tuple(Decision(**x) for x in content["decisions"]),
+                "rewrite": _tuples(content["rewrite"]),
             }
         )
 

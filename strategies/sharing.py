@@ -5,7 +5,7 @@ what would. Estimates are `memory.py`'s.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from whale_train.errors import Fault
@@ -16,7 +16,7 @@ from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph
 from whale_train.strategies.memory import head_memory, replica_memory
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import MemoryEstimate
-from whale_train.strategies.shares import even_shares, optimal_shares, shortfall
+from whale_train.strategies.shares import even_shares, optimal_shares
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,28 @@ def share(
     no_samples = backbone_memory(graph, profile, training, count, 0).total
     sample = backbone_memory(graph, profile, training, count, 1).total - no_samples
     room = [device.memory_bytes - no_samples for device in devices]
-    classes: tuple[int, ...] = ()
+    fixed = each = 0.0
     if graph.head is not None:
         fixed = split_head_memory(graph, profile, training, 0).total
         each = split_head_memory(graph, profile, training, graph.head.classes).total - fixed
         each /= graph.head.classes
+    need = no_samples + sample + fixed + each
+    if any(device.memory_bytes < need for device in devices):
+        faults.append(_no_room_for_one(strategy, graph, cluster, profile, training, need))
+        return None
+    classes: tuple[int, ...] = ()
+    if graph.head is not None:
         caps = [_fitting(left - fixed - sample, each) for left in room]
         found = shared(graph.head.classes, [min(c, graph.head.classes) for c in caps], 1)
         if found is None:
-            faults.append(_no_room_for_head(graph, caps, each, cluster))
+            faults.append(_no_room_for_head(strategy, graph, caps, each, cluster))
             return None
         classes = found
         room = [left - fixed - each * c for left, c in zip(room, classes, strict=True)]
     caps = [min(_fitting(left, sample), training.global_batch) for left in room]
     samples = shared(training.global_batch, caps, 1)
     if samples is None:
-        faults.append(_no_room(strategy, graph, cluster, profile, training, caps, sample))
+        faults.append(_no_room_for_batch(strategy, training, caps, sample, cluster))
         return None
     return Sharing(samples, classes)
 
@@ -117,7 +123,7 @@ def _activation_bytes(graph: StrategyGraph, profile: ModelProfile) -> float:
     if graph.head is None or profile.graph is None:
         return profile.activation_bytes
     logits = 4.0 * graph.head.classes
-    for size in (profile.graph[graph.head.operation].shape or ())[1:-1]:
+    for size in (profile.graph[graph.head.operation].shape or ())[:-1]:
         logits *= size.at(1)
     return max(profile.activation_bytes - 2 * logits, 0.0)
 
@@ -129,44 +135,45 @@ def split_head_memory(
     return head_memory(graph, profile, classes, states, training.precision, batch)
 
 
-def _no_room_for_head(
-    graph: StrategyGraph, caps: list[int], each: float, cluster: Cluster
-) -> Fault:
-    assert graph.head is not None
-    missing = shortfall(graph.head.classes, caps)
-    rule = (
-        f"has {graph.head.classes} classes, {missing} more than the devices of hardware="
-        f"{cluster.name} have memory for ({_gb(missing * each)} short)"
-    )
-    remedy = f"use more devices, a smaller train.global_batch, or at most {sum(caps)} classes"
-    return Fault(f"{graph.task_graphs[1].node.path}.modules", "head", rule, remedy)
-
-
-def _no_room(
+def _no_room_for_one(
     strategy: Strategy,
     graph: StrategyGraph,
     cluster: Cluster,
     profile: ModelProfile,
     training: Training,
-    caps: list[int],
-    sample: float,
+    need: float,
 ) -> Fault:
-    """Says by how much memory is short and the nearest thing that fits."""
-    tight = min(range(len(caps)), key=lambda rank: (caps[rank], rank))
+    """Some device cannot even hold its copy, one sample and one class of a split head."""
+    tight = min(range(len(cluster.devices)), key=lambda rank: cluster.devices[rank].memory_bytes)
     device = cluster.devices[tight]
-    if caps[tight] < 1:
-        needed = backbone_memory(graph, profile, training, len(caps), 1).total
-        rule = (
-            f"needs {_gb(needed)} on rank {tight} ({device.name}) for one sample, "
-            f"{_gb(needed - device.memory_bytes)} more than its {_gb(device.memory_bytes)}"
-        )
-        remedy = _fitting_zero(graph, cluster, profile, training)
-        return Fault("strategy", strategy.name, rule, remedy)
-    if strategy.balance == "even":
-        most = min(caps) * len(caps)
-        missing = training.global_batch - most
-    else:
-        most, missing = sum(caps), shortfall(training.global_batch, caps)
+    rule = (
+        f"needs {_gb(need)} on rank {tight} ({device.name}) for one sample"
+        f"{' and one class' if graph.head else ''}, "
+        f"{_gb(need - device.memory_bytes)} more than its {_gb(device.memory_bytes)}"
+    )
+    remedy = _fitting_zero(graph, cluster, profile, training)
+    return Fault("strategy", strategy.name, rule, remedy)
+
+
+def _no_room_for_head(
+    strategy: Strategy, graph: StrategyGraph, caps: list[int], each: float, cluster: Cluster
+) -> Fault:
+    assert graph.head is not None
+    most = _most(strategy, caps)
+    missing = graph.head.classes - most
+    rule = (
+        f"has {graph.head.classes} classes, {missing} more than the devices of hardware="
+        f"{cluster.name} have memory for ({_gb(missing * each)} short)"
+    )
+    remedy = f"use more devices, a smaller train.global_batch, or at most {most} classes"
+    return Fault(f"{graph.task_graphs[1].node.path}.modules", "head", rule, remedy)
+
+
+def _no_room_for_batch(
+    strategy: Strategy, training: Training, caps: list[int], sample: float, cluster: Cluster
+) -> Fault:
+    most = _most(strategy, caps)
+    missing = training.global_batch - most
     rule = (
         f"is {missing} samples ({_gb(missing * sample)}) more than the memory of "
         f"hardware={cluster.name} holds under strategy={strategy.name}"
@@ -176,22 +183,32 @@ def _no_room(
     )
 
 
+def _most(strategy: Strategy, caps: Sequence[int]) -> int:
+    """The largest number that can be shared: evenly, no share exceeds another by two."""
+    if strategy.balance == "even":
+        least = min(caps)
+        return least * len(caps) + sum(cap > least for cap in caps)
+    return sum(caps)
+
+
 def _fitting_zero(
     graph: StrategyGraph, cluster: Cluster, profile: ModelProfile, training: Training
 ) -> str:
-    """The least ZeRO that fits one sample on every device, as a remedy."""
-    body = graph.task_graphs[0]
-    assert isinstance(body.node, Replicate)
-    for name, changes in (
-        ("zero1", {"zero": 1}),
-        ("zero2", {"zero": 2}),
-        ("zero3", {"zero": 3}),
-        ("zero3_offload", {"zero": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
+    """The least ZeRO of the whole model that fits one sample on every device, as a remedy."""
+    parameters = tuple(parameter.path for parameter in profile.parameters)
+    count = len(cluster.devices)
+    for name, zero, offload in (
+        ("zero1", 1, "none"),
+        ("zero2", 2, "none"),
+        ("zero3", 3, "none"),
+        ("zero3_offload", 3, "cpu"),
     ):
-        changed: BoundTaskGraph = replace(body, node=replace(body.node, **changes))
-        other = replace(graph, task_graphs=(changed, *graph.task_graphs[1:]))
-        needed = backbone_memory(other, profile, training, len(cluster.devices), 1).total
-        if len(cluster.devices) > 1 and all(needed <= d.memory_bytes for d in cluster.devices):
+        node = Replicate("", None, zero, offload, offload)
+        whole = BoundTaskGraph("model", node, ("*",), parameters, profile.forward_flops)
+        other = StrategyGraph((whole,), graph.degree)
+        needed = backbone_memory(other, profile, training, count, 1).total
+        fits = all(needed <= device.memory_bytes for device in cluster.devices)
+        if fits and count > 1 and not profile.perhaps_unused:
             return f"use strategy={name}, which needs {_gb(needed)}"
     return "no ZeRO stage makes it fit: use more devices or a smaller model"
 

@@ -1,0 +1,496 @@
+"""What the command says to requests that are wrong before there is a model, word for word."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.cli.command import Answer
+from tests.cli.refused import ON_THE_MIX, PLAN, Case
+
+DEVICES = (
+    "a100_pcie_40gb, a100_sxm_40gb, a100_sxm_80gb, a10_24gb, cpu_process, h100_pcie_80gb, "
+    "h100_sxm_80gb, h200_sxm_141gb, l40s_48gb, l4_24gb, p100_pcie_16gb, rtx_3090_24gb, "
+    "rtx_4090_24gb, t4_16gb, v100_pcie_16gb, v100_sxm2_16gb, v100_sxm2_32gb"
+)
+LINKS = (
+    "ethernet_100g, ethernet_10g, ethernet_1g, ethernet_25g, ethernet_50g, infiniband_hdr200, "
+    "infiniband_ndr400, nvlink2, nvlink3, nvlink4, pcie3_x16, pcie4_x16, pcie5_x16, shared_memory"
+)
+STRATEGIES = (
+    "3d, dp, hybrid_split_dp, pipeline, single, split, zero1, zero2, zero2_offload, zero3, "
+    "zero3_offload"
+)
+NOT_EXECUTED = "is valid but not executed by this version"
+NOT_EXECUTED_GRAPH = (
+    f"{NOT_EXECUTED}; use replicate of the whole model (dp, zero1, zero2, zero3), or with a split "
+    "of its head (hybrid_split_dp)"
+)
+
+COMMAND_LINE = (
+    Case(
+        "near_key",
+        "train.stpes=5",
+        "train.stpes=5 is not a key of the config; did you mean train.steps?",
+    ),
+    Case(
+        "near_section",
+        "trian.steps=5",
+        "trian.steps=5 is not a key of the config; did you mean train.steps?",
+    ),
+    Case(
+        "near_data_key",
+        "data.sequence_lenght=5",
+        "data.sequence_lenght=5 is not a key of the config; did you mean data.sequence_length?",
+    ),
+    Case(
+        "unknown_key",
+        "colour=blue",
+        "colour=blue is not a key of the config; see whale-train --cfg job for all keys",
+    ),
+    Case(
+        "added_unknown_key",
+        "+train.foo=1",
+        "train.foo=1 is not a key here; use one of: checkpoint_every, evaluate_every, "
+        "evaluation_samples, global_batch, grad_clip, grad_norm, precision, resume, steps, "
+        "tensorboard",
+    ),
+    Case(
+        "added_existing_key",
+        "+train.steps=3",
+        "+train.steps=3 adds a key that is there already; write train.steps=3",
+    ),
+    Case(
+        "removed_unknown_key",
+        "~train.foo",
+        "train.foo is not a key of the config; did you mean train?",
+    ),
+    Case(
+        "near_strategy",
+        "strategy=zero4",
+        f"strategy=zero4 is not an option; did you mean zero3? One of: {STRATEGIES}",
+    ),
+    Case(
+        "near_strategy_short",
+        "strategy=dpp",
+        f"strategy=dpp is not an option; did you mean dp? One of: {STRATEGIES}",
+    ),
+    Case(
+        "near_hardware",
+        "hardware=v100_p100mix",
+        "hardware=v100_p100mix is not an option; did you mean v100_p100_mix? One of: cpu, "
+        "dgx_a100, h200, local, v100_512, v100_p100_mix",
+    ),
+    Case(
+        "near_model",
+        "model=gtp",
+        "model=gtp is not an option; did you mean gpt? One of: class_head, custom, gpt, hf, "
+        "image_classifier",
+    ),
+    Case(
+        "near_optimizer",
+        "optimizer=adamww",
+        "optimizer=adamww is not an option; did you mean adamw? One of: adam, adamw, sgd",
+    ),
+    Case(
+        "near_experiment",
+        "+experiment=smok",
+        "experiment=smok is not an option; did you mean smoke? One of: smoke",
+    ),
+    Case(
+        "malformed",
+        "'train={steps: 5'",
+        "train={steps: 5 cannot be read (no viable alternative at input '{steps: 5'); quote "
+        "values with spaces, commas or brackets, as in 'key={a: 1}'",
+    ),
+    Case(
+        "no_value",
+        "train.steps",
+        "train.steps is neither KEY=VALUE nor a flag; write train.steps=VALUE",
+    ),
+    Case(
+        "unknown_flag",
+        "--stpes=5",
+        "--stpes=5 is not a flag; see whale-train --hydra-help for the flags; settings are "
+        "KEY=VALUE",
+    ),
+    Case(
+        "sweep_without_m",
+        "strategy=dp,zero1 train.steps=1,2",
+        "strategy=dp,zero1 gives several values to one run; add -m to sweep, or give one option",
+        "train.steps=1,2 gives several values to one run; add -m to sweep, or give one value",
+    ),
+    Case(
+        "sweep_of_unknown",
+        "-m strategy=dp,zero4",
+        f"strategy=zero4 is not an option; did you mean zero3? One of: {STRATEGIES}",
+    ),
+    Case(
+        "no_config_dir",
+        "--config-dir nowhere strategy=dp",
+        "--config-dir=nowhere is not a folder; name one with your files",
+    ),
+    Case(
+        "broken_yaml",
+        "--config-dir my strategy=mine",
+        "{here}/my/strategy/mine.yaml is not YAML (line 3, column 8: expected ',' or '}', but "
+        "got ':'); correct it there",
+    ),
+    Case(
+        "list_yaml",
+        "--config-dir my strategy=listed",
+        "strategy=[replicate] is not a mapping; use strategy=NAME or strategy.KEY=VALUE",
+    ),
+    Case(
+        "builds_on_missing",
+        "--config-dir my strategy=based",
+        "strategy=based builds on dpp, which is not an option; name a file that exists",
+    ),
+    Case(
+        "busy_run_dir",
+        "hydra.run.dir=earlier",
+        "hydra.run.dir=earlier already holds a run (plan.json); name a directory that does not "
+        "exist yet, or remove this one",
+    ),
+    Case(
+        "unwritable_run_dir",
+        "hydra.run.dir=taken/run",
+        "hydra.run.dir=taken/run cannot be made a run directory (Not a directory); name a "
+        "directory that can be written",
+    ),
+)
+
+VALUES = (
+    Case(
+        "steps_not_a_number",
+        "train.steps=ten",
+        "train.steps=ten is not a whole number; use one, such as 8",
+    ),
+    Case(
+        "steps_zero",
+        "train.steps=0",
+        "train.steps=0 is below 1; use 1 or more",
+    ),
+    Case(
+        "steps_fraction",
+        "train.steps=2.5",
+        "train.steps=2.5 is not a whole number; use 2 or 3",
+    ),
+    Case(
+        "steps_true",
+        "train.steps=true",
+        "train.steps=true is not a whole number; use one, such as 8",
+    ),
+    Case(
+        "lr_negative",
+        "optimizer.lr=-1",
+        "optimizer.lr=-1 is not above 0; use more than 0",
+    ),
+    Case(
+        "lr_not_finite",
+        "optimizer.lr=nan",
+        "optimizer.lr=.nan is not finite; use a number such as 0.001",
+    ),
+    Case(
+        "seed_negative",
+        "seed=-1",
+        "seed=-1 is below 0; use 0 or more",
+    ),
+    Case(
+        "seed_fraction",
+        "seed=1.5",
+        "seed=1.5 is not a whole number; use 1 or 2",
+    ),
+    Case(
+        "betas_three",
+        "optimizer.betas=[1,2,3]",
+        "optimizer.betas=[1, 2, 3] is not a list of two numbers; use one, such as [0.9, 0.999]",
+    ),
+    Case(
+        "beta_too_large",
+        "optimizer.betas=[0.9,1.5]",
+        "optimizer.betas[1]=1.5 is not below 1; use less than 1",
+    ),
+    Case(
+        "not_a_truth_value",
+        "optimizer.fused=maybe",
+        "optimizer.fused=maybe is not true or false; use true or false",
+    ),
+    Case(
+        "section_not_a_mapping",
+        "train=5",
+        "train=5 is not a mapping; use train.KEY=VALUE",
+    ),
+    Case(
+        "interpolation",
+        "train.steps=${steps}",
+        "train.steps cannot be resolved (Interpolation key 'steps' not found); give it a value, "
+        "or point it at a key that exists",
+    ),
+    Case(
+        "unknown_mode",
+        "mode=trian",
+        "mode=trian is unknown; did you mean train? One of: plan, train, verify",
+    ),
+    Case(
+        "unknown_precision",
+        "train.precision=fp8",
+        "train.precision=fp8 is unknown; use one of: bf16, fp16, fp32",
+    ),
+    Case(
+        "clip_without_norm",
+        "train.grad_norm=false train.grad_clip=1",
+        "train.grad_norm=false is off, and train.grad_clip needs the gradient's norm; use "
+        "train.grad_norm=true",
+    ),
+    Case(
+        "betas_of_sgd",
+        "optimizer=sgd +optimizer.betas=[0.9,0.99]",
+        "optimizer.betas=[0.9, 0.99] has no effect on sgd; use optimizer=adamw, or leave it out",
+    ),
+    Case(
+        "final_lr",
+        "optimizer.final_lr_fraction=0.1",
+        "optimizer.final_lr_fraction=0.1 has no effect on a constant schedule; use linear or "
+        "cosine, or 0",
+    ),
+    Case(
+        "missing_path",
+        "data=arrays",
+        "data.path must be given; write data.path=VALUE",
+    ),
+    Case(
+        "hf_no_arch",
+        "model=hf",
+        "model.architecture is not given; write model.architecture=LlamaForCausalLM or the like",
+    ),
+    Case(
+        "several_at_once",
+        "train.stpes=5 strategy=zero4 strategy.balance=evn train.precision=fp23 train.steps=ten "
+        "optimizer.lr=-1 seed=-1",
+        f"strategy=zero4 is not an option; did you mean zero3? One of: {STRATEGIES}",
+        "train.stpes=5 is not a key of the config; did you mean train.steps?",
+        "optimizer.lr=-1 is not above 0; use more than 0",
+        "train.steps=ten is not a whole number; use one, such as 8",
+        "train.precision=fp23 is unknown; did you mean fp32? One of: bf16, fp16, fp32",
+        "seed=-1 is below 0; use 0 or more",
+    ),
+)
+
+STRATEGY = (
+    Case(
+        "two_keys",
+        "--config-dir my strategy=two",
+        "strategy.graph has 2 keys (replicate, split); a node has one, its primitive",
+    ),
+    Case(
+        "unknown_primitive",
+        "--config-dir my strategy=odd",
+        "strategy.graph[0].replicat is not a primitive; did you mean replicate? One of: "
+        "pipeline, replicate, split, stage",
+        "strategy.graph[1].split.dim=vocab is unknown; did you mean vocabulary? One of: auto, "
+        "experts, sequence, tensor, vocabulary",
+    ),
+    Case(
+        "nonsense_nesting",
+        "--config-dir my strategy=nested",
+        "strategy.graph.split.of.pipeline is a pipeline inside a shard, which holds no whole "
+        "pipeline to make; put the split inside: pipeline.stages: [{split: ...}]",
+    ),
+    Case(
+        "balance",
+        "strategy.balance=evn",
+        "strategy.balance=evn is unknown; did you mean even? One of: even, hardware",
+    ),
+    Case(
+        "zero_stage",
+        "strategy.graph.replicate.zero=5",
+        "strategy.graph.replicate.zero=5 is not a ZeRO stage; use 0, 1, 2 or 3",
+    ),
+    Case(
+        "near_strategy_key",
+        "strategy.graph.replicate.zreo=1",
+        "strategy.graph.replicate.zreo is not a key here; did you mean zero? One of: degree, "
+        "modules, of, offload, zero",
+    ),
+    Case(
+        "offload_without_zero",
+        "strategy.graph.replicate.offload.optimizer=cpu",
+        "strategy.graph.replicate.offload.optimizer=cpu needs ZeRO: the copies' optimizer state "
+        "is only moved once it is partitioned; use strategy.graph.replicate.zero=1, 2 or 3",
+    ),
+    Case(
+        "offload_parameters",
+        "strategy=zero2 strategy.graph.replicate.offload.parameters=cpu",
+        "strategy.graph.replicate.offload.parameters=cpu needs ZeRO 3: only partitioned "
+        "parameters can live elsewhere; use strategy.graph.replicate.zero=3",
+    ),
+    Case(
+        "degree_does_not_divide",
+        f"strategy.graph.replicate.degree=3 {ON_THE_MIX}",
+        "strategy.graph.replicate.degree=3 does not divide the 16 devices of "
+        "hardware=v100_p100_mix; use 1, 2, 4, 8 or 16",
+    ),
+    Case(
+        "degree_bf16_batch",
+        "strategy=zero1 strategy.graph.replicate.degree=8 "
+        f"train.precision=bf16 train.global_batch=4 {ON_THE_MIX}",
+        "train.precision=bf16 is not computed by p100_pcie_16gb and v100_sxm2_32gb of "
+        "hardware=v100_p100_mix; use fp32",
+        "strategy.graph.replicate.degree=8 of 16 devices nests ZeRO in an outer replicate, not "
+        "executed yet; use 16, or auto",
+        "train.global_batch=4 leaves some of the 16 devices without a sample; use at least 16",
+    ),
+    Case(
+        "zero_one_device",
+        "strategy=zero1 hardware=cpu hardware.devices=1 mode=plan",
+        "strategy.graph.replicate.zero=1 partitions over the copies, and 1 device has only one; "
+        "use strategy=single, or more devices",
+    ),
+    Case(
+        "split_one_device",
+        "strategy=hybrid_split_dp hardware=cpu hardware.devices=1 mode=plan",
+        "strategy.graph[1].split has nothing to divide over 1 device; use strategy=single, or "
+        "more devices",
+    ),
+    Case(
+        "too_many_devices",
+        f"strategy=single strategy.devices=20 {ON_THE_MIX}",
+        "strategy.devices=20 is more than the 16 of hardware=v100_p100_mix; use at most 16, or "
+        "auto",
+    ),
+    Case(
+        "modules_part",
+        f"strategy.graph.replicate.modules=blocks {PLAN}",
+        "strategy.graph.replicate.modules=blocks names a part of the model, and nothing in the "
+        'strategy covers the rest; use "*", or a list with a node for the rest',
+    ),
+)
+
+UNEXECUTED = (
+    Case(
+        "verify",
+        "mode=verify",
+        f"mode=verify {NOT_EXECUTED}; use train or plan",
+    ),
+    Case(
+        "fp16",
+        "train.precision=fp16",
+        f"train.precision=fp16 {NOT_EXECUTED}; use fp32 or bf16",
+    ),
+    Case(
+        "checkpoints",
+        "train.checkpoint_every=5 train.resume=auto",
+        f"train.checkpoint_every=5 {NOT_EXECUTED}; use null",
+        f"train.resume=auto {NOT_EXECUTED}; use null",
+    ),
+    Case(
+        "speeds",
+        "launcher.device_speed=true launcher.link_speed=true",
+        f"launcher.device_speed=true {NOT_EXECUTED}; use false",
+        f"launcher.link_speed=true {NOT_EXECUTED}; use false",
+    ),
+    Case(
+        "pipeline",
+        f"strategy=pipeline {PLAN}",
+        f"strategy.graph.pipeline {NOT_EXECUTED_GRAPH}",
+    ),
+    Case(
+        "3d",
+        f"strategy=3d {PLAN}",
+        f"strategy.graph.replicate.of {NOT_EXECUTED_GRAPH}",
+    ),
+    Case(
+        "split",
+        f"strategy=split {PLAN}",
+        f"strategy.graph.split {NOT_EXECUTED_GRAPH}",
+    ),
+    Case(
+        "nvme",
+        "strategy=zero3_offload strategy.graph.replicate.offload.optimizer=nvme "
+        f"strategy.graph.replicate.offload.parameters=nvme {PLAN}",
+        f"strategy.graph.replicate.offload.optimizer=nvme {NOT_EXECUTED}; use cpu",
+        f"strategy.graph.replicate.offload.parameters=nvme {NOT_EXECUTED}; use cpu",
+    ),
+)
+
+MACHINE_AND_FILES = (
+    Case(
+        "missing_file",
+        f"data=arrays data.path=smaples.npz {PLAN}",
+        "data.path={here}/smaples.npz does not exist; did you mean {here}/samples.npz?",
+    ),
+    Case(
+        "no_such_folder",
+        f"data.path=a/b/c {PLAN}",
+        "data.path={here}/a/b/c does not exist; the path exists only as far as {here}",
+    ),
+    Case(
+        "not_an_npz",
+        f"data=arrays data.path=samples.npz {PLAN}",
+        "data.path={here}/samples.npz is not an .npz file; write one with numpy.savez(path, "
+        "name=array, ...)",
+    ),
+    Case(
+        "text_too_short",
+        f"data.path=short.txt {PLAN}",
+        "data.path={here}/short.txt holds 5 bytes, less than one sequence of "
+        "data.sequence_length=64; use data.sequence_length=5 or less, or more text",
+    ),
+    Case(
+        "empty_inventory",
+        "hardware=v100_p100_mix hardware.nodes=[] mode=plan",
+        "hardware.nodes=[] has no devices; name at least one node, for instance [{devices: 8, "
+        "device: a100_sxm_80gb, link: nvlink3}]",
+    ),
+    Case(
+        "unknown_device_and_links",
+        "hardware=v100_p100_mix 'hardware.nodes=[{devices: 8, device: v100_sxm_32gb, link: "
+        "nvlnk2}]' hardware.network=ethernt_50g mode=plan",
+        "hardware.nodes[0].device=v100_sxm_32gb is no device of the catalogue; did you mean "
+        f"v100_sxm2_32gb? One of: {DEVICES}; or give its figures as a mapping",
+        "hardware.nodes[0].link=nvlnk2 is no link of the catalogue; did you mean nvlink2? One "
+        f"of: {LINKS}; or give its figures as a mapping",
+        "hardware.network=ethernt_50g is no link of the catalogue; did you mean ethernet_50g? "
+        f"One of: {LINKS}; or give its figures as a mapping",
+    ),
+    Case(
+        "negative_devices",
+        "hardware=cpu hardware.devices=-1 mode=plan",
+        "hardware.devices=-1 is not positive; use 1 or more",
+    ),
+    Case(
+        "hardware_and_data",
+        "hardware=cpu hardware.devices=0 data=arrays data.path=gone.npz mode=plan",
+        "hardware.devices=0 is not positive; use 1 or more",
+        "data.path={here}/gone.npz does not exist; nothing in {here} has a name like it",
+    ),
+    Case(
+        "launcher_local",
+        "hardware=v100_p100_mix launcher=local",
+        "launcher=local needs the devices of hardware=v100_p100_mix, and this machine has no "
+        "GPU; use launcher=emulate, or hardware=local",
+    ),
+    Case(
+        "no_compiler",
+        "strategy=zero2_offload hardware=cpu hardware.devices=2",
+        "strategy.graph.replicate.offload.optimizer=cpu needs DeepSpeed's CPU optimizer, which "
+        "is compiled at first use, and there is no missing-c++; install g++ and ninja, or use "
+        "optimizer=sgd, or a strategy without offload",
+        environment={"CXX": "missing-c++"},
+    ),
+    Case(
+        "no_compiler_and_no_ninja",
+        "strategy=zero3_offload optimizer=adam hardware=cpu hardware.devices=2",
+        "strategy.graph.replicate.offload.optimizer=cpu needs DeepSpeed's CPU optimizer, which is "
+        "compiled at first use, and there is no c++ and no ninja; install g++ and ninja, or use "
+        "optimizer=sgd, or a strategy without offload",
+        environment={"CXX": "c++", "PATH": "/nowhere"},
+    ),
+)
+
+CASES = (*COMMAND_LINE, *VALUES, *STRATEGY, *UNEXECUTED, *MACHINE_AND_FILES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_refused(case: Case, refusal: Callable[[Case], tuple[Path, Answer]]) -> None:
+    case.check(*refusal(case))

@@ -1,0 +1,204 @@
+"""The command itself: help and completion, plans, runs and what they write, sweeps."""
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.cli.command import ROOT, Answer, files_in, whale_train
+
+SMOKE_STEPS, SMOKE_BATCH = 5, 8  # conf/experiment/smoke.yaml
+ESCAPE = "\x1b"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the command and where it wrote."""
+
+    answer: Answer
+    run_dir: Path
+
+    def read(self, name: str) -> Any:
+        return json.loads((self.run_dir / name).read_text())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").open()]
+
+
+def only_run_dir(folder: Path) -> Path:
+    """The directory a run without hydra.run.dir made: runs/DATE/TIME-SUFFIX."""
+    (found,) = (folder / "runs").glob("*/*")
+    return found
+
+
+@pytest.fixture(scope="module", params=["dp", "hybrid_split_dp"])
+def smoke(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp(request.param)
+    answer = whale_train([f"strategy={request.param}", "experiment=smoke"], folder)
+    assert answer.status == 0, answer
+    return Run(answer, only_run_dir(folder))
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("sweep")
+    answer = whale_train(["-m", "strategy=dp,zero1", "experiment=smoke"], folder)
+    return Run(answer, only_run_dir(folder))
+
+
+def test_help_lists_every_group_and_option(tmp_path: Path) -> None:
+    answer = whale_train(["--help"], tmp_path)
+    assert (answer.status, answer.stderr) == (0, "")
+    for group in (path for path in (ROOT / "conf").iterdir() if path.is_dir()):
+        options = sorted(path.stem for path in group.glob("*.yaml"))
+        if options:
+            assert f"\n{group.name}: {', '.join(options)}\n" in answer.stdout
+    assert "whale-train strategy=hybrid_split_dp hardware=v100_p100_mix" in answer.stdout
+    assert files_in(tmp_path) == set()
+
+
+def test_cfg_shows_the_config_and_runs_nothing(tmp_path: Path) -> None:
+    arguments = ["optimizer=sgd", "--cfg", "job", "train.steps=7"]
+    answer = whale_train(arguments, tmp_path)
+    assert (answer.status, answer.stderr) == (0, "")
+    config = yaml.safe_load(answer.stdout)
+    assert (config["mode"], config["train"]["steps"]) == ("train", 7)
+    written = yaml.safe_load((ROOT / "conf" / "optimizer" / "sgd.yaml").read_text())
+    assert config["optimizer"] == written
+    assert files_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("strategy=zero2", {"strategy=zero2", "strategy=zero2_offload"}),
+        ("train.st", {"train.steps="}),
+        ("nothing.like.it", set()),
+    ],
+)
+def test_tab_completes(typed: str, offered: set[str], tmp_path: Path) -> None:
+    line = {"COMP_LINE": f"whale-train {typed}"}
+    answer = whale_train(["--shell-completion", "query=bash"], tmp_path, line)
+    assert (answer.status, answer.stderr) == (0, "")
+    assert set(answer.stdout.split()) == offered
+
+
+def test_a_plan_needs_none_of_its_devices_and_starts_nothing(tmp_path: Path) -> None:
+    arguments = ["mode=plan", "strategy=zero1", "hardware=v100_512", "train.global_batch=1024"]
+    answer = whale_train([*arguments, "hydra.run.dir=planned"], tmp_path)
+    assert (answer.status, answer.stderr) == (0, "")
+    assert "512 on 64 nodes" in answer.stdout
+    assert "v100_sxm2_32gb" in answer.stdout
+    assert ESCAPE not in answer.stdout
+    hydra = {f"planned/.hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
+    assert files_in(tmp_path) == hydra  # neither a request for a host nor a log of one
+    assert answer.left_running == ()
+
+
+def test_a_run_says_how_it_went(smoke: Run) -> None:
+    assert smoke.answer.stderr == ""
+    assert ESCAPE not in smoke.answer.stdout
+    assert f"step {SMOKE_STEPS}/{SMOKE_STEPS}" in smoke.answer.stdout
+    assert f"done: {SMOKE_STEPS} steps" in smoke.answer.stdout
+    assert smoke.answer.left_running == ()
+
+
+def test_a_run_directory_holds_what_the_design_says(smoke: Run) -> None:
+    written = files_in(smoke.run_dir)
+    hydra = {f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
+    logs = {"logs/rank_0.log", "logs/rank_1.log"}
+    assert written >= hydra | logs | {"plan.json", "metrics.jsonl", "summary.json"}
+    assert not [name for name in written if "failure" in name or "partial" in name]
+    versions = smoke.read("environment.json")["packages"]
+    assert versions["torch"]
+    assert versions["deepspeed"]
+
+
+def test_metrics_are_one_object_a_step(smoke: Run) -> None:
+    metrics = smoke.metrics()
+    config = yaml.safe_load((smoke.run_dir / ".hydra" / "config.yaml").read_text())
+    tokens = SMOKE_BATCH * config["data"]["sequence_length"]
+    assert [line["step"] for line in metrics] == list(range(1, SMOKE_STEPS + 1))
+    for line in metrics:
+        assert line.keys() >= {"loss", "grad_norm", "lr", "samples_per_s"}
+        assert (line["samples"], line["tokens"]) == (SMOKE_BATCH, tokens)
+        assert line["lr"] == 0.001  # conf/optimizer/adamw.yaml
+        assert line["grad_norm"] > 0
+        assert line["samples_per_s"] == pytest.approx(SMOKE_BATCH / line["step_time_s"])
+        assert line["peak_memory_bytes"] > 0
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    evaluated = [line["step"] for line in metrics if "evaluation_loss" in line]
+    assert evaluated == [SMOKE_STEPS]
+
+
+def test_the_summary_agrees_with_metrics_and_plan(smoke: Run) -> None:
+    summary, plan = smoke.read("summary.json"), smoke.read("plan.json")
+    assert summary["final_loss"] == smoke.metrics()[-1]["loss"]
+    assert summary["steps"] == SMOKE_STEPS
+    assert summary["predicted_step_time_s"] == plan["predicted"]["step_time_s"]
+    rate = SMOKE_BATCH / summary["step_time_s_median"]
+    assert summary["samples_per_s"] == pytest.approx(rate)
+    assert len(summary["peak_memory_bytes"]) == plan["world_size"] == 2
+
+
+def test_the_plan_has_the_keys_of_the_design(smoke: Run) -> None:
+    plan = smoke.read("plan.json")
+    assert plan.keys() >= {"cluster", "groups", "schedule", "decisions"}
+    assert (plan["world_size"], plan["global_batch"]) == (2, SMOKE_BATCH)
+    assert plan["predicted"].keys() >= {"step_time_s", "samples_per_s"}
+    for task_graph in plan["task_graphs"]:
+        assert task_graph.keys() >= {"id", "name", "path", "modules", "parameters", "flops"}
+        assert sum(task_graph["shares"]) == SMOKE_BATCH
+        assert len(task_graph["shares"]) == len(task_graph["replicas"])
+        for intervals in task_graph["shards"].values():
+            assert intervals[0][0] == 0
+            assert all(left[1] == right[0] for left, right in pairwise(intervals))
+    primitives = [task_graph["primitive"] for task_graph in plan["task_graphs"]]
+    assert primitives in (["replicate"], ["replicate", "split"])
+    assert [rank["rank"] for rank in plan["ranks"]] == [0, 1]
+    for rank in plan["ranks"]:
+        assert rank.keys() >= {"node", "device", "task_graphs", "micro_batches", "deepspeed"}
+        assert rank["micro_batch_size"] * rank["micro_batches"] <= SMOKE_BATCH
+        memory = dict(rank["memory_bytes"])
+        assert memory.pop("total") == pytest.approx(sum(memory.values()))
+        assert memory.keys() >= {"parameters", "gradients", "optimizer", "activations"}
+
+
+def test_a_sweep_runs_its_jobs_apart_and_ends_with_one_table(sweep: Run) -> None:
+    assert (sweep.answer.status, sweep.answer.stderr) == (0, "")
+    for job, strategy in enumerate(("dp", "zero1")):
+        found = Run(sweep.answer, sweep.run_dir / str(job))
+        assert found.read("summary.json")["steps"] == SMOKE_STEPS
+        assert found.read("plan.json")["task_graphs"][0]["zero"] == (strategy == "zero1")
+    lines = sweep.answer.stdout.splitlines()
+    (header,) = (
+        i for i, line in enumerate(lines) if line.split()[:3] == ["run", "strategy", "status"]
+    )
+    rows = [line.split()[:3] for line in lines[header + 1 : header + 3]]
+    assert sorted(row[2].rstrip(",") for row in rows) == ["done", "done"]
+    assert [row[:2] for row in rows] == [["0", "dp"], ["1", "zero1"]]
+    assert sweep.answer.left_running == ()
+
+
+@pytest.mark.parametrize("smoke", ["dp"], indirect=True)
+def test_equal_requests_have_equal_plans_to_the_byte(smoke: Run, sweep: Run) -> None:
+    first, second = (path / "plan.json" for path in (smoke.run_dir, sweep.run_dir / "0"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_refused_job_stops_no_other_of_its_sweep(tmp_path: Path) -> None:
+    arguments = ["-m", "strategy=zero1,dp", "experiment=smoke", "hardware.devices=1"]
+    answer = whale_train([*arguments, "hydra.sweep.dir=swept", "train.steps=1"], tmp_path)
+    assert answer.stderr == (
+        "error: strategy.graph.replicate.zero=1 partitions over the copies, and 1 device has "
+        "only one; use strategy=single, or more devices\n"
+    )
+    assert answer.status == 2
+    assert json.loads((tmp_path / "swept/1/summary.json").read_text())["steps"] == 1
+    assert not (tmp_path / "swept/0").exists()
+    table = [line.split()[:3] for line in answer.stdout.splitlines()[-3:-1]]
+    assert table == [["0", "zero1", "refused"], ["1", "dp", "done,"]]
+    assert answer.left_running == ()

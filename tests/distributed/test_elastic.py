@@ -1,0 +1,269 @@
+"""`whale-train` whose ranks torchrun started, or srun: one job, and its end is everybody's.
+
+There need be no Slurm: two processes are given the variables that srun (22.05) gives its tasks.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from whale_train.launcher.placement import PORTS
+from whale_train.runtime.failure import RankError, failure_among
+
+COMMAND = (
+    *("-m", "whale_train.launcher.cli", "strategy=zero1", "hardware=cpu", "hardware.devices=2"),
+    *("data.max_bytes=100000", "data.sequence_length=16", "train.global_batch=8"),
+    *("model.sequence_length=16", "model.width=32", "model.depth=2"),
+)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+STEPS = ("train.steps=4",)
+ENDLESS = ("train.steps=1000000",)
+MARK = "WHALE_TRAIN_TEST_JOB"
+DEADLINE_S = 120.0  # for what takes seconds when nothing is wrong
+
+
+class Job:
+    """The processes of one job and all they start, told by a mark in their environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        number = len(self.started)
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+        # torchrun sets the threads itself, and other numbers of them would add up otherwise.
+        own = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", MARK: self.mark}
+        with (
+            (self.folder / f"out_{number}").open("w") as out,
+            (self.folder / f"err_{number}").open("w") as err,
+        ):
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+                cwd=self.folder,
+                env=inherited | own | (environment or {}),
+                start_new_session=True,  # as a terminal gives its foreground job
+            )
+        self.started.append(process)
+
+    def wait(self) -> list[int]:
+        """The exit status of each, once all have ended."""
+        deadline = time.monotonic() + DEADLINE_S
+        return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.started]
+
+    def said(self, stream: str) -> str:
+        """All that came on `out` or `err`, process by process."""
+        numbers = range(len(self.started))
+        return "".join((self.folder / f"{stream}_{n}").read_text() for n in numbers)
+
+    def run_dirs(self) -> list[Path]:
+        return [*self.folder.glob("runs/*/*")]
+
+    def metrics(self) -> list[dict[str, float]]:
+        (run_dir,) = self.run_dirs()
+        return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not [*self.folder.glob("runs/*/*/metrics.jsonl")] or len(self.metrics()) < step:
+            assert all(p.poll() is None for p in self.started), self.said("err")
+            assert time.monotonic() < deadline, "no step was made in time"
+            time.sleep(0.05)
+
+    def processes(self) -> dict[int, list[str]]:
+        """Every living process of the job: pid to command line."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    line = (entry / "cmdline").read_text().split("\0")
+                    if entry.name.isdigit() and line != [""]:  # a zombie has neither
+                        found[int(entry.name)] = line
+            except OSError:
+                continue
+        return found
+
+    def member(self, rank: int) -> int:
+        """The process that trains as this rank: it has the rank's log open."""
+        (run_dir,) = self.run_dirs()
+        log = str(run_dir / "logs" / f"rank_{rank}.log")
+        (pid,) = (p for p in self.processes() if os.readlink(f"/proc/{p}/fd/1") == log)
+        return pid
+
+    def assert_nothing_left(self) -> None:
+        deadline = time.monotonic() + 5.0  # the kernel's own time to end them
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.processes() == {}
+        assert not [*self.folder.rglob("rendezvous")]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    for pid in job.processes():
+        os.kill(pid, signal.SIGKILL)
+    for process in job.started:
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def local_metrics(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """What the local launcher's two ranks compute."""
+    job = Job(tmp_path_factory.mktemp("local"))
+    job.start(*COMMAND, *STEPS)
+    assert job.wait() == [0], job.said("err")
+    return job.metrics()
+
+
+def start_torchrun(job: Job, *overrides: str) -> None:
+    job.start(*TORCHRUN, *COMMAND, *overrides)
+
+
+def start_srun(job: Job, *overrides: str) -> None:
+    job_id = free_job_id()
+    for rank in range(2):
+        variables = {
+            "SLURM_JOB_ID": str(job_id),
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_JOB_NODELIST": "localhost,elsewhere",
+            "SLURM_NTASKS": "4",
+            "SLURM_TASKS_PER_NODE": "2(x2)",
+            "SLURM_NODEID": "0",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+        }
+        job.start(*COMMAND, *overrides, environment=variables)
+
+
+def free_job_id() -> int:
+    """A Slurm job whose first step gets a port that nobody has."""
+    for number in range(os.getpid(), os.getpid() + 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", PORTS[number % len(PORTS)]))
+            except OSError:
+                continue
+            return number
+    raise AssertionError("no port is free")
+
+
+STARTERS = {"torchrun": start_torchrun, "srun": start_srun}
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+def test_trains_as_the_local_launcher_does(
+    starter: str, job: Job, local_metrics: list[dict[str, float]]
+) -> None:
+    STARTERS[starter](job, *STEPS)
+    assert set(job.wait()) == {0}, job.said("err")
+    metrics = job.metrics()
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    for key in ("loss", "grad_norm"):
+        assert [m[key] for m in metrics] == pytest.approx(
+            [m[key] for m in local_metrics], rel=0, abs=1e-6
+        )
+    assert len([*job.folder.rglob(".hydra")]) == 1
+    assert job.said("out").count("done: 4 steps") == 1
+    assert "Traceback" not in job.said("err")
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("starter", "overrides", "message"),
+    [
+        (
+            "srun",
+            ["hardware.devices=3"],
+            "error: WORLD_SIZE=2 ranks were started, and the plan for hardware=cpu has 3; "
+            "start 3, or use hardware=cpu hardware.devices=2",
+        ),
+        (
+            "torchrun",
+            ["-m", "seed=1,2"],
+            "error: -m starts several jobs, and the ranks were started from outside for one; "
+            "run the sweep outside, one launch a job",
+        ),
+    ],
+)
+def test_a_refused_request_ends_all_ranks(
+    starter: str, overrides: list[str], message: str, job: Job
+) -> None:
+    STARTERS[starter](job, *overrides)
+    statuses, said = job.wait(), job.said("err")
+    assert said.count(message) == 1, said
+    if starter == "srun":
+        assert statuses == [2, 2]
+        assert said == f"{message}\n"
+    else:  # which reports the statuses of its ranks itself
+        assert said.count("exitcode  : 2") == 2, said
+    assert job.run_dirs() == []
+    job.assert_nothing_left()
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(job: Job) -> None:
+    start_srun(job, *ENDLESS)
+    job.wait_for_step(3)
+    os.kill(job.member(1), signal.SIGKILL)
+    assert job.wait() == [1, -signal.SIGKILL]
+    (run_dir,) = job.run_dirs()
+    failure = json.loads((run_dir / "failure.json").read_text())
+    assert failure["rank"] == 1
+    assert failure["step"] > 3
+    said = job.said("err")
+    assert said.startswith("error: rank 1 (cpu_process, node 0, TaskGraph model) failed at step ")
+    assert "ended without a word" in said
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("blow", ["a rank is killed", "Ctrl-C"])
+def test_torchrun_leaves_nothing(blow: str, job: Job) -> None:
+    start_torchrun(job, *ENDLESS)
+    job.wait_for_step(2)
+    assert len(job.processes()) == 4  # torchrun, the command of rank 0, and two members
+    if blow == "Ctrl-C":
+        os.killpg(job.started[0].pid, signal.SIGINT)
+    else:
+        os.kill(job.member(1), signal.SIGKILL)
+    assert job.wait() != [0]
+    job.assert_nothing_left()
+
+
+def error(rank: int, time_s: float, communication: bool) -> RankError:
+    return RankError(rank, time_s, "E", f"of {rank}", communication, 7, f"E: of {rank}")
+
+
+@pytest.mark.parametrize(
+    ("errors", "cause"),
+    [
+        # Two lost their connections: to the third.
+        ([error(0, 2.0, True), error(2, 1.0, True)], 1),
+        # A rank that says what happened to it is believed before the silent one.
+        ([error(0, 2.0, False), error(2, 1.0, True)], 0),
+        # All speak, or too few: the first to notice is the best there is.
+        ([error(0, 3.0, True), error(1, 1.0, True), error(2, 2.0, True)], 1),
+        ([error(2, 1.0, True)], 2),
+    ],
+)
+def test_the_rank_that_is_named_where_no_host_watches(errors: list[RankError], cause: int) -> None:
+    failure = failure_among({e.rank: e for e in errors}, 3)
+    assert (failure.rank, failure.step) == (cause, 7)
+    assert failure.log == f"logs/rank_{cause}.log"
