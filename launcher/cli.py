@@ -21,6 +21,9 @@ from whale_train.launcher.sweep_table import SweepRow, sweep_table
 
 def main() -> None:
     """The command. Exit status: 0 done, 1 a run failed, 2 a request refused, 130 interrupted."""
+    # What pip installed beside this Python (ninja) is found, though the environment may not be
+    # activated.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     # Two runs of one second get directories of their own.
     OmegaConf.register_new_resolver("whale_suffix", lambda: token_hex(3), use_cache=True)
     place = None

@@ -1,31 +1,22 @@
 """One job from its composed config to its end: Request, profile, Plan, run directory, ranks."""
 
 import json
-import logging
-import os
-import shutil
 import sys
-from collections.abc import Mapping
-from contextlib import redirect_stderr, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, Literal
 
 from omegaconf import DictConfig
 from rich.console import Console
 
 from whale_train.config import Request, read_request
-from whale_train.data.dataset import Dataset
-from whale_train.data.open import open_dataset
-from whale_train.errors import ConfigError, Fault, PlanError, RequestError
+from whale_train.errors import ConfigError, Fault, RequestError
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
 from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
-from whale_train.launcher.machine import machine_facts
 from whale_train.launcher.placement import Place
 from whale_train.launcher.progress import Progress, summary_line
+from whale_train.launcher.resolve import Resolved, offloads_adam, resolve_request
 from whale_train.launcher.run_dir import (
     RUN_FILES,
     create_run_dir,
@@ -37,14 +28,7 @@ from whale_train.launcher.run_dir import (
 from whale_train.launcher.show_error import error_text, terminal_width
 from whale_train.launcher.show_plan import Portable, banner_emulated, open_console, plan_view
 from whale_train.launcher.supervise import HOST_PROGRAM, Host, Outcome, describe_failure
-from whale_train.strategies.catalogue import CPU_PROCESS
-from whale_train.strategies.cluster import Cluster
-from whale_train.strategies.grammar import Replicate
-from whale_train.strategies.inventory import MachineFacts, read_inventory
-from whale_train.strategies.operations import ModelProfile, OperationGraph, Ref
 from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import refuse_without_model, resolve
-from whale_train.strategies.sharing import Training
 
 EXIT_STATUS = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
 
@@ -56,18 +40,6 @@ class JobEnd:
     status: Literal["done", "failed", "refused", "interrupted"]
     run_dir: Path
     summary: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A request's plan and what it was made of. `emulated`: CPU processes stand for devices this
-    machine does not have."""
-
-    plan: Plan
-    cluster: Cluster
-    profile: ModelProfile
-    device: Literal["cpu", "cuda"]
-    emulated: bool
 
 
 def run_job(
@@ -112,36 +84,6 @@ def write_plan(run_dir: Path, resolved: Resolved) -> None:
     mark_ready(run_dir)
 
 
-def resolve_request(request: Request) -> Resolved:
-    """The plan for a request. Raises ConfigError or PlanError with all faults of a stage."""
-    faults: list[Fault] = []
-    strategy = request.strategy_graph()
-    training = Training(
-        request.train.global_batch,
-        request.train.precision or "fp32",
-        request.train.grad_clip or 0.0,
-        request.optimizer.name,
-        request.optimizer.arguments(),
-    )
-    cluster, device, emulated = _devices(request, faults)
-    if cluster is not None:
-        refuse_without_model(strategy, cluster, training, faults)
-    dataset = _dataset(request, faults)
-    if request.mode == "train":
-        _refuse_without_compiler(request, faults)
-    if faults or cluster is None or dataset is None:
-        raise ConfigError(faults)
-    profile = _profile(request, dataset)
-    _check_data(request, profile, dataset.num_evaluation_samples, faults)
-    try:
-        plan = resolve(strategy, cluster, profile, training)
-    except PlanError as error:
-        raise PlanError([*faults, *error.faults]) from None
-    if faults:
-        raise ConfigError(faults)
-    return Resolved(plan, cluster.first(plan.world_size), profile, device, emulated)
-
-
 def _train(request: Request, run_dir: Path, console: Console, place: Place | None) -> JobEnd:
     run_dir = make_run_dir(request, run_dir)
     # The host, or this rank's member, prepares while the plan is resolved.
@@ -155,7 +97,7 @@ def _train(request: Request, run_dir: Path, console: Console, place: Place | Non
         host.stop()
         raise
     _show(resolved, request, console)
-    if _offloads_adam(request) and not is_compiled(CPU_ADAM):
+    if offloads_adam(request) and not is_compiled(CPU_ADAM):
         console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
     progress = Progress(run_dir, request.train.steps, console)
     try:
@@ -222,197 +164,3 @@ _MADE_BEFORE_A_PLAN = (
     *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")),
     *("request.json", "failure.json", "logs/host.log"),
 )
-
-
-def _devices(
-    request: Request, faults: list[Fault]
-) -> tuple[Cluster | None, Literal["cpu", "cuda"], bool]:
-    """The inventory, the kind of device its ranks run on, and whether that is a stand-in."""
-    own = request.hardware.get("kind") == "local"  # GPUs nobody asks for may be unknown ones
-    seen: list[Fault] = faults if own else []
-    machine = machine_facts(seen) if _looks_at_machine(request) else _machine_without_gpus()
-    name = request.names.get("hardware", "hardware")
-    cluster = read_inventory(request.hardware, name, faults, machine)
-    if cluster is None:
-        return None, "cpu", False
-    try:
-        return (cluster, *_where(request, cluster, machine))
-    except ConfigError as error:
-        faults += error.faults
-        return None, "cpu", False
-
-
-def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:
-    try:
-        return open_dataset(request.data)
-    except ConfigError as error:
-        faults += error.faults
-        return None
-
-
-def _profile(request: Request, dataset: Dataset) -> ModelProfile:
-    """The model's profile. Raises ConfigError, for what its forward raises too."""
-    # Torch is imported here and not before: a request that is wrong is answered at once.
-    from whale_train.models.loss import LossModule
-    from whale_train.models.profile import profile_model
-
-    logging.disable(logging.ERROR)  # of what it cannot trace, torch logs and prints pages
-    try:
-        with redirect_stderr(StringIO()):
-            return profile_model(request.model, request.model.class_name, dataset.fields)
-    except RequestError:
-        raise
-    except Exception as error:
-        running = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
-        if LossModule._loss_of.__code__ not in running:
-            raise
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        rule = f"fails on a batch of data={request.names.get('data', '')} ({said})"
-        remedy = "correct its forward or its arguments, or use other data"
-        fault = Fault("model", request.names.get("model", ""), rule, remedy)
-        raise ConfigError([fault]) from error
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _refuse_without_compiler(request: Request, faults: list[Fault]) -> None:
-    """DeepSpeed compiles its CPU optimizer at first use, where it was not installed compiled;
-    torch then runs ninja and the compiler $CXX, or c++ (torch.utils.cpp_extension)."""
-    offloading = _offloads_adam(request)
-    if not offloading:
-        return
-    spec = find_spec("deepspeed")
-    if spec and spec.origin and [*Path(spec.origin).parent.glob("ops/adam/cpu_adam_op*.so")]:
-        return
-    compiler = os.environ.get("CXX", "c++")
-    missing = [tool for tool in (compiler, "ninja") if shutil.which(tool) is None]
-    if missing:
-        rule = "needs DeepSpeed's CPU optimizer, which is compiled at first use, and there is no "
-        rule += " and no ".join(missing)
-        remedy = "install g++ and ninja, or use optimizer=sgd, or a strategy without offload"
-        key = f"{offloading[0].path}.offload.optimizer"
-        faults.append(Fault(key, "cpu", rule, remedy))
-
-
-def _offloads_adam(request: Request) -> list[Replicate]:
-    """The nodes whose optimizer is DeepSpeed's CPUAdam."""
-    return [
-        node
-        for node in request.strategy_graph().graph
-        if isinstance(node, Replicate) and node.offload_optimizer == "cpu"
-        if request.optimizer.name != "sgd"
-    ]
-
-
-def _looks_at_machine(request: Request) -> bool:
-    return request.mode == "train" or "kind" in request.hardware
-
-
-def _machine_without_gpus() -> MachineFacts:
-    """For a plan that needs none of the devices: only the host's memory is looked at."""
-    facts = machine_facts([])
-    return MachineFacts(facts.cores, facts.memory_bytes, (), None)
-
-
-def _where(
-    request: Request, cluster: Cluster, machine: MachineFacts
-) -> tuple[Literal["cpu", "cuda"], bool]:
-    """The kind of device the ranks run on, and whether that stands for another one."""
-    wanted = [device.name for device in cluster.devices]
-    on_cpu = all(name == CPU_PROCESS for name in wanted)
-    have = [gpu.name for gpu in machine.gpus]
-    local = on_cpu or (len(cluster.nodes) == 1 and wanted == have[: len(wanted)])
-    kind = request.launcher.kind
-    if kind == "local" and not local and request.mode == "train":
-        there = f"{len(have)} GPUs ({', '.join(sorted(set(have)))})" if have else "no GPU"
-        rule = f"needs the devices of hardware={cluster.name}, and this machine has {there}"
-        remedy = "use launcher=emulate, or hardware=local"
-        raise ConfigError([Fault("launcher", "local", rule, remedy)])
-    if kind == "emulate" or not local:
-        return "cpu", not on_cpu
-    return ("cpu" if on_cpu else "cuda"), False
-
-
-def _check_data(
-    request: Request, profile: ModelProfile, held_back: int, faults: list[Fault]
-) -> None:
-    """What data and model must agree on beyond names: token and class numbers, held-back
-    samples."""
-    train = request.train
-    if train.evaluate_every is not None and held_back < train.global_batch:
-        rule = f"needs {train.global_batch} held-back samples (a global batch), and there are "
-        rule += str(held_back)
-        remedy = "raise data.evaluation_fraction, lower train.global_batch, or use null"
-        faults.append(Fault("train.evaluate_every", str(train.evaluate_every), rule, remedy))
-    if not profile.parameters:
-        rule, remedy = "has no parameter to train", "give it one with requires_grad"
-        faults.append(Fault("model", request.names.get("model", ""), rule, remedy))
-    if profile.graph is None:
-        return
-    bounds = {field.name: field.upper_bound for field in profile.inputs}
-    for operation in profile.graph:
-        if operation.target == "aten.embedding.default":
-            (table, numbers), what = operation.args[:2], "rows"
-        elif operation.target in _CROSS_ENTROPIES:
-            (table, numbers), what = operation.args[:2], "classes"
-        else:
-            continue
-        assert isinstance(table, Ref)
-        assert isinstance(numbers, Ref)
-        name, bound = _largest(profile.graph, numbers.name, bounds)
-        holder = profile.graph[table.name]
-        shape = holder.shape or ()
-        # Rows come first; classes second, but for logits without a batch.
-        count = shape[0 if what == "rows" else min(1, len(shape) - 1)].fixed if shape else bound
-        if bound > count:
-            owner = holder.path or "the model"
-            rule = f"has {name} up to {bound - 1}, and {owner} has {count} {what}"
-            remedy = f"use a model with at least {bound} {what}, or other data"
-            faults.append(Fault("data", request.names.get("data", ""), rule, remedy))
-
-
-def _largest(graph: OperationGraph, name: str, bounds: Mapping[str, int]) -> tuple[str, int]:
-    """Where the integers `name` come from, and their exclusive upper bound (0: unknown).
-
-    Followed back through what only moves them (shifts, pads, flattens), to an input or to the
-    positions of a sequence.
-    """
-    offset = 0
-    while True:
-        operation = graph[name]
-        if operation.target == "input":
-            bound = bounds.get(name, 0)
-            return name, bound + offset if bound else 0
-        if operation.target.startswith("aten.arange."):
-            stop = operation.args[0 if operation.target == "aten.arange.default" else 1]
-            return "positions", stop + offset if isinstance(stop, int) else 0
-        if len(operation.inputs) != 1:
-            return name, 0
-        if operation.target == "aten.add.Tensor":
-            shift = operation.args[1]
-            if not isinstance(shift, int):
-                return name, 0
-            offset += shift
-        elif operation.target not in _MOVES:
-            return name, 0
-        name = operation.inputs[0]
-
-
-_MOVES = (
-    *("aten.slice.Tensor", "aten.pad.default", "aten.constant_pad_nd.default", "aten.select.int"),
-    *(
-        "aten.view.default",
-        "aten.reshape.default",
-        "aten.flatten.using_ints",
-        "aten.expand.default",
-    ),
-    *(
-        "aten.unsqueeze.default",
-        "aten.squeeze.dim",
-        "aten.contiguous.default",
-        "aten.clone.default",
-    ),
-    *("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten._to_copy.default"),
-    *("aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default"),
-)
-_CROSS_ENTROPIES = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")

@@ -53,11 +53,13 @@ def profile_model(options: ModelOptions, name: str, fields: tuple[InputField, ..
             module = LossModule(build_model(options), options)
             batch = {name: torch.zeros_like(x, device="cpu") for name, x in batch.items()}
         losses: list[Tensor] = []
-        flops, activation_bytes = _measure(lambda batch: losses.append(module(**batch)), batch)
+        flops, activation_bytes = _measure(
+            lambda batch: losses.append(module(**batch)), batch, module
+        )
         graph, unused = None, _without_gradient(module.model, losses[0])
     else:
         interpreter = _CountingInterpreter(exported)
-        flops, activation_bytes = _measure(interpreter.run_batch, batch)
+        flops, activation_bytes = _measure(interpreter.run_batch, batch, exported)
         graph = operation_graph(exported, interpreter.flops)
         branches, unused = False, _unused(module.model, graph)
     model = module.model
@@ -169,23 +171,25 @@ def _export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule
 
 
 def _measure(
-    run: Callable[[dict[str, Tensor]], Any], batch: dict[str, Tensor]
+    run: Callable[[dict[str, Tensor]], Any], batch: dict[str, Tensor], module: nn.Module
 ) -> tuple[float, float]:
     """(forward FLOPs, bytes kept for backward) of one call on `batch`."""
-    with _counting_saved_tensors() as saved, FlopCounterMode(display=False) as counter:
+    with _counting_saved_tensors(module) as saved, FlopCounterMode(display=False) as counter:
         run(batch)
     return float(counter.get_total_flops()), float(sum(saved.values()))
 
 
 @contextmanager
-def _counting_saved_tensors() -> Iterator[dict[int, int]]:
-    """Bytes of each storage that autograd keeps, parameters left out, by storage."""
+def _counting_saved_tensors(module: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of each storage that autograd keeps, by storage. What `module` holds anyway, which a
+    product saves as a view of its weight, is left out."""
+    held = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
     saved: dict[int, int] = {}
     alive: list[Tensor] = []  # a freed storage's number would be used again
 
     def pack(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter) and not (tensor.is_leaf and tensor.requires_grad):
-            storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
             saved[storage._cdata] = storage.nbytes()
             alive.append(tensor)
         return tensor

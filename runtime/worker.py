@@ -66,6 +66,8 @@ def run(
     run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, prepared: Prepared
 ) -> None:
     """Join the others, train as the plan says, and leave."""
+    # The program is let go of first: a reducer freed after its group was left joins gloo's
+    # threads while holding the GIL they wait for.
     train_as_planned(run_dir, rank, world_size, rendezvous, prepared)
     leave()
 

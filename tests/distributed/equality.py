@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from whale_train.config import Request, read_request
 from whale_train.data.arrays import ArraysOptions
 from whale_train.launcher.compose import composed, rewritten
-from whale_train.launcher.job import resolve_request, write_plan
+from whale_train.launcher.job import write_plan
+from whale_train.launcher.resolve import resolve_request
 from whale_train.launcher.run_dir import create_run_dir, write_text
 from whale_train.models import profile
 from whale_train.models.profile import model_path

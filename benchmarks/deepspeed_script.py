@@ -1,0 +1,33 @@
+"""What benchmarks/startup.py compares with: a DeepSpeed ZeRO-1 script as one writes it by hand.
+
+torchrun --standalone --nproc-per-node 2 benchmarks/deepspeed_script.py FILE
+
+Trains our GPT for three steps on random tokens; rank 0 writes a line to FILE after each.
+"""
+
+import sys
+
+import deepspeed
+import torch
+from torch import distributed as dist
+
+from whale_train.models.gpt import GPT
+
+deepspeed.init_distributed("gloo")
+torch.manual_seed(0)
+model = GPT()
+engine, *_ = deepspeed.initialize(
+    model=model,
+    optimizer=torch.optim.AdamW(model.parameters(), lr=0.001, fused=True),
+    config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}},
+)
+with open(sys.argv[1], "a", buffering=1) as file:
+    for step in range(3):
+        tokens = torch.randint(257, (1, 128))
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        if dist.get_rank() == 0:
+            file.write(f"{step + 1} {float(loss)}\n")
+dist.barrier()
+dist.destroy_process_group()

@@ -1,0 +1,221 @@
+"""Fair timing on a noisy machine: every side on ranks of its own, taking turns, and the table.
+
+All ranks of all sides are forked from one process that has imported everything, exist at the
+same time, and run in turns of a few steps: A, B, C, A, B, C, ... Whatever else the machine does
+hits all sides alike, and none inherits another's memory or thread pools. A step is as long as it
+was for the slowest of its ranks. What is compared is, round by round, one side's median step
+with another's; the middle half of these ratios says how sure the middle one is.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Protocol
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import distributed as dist
+
+from whale_train.runtime.groups import join, leave
+from whale_train.runtime.host import serve
+from whale_train.runtime.train import peak_memory_bytes
+
+PR_SET_THP_DISABLE = 41  # from Linux's <sys/prctl.h>
+
+Seconds = list[list[float]]  # round by round
+
+
+class Running(Protocol):
+    """A side on one of its ranks."""
+
+    def step(self, number: int, grad_norm: bool) -> None:
+        """Optimizer step `number`, from 0, all of it; with the gradient's norm if asked for."""
+
+    def loss(self) -> float:
+        """Of the last step: this rank's, of which the mean over the ranks is compared."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """`start(rank)` sets a side up on a rank that has joined the side's world (gloo).
+
+    The host of our ranks asks torch for huge pages (runtime/host.py). All sides are forked from
+    such a host; `huge_pages` false takes them away again, as torch is without that setting.
+    """
+
+    name: str
+    start: Callable[[int], Running]
+    huge_pages: bool
+
+
+@dataclass(frozen=True)
+class Turns:
+    """`rounds` turns a side, each of `steps` timed steps after one that is not timed, without the
+    gradient's norm and with it. The first `warm_up` turns are not counted at all."""
+
+    rounds: int
+    steps: int
+    warm_up: int = 1
+
+    @property
+    def total_steps(self) -> int:
+        return (self.rounds + self.warm_up) * (self.steps + 1) * 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one side took, round by round: `seconds` a step, and `busy` ones, in which a rank had
+    a processor (the mean of its ranks)."""
+
+    seconds: Seconds
+    busy: Seconds
+
+    @property
+    def median_s(self) -> float:
+        return median(second for turn in self.seconds for second in turn)
+
+    @property
+    def median_busy_s(self) -> float:
+        return median(second for turn in self.busy for second in turn)
+
+    def ratios(self, other: "Timing") -> list[float]:
+        """How many times as long `other` took, round by round."""
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        return [median(theirs) / median(mine) for mine, theirs in pairs]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A side's timings without and with the gradient's norm, the peak memory of its largest
+    rank, and its last loss, by which the sides show that they train the same."""
+
+    name: str
+    plain: Timing
+    with_norm: Timing
+    memory_bytes: int
+    loss: float
+
+
+def interleaved(sides: Sequence[Side], ranks: int, threads: int, turns: Turns) -> list[Result]:
+    """Run all sides on `ranks` ranks each, with `threads` threads a rank, taking turns. Ends the
+    program when a rank fails."""
+    # Rank r of a side hands its turn to rank r of the next one through a pipe.
+    pipes = [[os.pipe() for _ in range(ranks)] for _ in sides]
+    with tempfile.TemporaryDirectory(prefix="whale-bench-") as name:
+        folder = Path(name)
+        (folder / "logs").mkdir()
+
+        def entry(run_dir: Path, number: int, world_size: int, prepared: None) -> None:
+            index, rank = divmod(number, ranks)
+            side = sides[index]
+            torch.set_num_threads(threads)
+            if not side.huge_pages:
+                forgo_huge_pages()
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            join(f"file://{folder}/meet_{index}", rank, ranks, torch.device("cpu"))
+            running = side.start(rank)
+            if index == 0:
+                os.write(pipes[0][rank][1], b".")
+            turn = (pipes[index][rank][0], pipes[(index + 1) % len(sides)][rank][1])
+            result = _of_all_ranks(side.name, _take_turns(running, turns, *turn), running)
+            if rank == 0:
+                (folder / f"side_{index}.json").write_text(json.dumps(asdict(result)))
+            # DistributedDataParallel's reducer must not be the last to hold the process group:
+            # freed with the GIL held, it waits for gloo's threads, and they for the GIL.
+            del running
+            leave()
+
+        status = serve(folder, ranks * len(sides), lambda: None, entry, os.getppid())
+        for ends in (ends for row in pipes for ends in row):
+            os.close(ends[0])
+            os.close(ends[1])
+        if status:
+            failure = folder / "failure.json"
+            text = json.loads(failure.read_text())["traceback"] if failure.exists() else status
+            sys.exit(f"a rank failed: {text}")
+        found = [json.loads((folder / f"side_{i}.json").read_text()) for i in range(len(sides))]
+    for values in found:
+        values |= {key: Timing(**values[key]) for key in ("plain", "with_norm")}
+    return [Result(**values) for values in found]
+
+
+def forgo_huge_pages() -> None:
+    """Where they go to those who ask, be as one who did not; elsewhere asking changes nothing."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if setting.exists() and "[madvise]" in setting.read_text():
+        ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+
+
+def _take_turns(running: Running, turns: Turns, before: int, after: int) -> list[Timing]:
+    timings = [Timing([], []), Timing([], [])]  # without norm, with norm
+    number = 0
+    for turn in range(turns.warm_up + turns.rounds):
+        os.read(before, 1)
+        dist.barrier()
+        for grad_norm, timing in zip((False, True), timings, strict=True):
+            seconds, busy = [], []
+            for _ in range(turns.steps + 1):
+                started, busy_before = time.perf_counter(), time.process_time()
+                running.step(number, grad_norm)
+                seconds.append(time.perf_counter() - started)
+                busy.append(time.process_time() - busy_before)
+                number += 1
+            if turn >= turns.warm_up:
+                timing.seconds.append(seconds[1:])
+                timing.busy.append(busy[1:])
+        dist.barrier()
+        os.write(after, b".")
+    return timings
+
+
+def _of_all_ranks(name: str, timings: list[Timing], running: Running) -> Result:
+    together = []
+    for timing in timings:
+        seconds = torch.tensor(timing.seconds, dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        busy = torch.tensor(timing.busy, dtype=torch.float64) / dist.get_world_size()
+        dist.all_reduce(busy)
+        together.append(Timing(seconds.tolist(), busy.tolist()))
+    memory = torch.tensor(peak_memory_bytes(torch.device("cpu")))
+    dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+    loss = torch.tensor(running.loss(), dtype=torch.float64)
+    dist.all_reduce(loss)
+    plain, with_norm = together
+    mean_loss = float(loss) / dist.get_world_size()
+    return Result(name, plain, with_norm, int(memory), mean_loss)
+
+
+def show(title: str, results: Sequence[Result], baselines: Sequence[str], console: Console) -> None:
+    """Print two tables, without and with the gradient's norm, a row a side, and how many times as
+    fast it is as each of `baselines`."""
+    for words, key in (("without the gradient's norm", "plain"), ("with it", "with_norm")):
+        table = Table(title=f"{title}, {words}", title_justify="left", title_style="bold")
+        table.add_column("side")
+        for column in ("step", "busy", "memory", "last loss"):
+            table.add_column(column, justify="right")
+        for name in baselines:
+            table.add_column(f"times as fast as\n{name}", justify="right")
+        timings = {result.name: getattr(result, key) for result in results}
+        for result in results:
+            timing: Timing = timings[result.name]
+            cells = [f"{timing.median_s * 1e3:.1f} ms", f"{timing.median_busy_s * 1e3:.1f} ms"]
+            cells += [f"{result.memory_bytes / 1e6:.0f} MB", f"{result.loss:.5f}"]
+            for name in baselines:
+                own = name == result.name
+                cells.append("" if own else _spread(timing.ratios(timings[name])))
+            table.add_row(result.name, *cells)
+        console.print(table)
+
+
+def _spread(ratios: list[float]) -> str:
+    low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return f"{middle:.3f} [{low:.2f}, {high:.2f}]"

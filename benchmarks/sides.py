@@ -1,0 +1,237 @@
+"""The sides the benchmarks compare: ours as it runs in a rank, and loops written by hand.
+
+The hand-written loops are what a careful user of torch or DeepSpeed would write for exactly one
+model, in a file of their own; they take ready-made tensors as batches, where ours reads its data.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleave import Side
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from whale_train.config import Request, read_request
+from whale_train.data.open import open_dataset
+from whale_train.launcher.compose import composed
+from whale_train.launcher.resolve import resolve_request
+from whale_train.models.class_head import ClassHead
+from whale_train.runtime import worker
+from whale_train.runtime.assemble import Seat, assemble
+from whale_train.runtime.groups import make_groups
+from whale_train.runtime.train import Batches, Loop, Metrics
+from whale_train.strategies.plan import Plan
+
+CPU = torch.device("cpu")
+Batch = dict[str, Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+class Ours:
+    """A rank of ours: what runtime/worker.py does, its loop taken step by step."""
+
+    def __init__(self, run_dir: Path, plan: Plan, prepared: worker.Prepared, rank: int) -> None:
+        request = prepared.request
+        seat = Seat(rank, CPU, make_groups(plan, rank))
+        torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
+        program = assemble(request, plan, prepared.module, prepared.graph, seat)
+        batches = Batches(request, plan, prepared.dataset, rank, CPU)
+        metrics = Metrics(run_dir, False, CPU) if rank == 0 else None
+        # Two loops over one program, which differ in whether they measure the norm.
+        self._loops = []
+        for grad_norm in (False, True):
+            train = request.train.model_copy(update={"grad_norm": grad_norm})
+            changed = request.model_copy(update={"train": train})
+            self._loops.append(Loop(changed, plan, program, batches, metrics))
+        self._last = self._loops[0]
+
+    def step(self, number: int, grad_norm: bool) -> None:
+        self._last = self._loops[grad_norm]
+        self._last.step(number)
+
+    def loss(self) -> float:
+        self._last.settle()
+        found = [self._last.final_loss]
+        dist.broadcast_object_list(found)
+        assert found[0] is not None
+        return found[0]
+
+
+def resolved(overrides: Sequence[str], steps: int) -> tuple[Request, Plan]:
+    """The request and plan of `whale-train OVERRIDES train.steps=STEPS`."""
+    arguments = [*overrides, f"train.steps={steps}"]
+    choices = (text.split("=", 1) for text in overrides)
+    names = {key: value for key, value in choices if "." not in key}
+    request = read_request(composed(arguments), names)
+    return request, resolve_request(request).plan
+
+
+def ours(name: str, request: Request, plan: Plan, folder: Path) -> Side:
+    """Our side, prepared here, so that its ranks inherit model and data as they do from a host.
+    Its run directory is made in `folder`."""
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
+    (run_dir / "request.json").write_text(request.to_json())
+    prepared = worker.prepare(run_dir)
+    return Side(name, partial(Ours, run_dir, plan, prepared), huge_pages=True)
+
+
+def all_batches(request: Request, plan: Plan, count: int) -> list[list[Batch]]:
+    """The first `count` batches of every rank, as our side would read them."""
+    dataset = open_dataset(request.data)
+    sources = [Batches(request, plan, dataset, rank, CPU) for rank in range(plan.world_size)]
+    return [[source.training(step) for step in range(count)] for source in sources]
+
+
+class DataParallel:
+    """torch's DistributedDataParallel, by hand."""
+
+    def __init__(self, model: nn.Module, make: MakeOptimizer, batches: Sequence[Batch]) -> None:
+        self.batches = batches
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.optimizer = make(model.parameters())
+        self.last = torch.zeros(())
+
+    def step(self, number: int, grad_norm: bool) -> None:
+        loss: Tensor = self.model(**self.batches[number % len(self.batches)]).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        if grad_norm:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            float(nn.utils.get_total_norm(gradients))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.last = loss.detach()
+
+    def loss(self) -> float:
+        return float(self.last)
+
+
+class DeepSpeedZero:
+    """DeepSpeed, by hand: its ordinary config, torch's optimizer, its own buckets.
+
+    `options` are those of `zero_optimization`. Clipping is turned off, as DeepSpeed clips to 1.0
+    unless told not to; it computes the gradient's norm in any case.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: MakeOptimizer,
+        batches: Sequence[Batch],
+        options: dict[str, Any],
+    ) -> None:
+        import deepspeed
+
+        self.batches = batches
+        config = {
+            "train_micro_batch_size_per_gpu": len(next(iter(batches[0].values()))),
+            "gradient_clipping": 0.0,
+            "zero_optimization": options,
+        }
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=make(model.parameters()), config=config
+        )
+        self.last = torch.zeros(())
+
+    def step(self, number: int, grad_norm: bool) -> None:
+        loss: Tensor = self.engine(**self.batches[number % len(self.batches)]).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        if grad_norm:
+            float(self.engine.get_global_grad_norm())
+        self.last = loss.detach()
+
+    def loss(self) -> float:
+        return float(self.last)
+
+
+class SplitHead:
+    """`ClassHead` with its classes cut into equal parts and a backbone on every rank, by hand.
+
+    Features are gathered, each rank computes its classes' logits for the whole batch, and the
+    softmax needs two small all-reduces. The backbone's gradients are summed in one buffer, while
+    the head is updated.
+    """
+
+    def __init__(self, model: ClassHead, make: MakeOptimizer, batches: Sequence[Batch]) -> None:
+        self.batches = batches
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.backbone = model.backbone
+        classes = len(model.head.weight) // ranks
+        self.first = rank * classes
+        rows = slice(self.first, self.first + classes)
+        self.weight = nn.Parameter(model.head.weight.detach()[rows].clone())
+        self.bias = nn.Parameter(model.head.bias.detach()[rows].clone())
+        parameters = list(self.backbone.parameters())
+        sizes = [parameter.numel() for parameter in parameters]
+        # Every gradient of the backbone is a view of one buffer, so that one all-reduce does.
+        self.gradients = torch.zeros(sum(sizes))
+        for parameter, part in zip(parameters, torch.split(self.gradients, sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+        self.backbone_optimizer = make(parameters)
+        self.head_optimizer = make([self.weight, self.bias])
+        self.last = torch.zeros(())
+
+    def step(self, number: int, grad_norm: bool) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        batch = self.batches[number % len(self.batches)]
+        features = self.backbone(batch["features"])
+        gathered = features.new_empty(ranks * len(features), features.shape[1])
+        dist.all_gather_into_tensor(gathered, features.detach())
+        labels = batch["labels"].new_empty(len(gathered))
+        dist.all_gather_into_tensor(labels, batch["labels"])
+        logits = functional.linear(gathered.requires_grad_(), self.weight, self.bias)
+        loss: Tensor = SplitSoftmax.apply(logits, labels, self.first)  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert gathered.grad is not None
+        assert self.weight.grad is not None
+        assert self.bias.grad is not None
+        dist.all_reduce(gathered.grad)
+        features.backward(gathered.grad.chunk(ranks)[rank])
+        work = dist.all_reduce(self.gradients, async_op=True)
+        if grad_norm:
+            square = nn.utils.get_total_norm([self.weight.grad, self.bias.grad]) ** 2
+            dist.all_reduce(square)
+            work.wait()
+            float((square + self.gradients.square().sum()).sqrt())
+        self.head_optimizer.step()
+        self.head_optimizer.zero_grad()
+        work.wait()
+        self.backbone_optimizer.step()
+        self.gradients.zero_()
+        self.last = loss.detach()
+
+    def loss(self) -> float:
+        return float(self.last)
+
+
+class SplitSoftmax(torch.autograd.Function):
+    """Mean softmax cross-entropy over the group; `first` is the number of my first class."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int) -> Tensor:
+        column = labels - first
+        mine = (column >= 0) & (column < logits.shape[1])
+        column = column.clamp(0, logits.shape[1] - 1)
+        highest = logits.amax(1)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        logits = logits - highest.unsqueeze(1)
+        label = logits.gather(1, column.unsqueeze(1)).squeeze(1) * mine
+        exponentials = logits.exp_()
+        sums = torch.stack([exponentials.sum(1), label])
+        dist.all_reduce(sums)
+        ctx.save_for_backward(exponentials, sums[0], column, mine)
+        return (sums[0].log() - sums[1]).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        exponentials, total, column, mine = ctx.saved_tensors
+        rows = len(total)
+        exponentials.mul_((grad / (total * rows)).unsqueeze(1))
+        exponentials[torch.arange(rows), column] -= mine * (grad / rows)
+        return exponentials, None, None
