@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from whale_train.strategies.layouts import RULES, pointwise, reshape
+from whale_train.strategies.layouts import RULES, pointwise
 from whale_train.strategies.operations import ModelProfile, Operation, OperationGraph, Ref
 
 # Where a product's weight stands among its arguments, and which of the weight's dimensions is
@@ -79,7 +79,7 @@ def _projection(op: Operation, graph: OperationGraph, profile: ModelProfile) -> 
 
 def _takes_parameter_as_more_than_scale(op: Operation, graph: OperationGraph) -> bool:
     """Whether `op` mixes elements with a parameter: a product, convolution, norm or lookup."""
-    if RULES.get(op.target) in (pointwise, reshape):
+    if RULES.get(op.target) is pointwise:
         return False
     if op.target in PRODUCTS:  # its weight may come through a transpose
         weight = op.inputs[1:]

@@ -19,6 +19,7 @@ def rewrite_plan(cut: HeadCut, axes: dict[str, Intervals]) -> dict[str, Any]:
 
 def _segment(segment: Segment) -> dict[str, Any]:
     typed = segment.assignment
+    there = {*segment.operations, *segment.takes}
     return {
         "task_graph": segment.task_graph,
         "operations": segment.operations,
@@ -27,7 +28,7 @@ def _segment(segment: Segment) -> dict[str, Any]:
         "layouts": {
             name: _shard(layout)
             for name, layout in (typed.layouts if typed else {}).items()
-            if isinstance(layout, Shard)
+            if isinstance(layout, Shard) and name in there
         },
         "casts": tuple(_cast(cast) for cast in (typed.casts if typed else ())),
         "becomes": dict(typed.becomes) if typed else {},

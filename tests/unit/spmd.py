@@ -1,0 +1,252 @@
+"""Runs a hand-written operation graph in NumPy: whole, and cut over ranks as its plan says.
+
+An independent reading of what layouts mean: a shard is an index range, a partial sum is summed, a
+replicated value is the same everywhere. Values of a cut graph are one array a rank; every cast is
+carried out on those arrays, every operation on one rank's at a time. Only what
+`operation_graphs.py` uses is implemented, and forward only.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale_train.strategies.cut import HeadCut, Segment
+from whale_train.strategies.layouts import Entered, Layout, PartialSum, Replicated, Shard
+from whale_train.strategies.operations import Operation, OperationGraph, Ref
+from whale_train.strategies.shares import tile
+
+Array = NDArray[Any]
+IGNORED = -100
+
+
+def cross_entropy(logits: Array, target: Array, *rest: Any) -> Array:
+    """[rows, classes] or [rows, classes, ...]; the mean over the targets that are not -100."""
+    rows = np.moveaxis(logits, 1, -1).reshape(-1, logits.shape[1]).astype(np.float64)
+    wanted = target.reshape(-1)
+    kept = wanted != IGNORED
+    log_sum = np.log(np.exp(rows).sum(axis=1))
+    chosen = rows[np.arange(len(rows)), np.where(kept, wanted, 0)]
+    return np.asarray((log_sum - chosen)[kept].mean())
+
+
+def layer_norm(x: Array, shape: Sequence[int], weight: Array) -> Array:
+    centred = x - x.mean(axis=-1, keepdims=True)
+    normed: Array = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5) * weight
+    return normed
+
+
+def softmax(x: Array, dim: int) -> Array:
+    powers = np.exp(x)
+    shares: Array = powers / powers.sum(axis=dim, keepdims=True)
+    return shares
+
+
+def flatten(x: Array, first: int = 0, last: int = -1) -> Array:
+    last %= x.ndim
+    return x.reshape(*x.shape[:first], -1, *x.shape[last + 1 :])
+
+
+def pad(x: Array, sizes: Sequence[int], mode: str, value: float) -> Array:
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [tuple(sizes)], constant_values=value)
+
+
+def cut_slice(x: Array, dim: int = 0, start: int = 0, stop: int = 2**63 - 1) -> Array:
+    return x[(slice(None),) * (dim % x.ndim) + (slice(start, stop),)]
+
+
+def affine_norm(x: Array, weight: Array, bias: Array, *rest: Any) -> Array:
+    """BatchNorm in evaluation mode with statistics 0 and 1: samples do not see each other."""
+    return x * weight + bias
+
+
+FUNCTIONS: dict[str, Callable[..., Array]] = {
+    "linear.default": lambda x, w, b=0.0: x @ w.T + b,
+    "addmm.default": lambda b, x, w: x @ w + b,
+    "matmul.default": lambda x, w: x @ w,
+    "mm.default": lambda x, w: x @ w,
+    "embedding.default": lambda table, rows, *rest: table[rows],
+    "add.Tensor": lambda x, y: x + y,
+    "sub.Tensor": lambda x, y: x - y,
+    "mul.Tensor": lambda x, y: x * y,
+    "relu.default": lambda x: np.maximum(x, 0),
+    "to.dtype": lambda x, dtype: x,
+    "type_as.default": lambda x, other: x,
+    "view.default": lambda x, shape: x.reshape(shape),
+    "reshape.default": lambda x, shape: x.reshape(shape),
+    "flatten.using_ints": flatten,
+    "t.default": lambda x: x.T,
+    "transpose.int": lambda x, i, j: np.swapaxes(x, i, j),
+    "permute.default": lambda x, order: np.transpose(x, order),
+    "slice.Tensor": cut_slice,
+    "select.int": lambda x, dim, index: np.take(x, index, axis=dim),
+    "unsqueeze.default": lambda x, dim: np.expand_dims(x, dim),
+    "pad.default": pad,
+    "mean.default": lambda x: np.asarray(x.mean()),
+    "softmax.int": softmax,
+    "layer_norm.default": layer_norm,
+    "batch_norm.default": affine_norm,
+    "cross_entropy_loss.default": cross_entropy,
+}
+
+
+def call(operation: Operation, values: Mapping[str, Array], **replaced: Any) -> Array:
+    """One operation on whole arrays or on one rank's; `replaced` are arguments by position."""
+    args = [values[x.name] if isinstance(x, Ref) else x for x in operation.args]
+    for position, value in replaced.items():
+        args[int(position[1:])] = value
+    return FUNCTIONS[operation.target.removeprefix("aten.")](*args)
+
+
+def run_whole(graph: OperationGraph, given: Mapping[str, Array]) -> dict[str, Array]:
+    """Every value of the graph, from its inputs, parameters and buffers by name."""
+    values = dict(given)
+    for operation in graph:
+        if operation.target.startswith("aten.") and operation.name != "counted":
+            values[operation.name] = call(operation, values)
+    return values
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many members of each axis every rank has."""
+
+    axes: dict[str, tuple[int, ...]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.axes.values())))
+
+    def indices(self, layout: Shard, extent: int) -> list[list[int]]:
+        """Which indices of a dimension of `extent` each rank holds."""
+        counts = self.axes[layout.axis]
+        total = sum(counts)
+        assert extent == total * layout.outer, (extent, counts, layout)
+        return [
+            [o * total + i for o in range(layout.outer) for i in range(*interval)]
+            for interval in tile(total, counts)
+        ]
+
+    def lay(self, value: Array, layout: Layout) -> list[Array]:
+        """A whole value as each rank holds it."""
+        if isinstance(layout, Shard):
+            held = self.indices(layout, value.shape[layout.dim])
+            return [np.take(value, mine, axis=layout.dim) for mine in held]
+        assert isinstance(layout, Replicated | Entered)
+        return [value] * len(self)
+
+    def join(self, parts: Sequence[Array], layout: Layout) -> Array:
+        """The whole value that `parts` stand for. Replicas must agree."""
+        if isinstance(layout, PartialSum):
+            total: Array = np.sum(parts, axis=0)
+            return total
+        if isinstance(layout, Shard):
+            extent = sum(part.shape[layout.dim] for part in parts)
+            order = np.argsort(np.concatenate(self.indices(layout, extent)))
+            return np.take(np.concatenate(parts, axis=layout.dim), order, axis=layout.dim)
+        for part in parts:
+            np.testing.assert_allclose(part, parts[0], rtol=1e-9)
+        return parts[0]
+
+
+def run_region(
+    graph: OperationGraph, segment: Segment, given: Mapping[str, list[Array]], ranks: Ranks
+) -> dict[str, list[Array]]:
+    """A typed segment on every rank: `given` are inputs, parameters and what it takes, one array
+    a rank in the layout the assignment has for them."""
+    typed = segment.assignment
+    assert typed is not None
+    casts = {(cast.user, cast.value): cast for cast in typed.casts}
+    values = dict(given)
+
+    def read(user: str, name: str) -> list[Array]:
+        cast = casts.get((user, name))
+        if cast is None:
+            return values[name]
+        return ranks.lay(ranks.join(values[name], cast.source), cast.target)
+
+    for name in segment.operations:
+        operation = graph[name]
+        if not operation.target.startswith("aten."):
+            continue
+        inputs = {value: read(name, value) for value in operation.inputs}
+        mine = [{value: parts[r] for value, parts in inputs.items()} for r in range(len(ranks))]
+        values[name] = _on_ranks(operation, typed.becomes.get(name, ""), typed.layouts, mine, ranks)
+    return values | {name: read("", name) for name in segment.gives}
+
+
+def _on_ranks(
+    operation: Operation,
+    becomes: str,
+    layouts: Mapping[str, Layout],
+    mine: list[dict[str, Array]],
+    ranks: Ranks,
+) -> list[Array]:
+    first = operation.inputs[0]
+    if becomes == "split_cross_entropy":
+        logits = ranks.join([values[first] for values in mine], layouts[first])
+        return [call(operation, values, _0=logits) for values in mine]
+    if becomes == "split_embedding":
+        layout = layouts[first]
+        assert isinstance(layout, Shard)
+        found = []
+        for values, (start, stop) in zip(mine, _intervals(ranks, layout), strict=True):
+            rows = values[operation.inputs[1]]
+            here = (rows >= start) & (rows < stop)
+            local = np.where(here, rows - start, 0)
+            table = values[first] if stop > start else np.zeros((1, values[first].shape[1]))
+            found.append(table[local] * here[..., None])
+        return found
+    assert not becomes, becomes
+    layout = layouts[operation.name]
+    found = []
+    for rank, values in enumerate(mine):
+        replaced = {}
+        if isinstance(layout, Shard) and operation.target in (
+            "aten.view.default",
+            "aten.reshape.default",
+        ):
+            sizes = operation.args[1]
+            assert isinstance(sizes, tuple)
+            extent = ranks.axes[layout.axis][rank] * layout.outer
+            replaced["_1"] = tuple(extent if i == layout.dim else x for i, x in enumerate(sizes))
+        found.append(call(operation, values, **replaced))
+    return found
+
+
+def _intervals(ranks: Ranks, layout: Shard) -> tuple[tuple[int, int], ...]:
+    counts = ranks.axes[layout.axis]
+    return tile(sum(counts), counts)
+
+
+def run_cut(
+    graph: OperationGraph, cut: HeadCut, given: Mapping[str, Array], ranks: Ranks
+) -> dict[str, list[Array]]:
+    """All segments in order, every value on every rank; the loss is the last segment's. Backbone
+    segments run on each rank's own samples, nothing between ranks."""
+    own = ranks.axes["batch"]
+    samples = Shard(0, "batch")
+    crossed: dict[str, list[Array]] = {}
+    values: dict[str, list[Array]] = {}
+    for segment in cut.segments:
+        held: dict[str, list[Array]] = {name: crossed[name] for name in segment.takes}
+        for name in segment.operations:
+            target = graph[name].target
+            if target == "input":
+                held[name] = ranks.lay(given[name], samples)
+            elif target in ("parameter", "buffer"):
+                typed = segment.assignment
+                layout = typed.layouts[name] if typed else Replicated()
+                held[name] = ranks.lay(given[name], layout)
+        if segment.assignment is None:
+            whole = OperationGraph(tuple(graph[name] for name in segment.operations))
+            each = [
+                run_whole(whole, {name: parts[rank] for name, parts in held.items()})
+                for rank in range(len(own))
+            ]
+            values = {name: [one[name] for one in each] for name in segment.gives}
+        else:
+            values = run_region(graph, segment, held, ranks)
+        crossed |= {name: values[name] for name in segment.gives}
+    return values

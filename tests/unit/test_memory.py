@@ -1,0 +1,157 @@
+"""Bytes a rank needs, against the ZeRO paper's sums done by hand."""
+
+import pytest
+from tests.unit.operation_graphs import classifier, conv1d_head, gpt
+
+from whale_train.strategies.cut import cut_head
+from whale_train.strategies.grammar import Replicate, Split
+from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph
+from whale_train.strategies.head import find_heads
+from whale_train.strategies.memory import added, head_memory, replica_memory
+from whale_train.strategies.operations import ModelProfile, Parameter
+from whale_train.strategies.plan import MemoryEstimate
+
+# 100 million elements over 10 copies, 80 million of them in one parameter; a gradient bucket of
+# 25 MiB in fp32 is 6,553,600 elements, 26,214,400 bytes.
+BIG = ModelProfile(
+    name="big",
+    parameters=(Parameter("table", (80_000, 1000)), Parameter("rest", (20_000, 1000))),
+    inputs=(),
+    forward_flops=0.0,
+    activation_bytes=0.0,
+    buffer_bytes=500,
+)
+BUCKET = 26_214_400.0
+
+
+def estimate(
+    precision: str = "fp32", states: int = 2, copies: int = 10, **options: object
+) -> MemoryEstimate:
+    node = Replicate("strategy.graph.replicate", **options)  # type: ignore[arg-type]
+    bound = BoundTaskGraph("model", node, ("*",), ("table", "rest"), 0.0)
+    return replica_memory(bound, BIG, copies, states, precision, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("zero", "parameters", "gradients", "optimizer", "communication"),
+    [
+        # Adam's two fp32 states of 100 M elements: 800 MB.
+        (0, 400e6, 400e6, 800e6, BUCKET),
+        # From here a flat fp32 partition as well: (4 + 8) bytes of 10 M. ZeRO 1 has the averaged
+        # partition of the gradient beside all of it.
+        (1, 400e6, 440e6, 120e6, BUCKET),
+        (2, 400e6, 40e6, 120e6, BUCKET),
+        # The largest parameter is fetched while the next one is: 2 x 320 MB.
+        (3, 40e6, 40e6, 120e6, BUCKET + 640e6),
+    ],
+)
+def test_what_each_stage_partitions(
+    zero: int, parameters: float, gradients: float, optimizer: float, communication: float
+) -> None:
+    expected = MemoryEstimate(parameters + 500, gradients, optimizer, 1e9, communication)
+    assert estimate(zero=zero) == expected
+
+
+@pytest.mark.parametrize(
+    ("zero", "parameters", "gradients", "optimizer", "communication"),
+    [
+        (0, 400e6, 400e6, 800e6, BUCKET),  # autocast over fp32 weights
+        (1, 200e6, 440e6, 120e6, BUCKET),  # bf16 weights, an fp32 master partition
+        (2, 200e6, 40e6, 120e6, BUCKET),
+        (3, 20e6, 40e6, 120e6, BUCKET + 320e6),
+    ],
+)
+def test_bf16(
+    zero: int, parameters: float, gradients: float, optimizer: float, communication: float
+) -> None:
+    expected = MemoryEstimate(parameters + 500, gradients, optimizer, 0.5e9, communication)
+    assert estimate("bf16", zero=zero) == expected
+
+
+@pytest.mark.parametrize(("states", "optimizer"), [(0, 0.0), (1, 400e6), (2, 800e6)])
+def test_optimizer_states(states: int, optimizer: float) -> None:
+    assert estimate(states=states).optimizer == optimizer
+
+
+def test_offload_leaves_the_device() -> None:
+    state = estimate(zero=2, offload_optimizer="cpu")
+    assert (state.optimizer, state.parameters) == (0.0, 400e6 + 500)
+    both = estimate(zero=3, offload_optimizer="cpu", offload_parameters="cpu")
+    assert (both.optimizer, both.parameters) == (0.0, 500.0)  # buffers stay
+    assert both.communication == BUCKET + 640e6  # what is fetched has to be somewhere
+
+
+def test_a_single_copy_sends_nothing() -> None:
+    assert estimate(copies=1).communication == 0.0
+    assert estimate(copies=1).total == 400e6 + 400e6 + 800e6 + 1e9 + 500
+
+
+def test_a_small_model_fills_no_bucket() -> None:
+    small = classifier()
+    node = Replicate("strategy.graph.replicate")
+    bound = BoundTaskGraph("model", node, ("*",), ("trunk.weight", "norm.bias"), 0.0)
+    # 4 x 8 and 4 elements; 40 bytes of buffers.
+    expected = MemoryEstimate(4 * 36 + 40, 4 * 36, 8 * 36, 7.0, 4 * 36)
+    assert replica_memory(bound, small, 2, 2, "fp32", 7.0) == expected
+
+
+def test_a_model_without_parameters() -> None:
+    bound = BoundTaskGraph("model", Replicate("", zero=3), ("*",), (), 0.0)
+    assert replica_memory(bound, BIG, 2, 2, "fp32", 0.0) == MemoryEstimate(500.0, 0, 0, 0, 0)
+
+
+def head_graph(profile: ModelProfile) -> StrategyGraph:
+    head = find_heads(profile)[0]
+    cut = cut_head(profile, head)
+    body = BoundTaskGraph("backbone", Replicate(""), ("*",), cut.backbone_parameters, 0.0)
+    top = BoundTaskGraph("head", Split(""), (head.module,), tuple(cut.shards), 0.0)
+    return StrategyGraph((body, top), 2, head, cut)
+
+
+def test_a_shard_of_a_classifiers_head() -> None:
+    profile = classifier()
+    # 5 of 10 classes: half of 10 x 4 weights and 10 biases are 25 elements. 7 samples give
+    # 7 x 5 logits, kept once and once as their gradient, and 7 x 4 gathered features with theirs.
+    assert head_memory(head_graph(profile), profile, 5, 1, "fp32", 7) == MemoryEstimate(
+        parameters=100.0,
+        gradients=100.0,
+        optimizer=100.0,
+        activations=2 * 35 * 4,
+        communication=2 * 28 * 4,
+    )
+
+
+def test_bf16_halves_what_the_head_keeps_of_the_batch() -> None:
+    profile = classifier()
+    assert head_memory(head_graph(profile), profile, 5, 2, "bf16", 7) == MemoryEstimate(
+        parameters=100.0,
+        gradients=100.0,
+        optimizer=200.0,
+        activations=2 * 35 * 2,
+        communication=2 * 28 * 2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "classes", "parameters"),
+    [(gpt(), 12, 48), (gpt(tied=True), 12, 48), (conv1d_head(), 10, 50)],
+)
+def test_every_position_of_a_sequence_has_logits(
+    profile: ModelProfile, classes: int, parameters: int
+) -> None:
+    # Whether they are [batch, 3, classes] or [batch * 3, classes]; features are [batch, 3, 4].
+    found = head_memory(head_graph(profile), profile, classes, 0, "fp32", 5)
+    assert found.activations == 2 * 15 * classes * 4
+    assert found.communication == 2 * 15 * 4 * 4
+    assert found.parameters == 4 * parameters
+
+
+def test_no_classes_still_see_the_features() -> None:
+    profile = classifier()
+    assert head_memory(head_graph(profile), profile, 0, 2, "fp32", 7).total == 2 * 28 * 4
+
+
+def test_two_task_graphs_on_a_device_add_up() -> None:
+    first, second = MemoryEstimate(1, 2, 3, 4, 5), MemoryEstimate(10, 20, 30, 40, 50)
+    assert added(first, second) == MemoryEstimate(11, 22, 33, 44, 55)
+    assert added(first, second).total == 165

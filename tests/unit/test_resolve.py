@@ -1,0 +1,439 @@
+"""Whole plans: by hand on Whale's mixed cluster, golden files, and what holds for every plan."""
+
+import json
+import os
+from dataclasses import replace
+from difflib import unified_diff
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.operation_graphs import (
+    auxiliary_loss,
+    bert,
+    classifier,
+    conv1d_head,
+    gpt,
+)
+from tests.unit.plan_requests import mixed, shipped, strategy_of, training
+
+from whale_train.errors import Fault, PlanError
+from whale_train.strategies.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.grammar import Strategy
+from whale_train.strategies.operations import ModelProfile
+from whale_train.strategies.plan import Decision
+from whale_train.strategies.resolve import refuse_without_model, resolve
+from whale_train.strategies.sharing import Training
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+REGENERATE = "REGENERATE_GOLDEN=1 python -m pytest tests/unit/test_resolve.py"
+
+
+def faults_of(
+    strategy: Strategy, cluster: Cluster, profile: ModelProfile, train: Training
+) -> list[str]:
+    with pytest.raises(PlanError) as refused:
+        resolve(strategy, cluster, profile, train)
+    return [str(fault) for fault in refused.value.faults]
+
+
+# --- Eight V100 and eight P100, by hand ------------------------------------------------------
+
+RANKS = tuple(range(16))
+NETWORK_BYTES_S, NETWORK_LATENCY_S = 50e9 / 8, 14e-6
+
+
+def ring_s(num_bytes: float) -> float:
+    """A gather over 16 ranks on two hosts: 15 messages of a sixteenth over the network."""
+    return 15 * (num_bytes / 16 / NETWORK_BYTES_S + NETWORK_LATENCY_S)
+
+
+def test_data_parallel_on_the_mixed_cluster() -> None:
+    plan = resolve(shipped("dp"), mixed(), classifier(), training())
+    assert (plan.cluster, plan.world_size, plan.global_batch) == ("v100_p100_mix", 16, 2000)
+    assert (plan.precision, plan.schedule, plan.exported, plan.rewrite) == (
+        "fp32", "none", True, None,
+    )  # fmt: skip
+    (model,) = plan.task_graphs
+    assert (model.id, model.name, model.primitive) == (0, "model", "replicate")
+    assert (model.path, model.modules) == ("strategy.graph.replicate", ("*",))
+    assert model.replicas == tuple((rank,) for rank in RANKS)
+    assert model.shares == (157,) * 8 + (93,) * 8  # 15.7 and 9.3 of 200 TFLOP/s
+    assert (model.zero, model.offload) == (0, {"optimizer": "none", "parameters": "none"})
+    assert model.parameters == model.trained
+    assert model.flops == 64.0 + 80.0
+    assert (model.shards, model.shard_dims) == ({}, {})
+    assert plan.groups == {"world": (RANKS,), "model.data_parallel": (RANKS,)}
+    for rank, planned in enumerate(plan.ranks):
+        first = rank < 8
+        assert (planned.rank, planned.node) == (rank, 0 if first else 1)
+        assert planned.device == ("v100_sxm2_32gb" if first else "p100_pcie_16gb")
+        assert (planned.micro_batch_size, planned.micro_batches) == (157 if first else 93, 1)
+        assert (planned.task_graphs, planned.deepspeed) == ((0,), {"0": None})
+    assert plan.decisions == (
+        Decision(
+            "strategy.graph.replicate.degree", "16", "", "all devices of hardware=v100_p100_mix"
+        ),
+        Decision(
+            "strategy.balance",
+            "8 x 157, 8 x 93",
+            "even 16 x 125",
+            "in proportion to each device's speed, within its memory",
+        ),
+    )
+
+
+def test_its_prediction() -> None:
+    predicted = resolve(shipped("dp"), mixed(), classifier(), training()).predicted
+    compute_s = 3 * 144 * 157 / 15.7e12  # both kinds end together
+    elements = 4 * 8 + 4 + 4 + 4 + 10 * 4 + 10
+    sync_s = 2 * ring_s(4 * elements)
+    update_s = 4 * elements * 3 / 732e9  # of the P100s, whose memory is slower
+    assert predicted.compute_s == pytest.approx(compute_s, rel=1e-12)
+    assert predicted.communication_s == pytest.approx(sync_s, rel=1e-12)
+    assert predicted.optimizer_s == pytest.approx(update_s, rel=1e-12)
+    step_s = compute_s + sync_s + update_s
+    assert predicted.step_time_s == pytest.approx(step_s, rel=1e-12)
+    assert predicted.samples_per_s == pytest.approx(2000 / step_s, rel=1e-12)
+
+
+def test_even_is_slower_by_the_slow_devices() -> None:
+    even = replace(shipped("dp"), balance="even")
+    plan = resolve(even, mixed(), classifier(), training())
+    assert plan.task_graphs[0].shares == (125,) * 16
+    assert plan.predicted.compute_s == pytest.approx(3 * 144 * 125 / 9.3e12, rel=1e-12)
+    assert [decision.key for decision in plan.decisions] == ["strategy.graph.replicate.degree"]
+
+
+def test_a_split_head_on_the_mixed_cluster() -> None:
+    profile = classifier(classes=100_000)
+    plan = resolve(shipped("hybrid_split_dp"), mixed(), profile, training(momentum=0.9))
+    backbone, head = plan.task_graphs
+    assert backbone.shares == (157,) * 8 + (93,) * 8
+    assert (head.name, head.primitive, head.modules) == ("head", "split", ("head",))
+    assert (head.replicas, head.shares) == ((RANKS,), (2000,))
+    # Classes in the same proportion: 7,850 and 4,650 sum to 100,000.
+    rows = [(7850 * rank, 7850 * (rank + 1)) for rank in range(8)]
+    rows += [(62_800 + 4650 * rank, 62_800 + 4650 * (rank + 1)) for rank in range(8)]
+    assert head.shards == {"head.weight": tuple(rows), "head.bias": tuple(rows)}
+    assert head.shard_dims == {"head.weight": 0, "head.bias": 0}
+    assert plan.groups == {
+        "world": (RANKS,),
+        "backbone.data_parallel": (RANKS,),
+        "head.model_parallel": (RANKS,),
+    }
+    assert plan.rewrite is not None
+    assert plan.rewrite["axes"]["classes"] == tuple(rows)
+    assert plan.rewrite["axes"]["batch"][7:9] == ((1099, 1256), (1256, 1349))
+    assert [rank.deepspeed for rank in plan.ranks] == [{"0": None, "1": None}] * 16
+    assert plan.decisions[-1] == Decision(
+        "strategy.graph[1].split.modules",
+        "head",
+        "",
+        "the output projection of classifier: head.weight with 100000 classes",
+    )
+    # Compute and momentum's traffic of rank 0, and rings: the backbone's gradients twice, the
+    # features [2000, 4] gathered and scattered back.
+    compute_s = 3 * (64 * 157 + 800_000 * 2000 * 0.0785) / 15.7e12
+    update_s = 4 * (44 + 7850 * 5) * 5 / 900e9
+    predicted = plan.predicted
+    assert predicted.compute_s == pytest.approx(compute_s, rel=1e-12)
+    assert predicted.optimizer_s == pytest.approx(update_s, rel=1e-12)
+    sync_s = 2 * ring_s(4 * 44) + 2 * ring_s(4 * 2000 * 4)
+    assert predicted.communication_s == pytest.approx(sync_s, rel=1e-12)
+
+
+def test_memory_of_a_rank_is_both_its_task_graphs() -> None:
+    plan = resolve(shipped("hybrid_split_dp"), mixed(), classifier(160), training(160))
+    memory = plan.ranks[0].memory_bytes
+    samples, classes = plan.task_graphs[0].shares[0], plan.task_graphs[1].shards["head.bias"][0][1]
+    assert (samples, classes) == (13, 13)  # 12.56 of 160
+    assert memory.parameters == 4 * 44 + 40 + 4 * 5 * 13
+    assert memory.gradients == 4 * 44 + 4 * 5 * 13
+    assert memory.optimizer == 0
+    # The backbone's 1,000 bytes a sample without its logits, which are 160 x 13, twice.
+    assert memory.activations == 0 * 13 + 2 * 160 * 13 * 4
+    assert memory.communication == 4 * 44 + 2 * 160 * 4 * 4
+
+
+def test_the_cut_is_written_for_the_ranks() -> None:
+    plan = resolve(shipped("hybrid_split_dp"), mixed().first(2), gpt(tied=True), training(5))
+    assert plan.rewrite is not None
+    assert plan.rewrite["axes"] == {"batch": ((0, 3), (3, 5)), "classes": ((0, 6), (6, 12))}
+    first, backbone, last = plan.rewrite["segments"]
+    batch, classes = ({"dim": 0, "axis": axis, "outer": 1} for axis in ("batch", "classes"))
+    none = {"dim": 0, "axis": "", "outer": 1}
+    assert first == {
+        "task_graph": 1,
+        "operations": ("lm_head_weight", "input_ids", "embedding"),
+        "takes": (),
+        "gives": ("embedding",),
+        "layouts": {"lm_head_weight": classes, "input_ids": batch},
+        "casts": (
+            {"user": "embedding", "value": "input_ids", "kind": "gather", **batch},
+            {"user": "", "value": "embedding", "kind": "reduce_scatter", **batch},
+        ),
+        "becomes": {"embedding": "split_embedding"},
+    }
+    assert backbone == {
+        "task_graph": 0,
+        "operations": ("block_weight", "norm_weight", "linear", "norm"),
+        "takes": ("embedding",),
+        "gives": ("norm",),
+        "layouts": {},
+        "casts": (),
+        "becomes": {},
+    }
+    assert last["layouts"]["logits"] == {"dim": 2, "axis": "classes", "outer": 1}
+    assert last["layouts"]["flat"] == {"dim": 1, "axis": "classes", "outer": 1}
+    assert "loss" not in last["layouts"]
+    assert last["becomes"] == {"loss": "split_cross_entropy"}
+    assert {"user": "logits", "value": "norm", "kind": "gather_enter", **batch} in last["casts"]
+    bias = resolve(shipped("hybrid_split_dp"), mixed().first(2), conv1d_head(), training(5))
+    assert bias.rewrite is not None
+    entered = {"user": "addmm", "value": "flat", "kind": "enter", **none}
+    assert entered in bias.rewrite["segments"][-1]["casts"]
+
+
+def test_zero_configs_carry_the_rank_s_samples() -> None:
+    plan = resolve(shipped("zero2_offload"), mixed(), classifier(), training(momentum=0.5))
+    assert plan.task_graphs[0].offload == {"optimizer": "cpu", "parameters": "none"}
+    assert plan.task_graphs[0].zero == 2
+    sizes = []
+    for rank in plan.ranks:
+        config = rank.deepspeed["0"]
+        assert config is not None
+        sizes.append(config["train_micro_batch_size_per_gpu"])
+        assert config["optimizer"] == {
+            "type": "SGD",
+            "params": {"lr": 0.1, "momentum": 0.5, "fused": False},
+        }
+        assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert sizes == [157] * 8 + [93] * 8
+
+
+def test_one_device_leaves_the_rest_idle_and_says_so() -> None:
+    plan = resolve(shipped("single"), mixed(), classifier(), training())
+    assert plan.world_size == 1
+    assert plan.task_graphs[0].shares == (2000,)
+    assert plan.predicted.communication_s == 0.0
+    assert plan.decisions[0] == Decision(
+        "strategy.devices",
+        "1",
+        "16",
+        "strategy=single asks for that many; 15 idle of hardware=v100_p100_mix",
+    )
+
+
+def test_fewer_copies_than_devices_are_nested_in_an_outer_replicate() -> None:
+    strategy = strategy_of({"graph": {"replicate": {"degree": 4}}})
+    plan = resolve(strategy, mixed(), classifier(), training())
+    assert plan.groups["model.data_parallel"] == (RANKS,)
+    assert plan.decisions[0] == Decision(
+        "strategy.graph.replicate.degree", "16", "4", "an outer replicate of 4 uses all 16 devices"
+    )
+
+
+def test_a_parameter_without_a_gradient_is_held_and_not_trained() -> None:
+    profile = replace(classifier(), unused_parameters=("norm.bias",))
+    plan = resolve(shipped("dp"), mixed(), profile, training())
+    (model,) = plan.task_graphs
+    assert set(model.parameters) - set(model.trained) == {"norm.bias"}
+    assert plan.decisions[-1] == Decision(
+        "norm.bias", "not trained", "", "the loss does not depend on it"
+    )
+
+
+def test_what_a_split_gathers_for_want_of_a_rule_is_said() -> None:
+    plan = resolve(shipped("hybrid_split_dp"), mixed().first(2), auxiliary_loss(), training())
+    assert not [d for d in plan.decisions if d.key.startswith("operation")]
+    graph = auxiliary_loss().graph
+    assert graph is not None
+    renamed = tuple(
+        replace(op, target="aten.nll.unheard_of") if op.name == "task" else op for op in graph
+    )
+    profile = replace(auxiliary_loss(), graph=replace(graph, operations=renamed))
+    plan = resolve(shipped("hybrid_split_dp"), mixed().first(2), profile, training())
+    assert plan.decisions[-1] == Decision(
+        "operation task",
+        "whole",
+        "sharded",
+        "no rule for it: it is given whole tensors, which is slower",
+    )
+
+
+# --- Refusals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mapping", "devices", "train", "expected"),
+    [
+        (
+            {"graph": "replicate", "devices": 20},
+            16,
+            training(),
+            ["strategy.devices=20 is more than the 16 of hardware=v100_p100_mix; "
+             "use at most 16, or auto"],
+        ),
+        (
+            {"graph": "replicate"},
+            16,
+            training(precision="bf16"),
+            ["train.precision=bf16 is not computed by p100_pcie_16gb and v100_sxm2_32gb of "
+             "hardware=v100_p100_mix; use fp32"],
+        ),
+        (
+            {"graph": {"replicate": {"zero": 1}}},
+            1,
+            training(),
+            ["strategy.graph.replicate.zero=1 partitions over the copies, and 1 device has only "
+             "one; use strategy=single, or more devices"],
+        ),
+        (
+            {"graph": {"replicate": {"zero": 3, "degree": 8}}},
+            16,
+            training(),
+            ["strategy.graph.replicate.degree=8 of 16 devices nests ZeRO in an outer replicate, "
+             "not executed yet; use 16, or auto"],
+        ),
+        (
+            {"graph": [{"replicate": {"degree": 8}}, {"split": {"modules": "head"}}]},
+            16,
+            training(),
+            ["strategy.graph[0].replicate.degree=8 of 16 devices nests a split in an outer "
+             "replicate, not executed yet; use 16, or auto"],
+        ),
+        (
+            {"graph": "replicate"},
+            16,
+            training(15),
+            ["train.global_batch=15 leaves some of the 16 devices without a sample; "
+             "use at least 16"],
+        ),
+        # All of them at once
+        (
+            {"graph": {"replicate": {"zero": 1, "degree": 3}}, "devices": 17},
+            16,
+            training(3, "bf16"),
+            [
+                "strategy.devices=17 is more than the 16 of hardware=v100_p100_mix; "
+                "use at most 16, or auto",
+                "train.precision=bf16 is not computed by p100_pcie_16gb and v100_sxm2_32gb of "
+                "hardware=v100_p100_mix; use fp32",
+                "strategy.graph.replicate.degree=3 does not divide the 16 devices of "
+                "hardware=v100_p100_mix; use 1, 2, 4, 8 or 16",
+                "train.global_batch=3 leaves some of the 16 devices without a sample; "
+                "use at least 16",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused_before_there_is_a_model(
+    mapping: dict[str, Any], devices: int, train: Training, expected: list[str]
+) -> None:
+    strategy, cluster = strategy_of(mapping), mixed().first(devices)
+    assert faults_of(strategy, cluster, classifier(), train) == expected
+    faults: list[Fault] = []
+    refuse_without_model(strategy, cluster, train, faults)
+    assert [str(fault) for fault in faults] == expected
+
+
+def test_a_precision_no_device_has() -> None:
+    only_half = Device("half", {"fp16": 1e12}, 1e9, 1e9)
+    cluster = Cluster("odd", (Node((only_half,), Link("l", 1, 0)),), Link("n", 1, 0))
+    (fault,) = faults_of(shipped("dp"), cluster, classifier(), training())
+    assert fault == (
+        "train.precision=fp32 is not computed by half of hardware=odd; use other devices"
+    )
+
+
+def test_a_tied_head_with_batch_norm() -> None:
+    profile = replace(bert(), batch_norm_modules=("norm",))
+    assert faults_of(shipped("hybrid_split_dp"), mixed().first(2), profile, training()) == [
+        "strategy.graph[1].split is tied to an embedding, in a model with BatchNorm: not executed "
+        "yet; use strategy=dp"
+    ]
+    assert resolve(shipped("dp"), mixed(), profile, training()).world_size == 16
+    assert resolve(shipped("hybrid_split_dp"), mixed().first(2), bert(), training()).rewrite
+
+
+def test_no_memory_is_a_plan_error_too() -> None:
+    fat = replace(classifier(), activation_bytes=20e9)
+    (fault,) = faults_of(shipped("dp"), mixed(), fat, training(16))
+    assert fault.startswith("strategy=dp needs 20.0 GB on rank 8 (p100_pcie_16gb) for one sample, ")
+
+
+# --- Golden plans ---------------------------------------------------------------------------
+
+FAST = Device("fast", {"fp32": 3e12}, 16e9, 1e12)
+SLOW = Device("slow", {"fp32": 1e12}, 8e9, 5e11)
+UNLIKE = Cluster(
+    "unlike",
+    (
+        Node((FAST, FAST), Link("inside", 1e11, 1e-6)),
+        Node((SLOW, SLOW), Link("inside", 1e10, 2e-6)),
+    ),
+    Link("between", 1e9, 1e-5),
+)
+GOLDEN_PLANS = {
+    "plan_dp": (strategy_of({"graph": "replicate"}), classifier()),
+    "plan_hybrid": (
+        strategy_of({"graph": [{"replicate": {"zero": 1}}, {"split": {"modules": "head"}}]}),
+        gpt(tied=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN_PLANS)
+def test_golden_plans(name: str) -> None:
+    strategy, profile = GOLDEN_PLANS[name]
+    path = GOLDEN / f"{name}.json"
+    found = resolve(strategy, UNLIKE, profile, training(16, momentum=0.9)).to_json()
+    if os.environ.get("REGENERATE_GOLDEN"):
+        path.write_text(found, encoding="utf-8")
+    golden = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = unified_diff(
+        golden.splitlines(), found.splitlines(), path.name, "this plan", "", "", 2, ""
+    )
+    assert found == golden, "\n".join([*lines, f"if the new plan is right: {REGENERATE}"])
+
+
+# --- The file -------------------------------------------------------------------------------
+
+
+def test_the_file_says_the_total_of_a_ranks_memory() -> None:
+    plan = resolve(shipped("dp"), mixed(), classifier(), training())
+    written = json.loads(plan.to_json())
+    memory = written["ranks"][0]["memory_bytes"]
+    assert memory["total"] == sum(size for part, size in memory.items() if part != "total")
+    assert plan.to_json().endswith("}\n")
+
+
+def test_the_keys_of_the_file() -> None:
+    """The contract of the design, section 6."""
+    plan = resolve(shipped("hybrid_split_dp"), mixed(), classifier(160), training())
+    written = json.loads(plan.to_json())
+    assert set(written) >= {
+        "cluster", "world_size", "global_batch", "task_graphs", "groups", "schedule", "ranks",
+        "predicted", "decisions",
+    }  # fmt: skip
+    assert set(written["task_graphs"][1]) >= {
+        "id", "name", "primitive", "path", "modules", "parameters", "flops", "replicas", "shares",
+        "shards",
+    }  # fmt: skip
+    assert set(written["ranks"][0]) >= {
+        "rank", "node", "device", "task_graphs", "micro_batch_size", "micro_batches",
+        "memory_bytes", "deepspeed",
+    }  # fmt: skip
+    assert set(written["ranks"][0]["memory_bytes"]) == {
+        "parameters", "gradients", "optimizer", "activations", "communication", "total",
+    }  # fmt: skip
+    assert {"step_time_s", "samples_per_s"} <= set(written["predicted"])
+
+
+def test_what_a_rank_holds_of_a_primitive() -> None:
+    plan = resolve(shipped("hybrid_split_dp"), mixed(), classifier(160), training())
+    assert plan.task_graph_of(3, "split") == plan.task_graphs[1]
+    assert plan.task_graph_of(3, "replicate") == plan.task_graphs[0]
+    whole = resolve(shipped("dp"), mixed(), classifier(), training())
+    assert whole.task_graph_of(3, "split") is None

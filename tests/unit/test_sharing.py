@@ -1,0 +1,283 @@
+"""Who takes how many samples and classes: speed within memory, and by how much it does not fit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.operation_graphs import classifier, conv1d_head, gpt
+
+from whale_train.errors import Fault
+from whale_train.strategies.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.grammar import read_strategy
+from whale_train.strategies.graph import bind
+from whale_train.strategies.operations import ModelProfile, Parameter
+from whale_train.strategies.sharing import Sharing, Training, backbone_memory, share
+
+LINK = Link("link", 1e10, 1e-6)
+ROOMY = 1e12
+HYBRID = ["replicate", {"split": {"modules": "head"}}]
+
+
+def cluster(*devices: tuple[float, float]) -> Cluster:
+    """One node of devices of (FLOP/s, bytes)."""
+    listed = tuple(
+        Device(f"device_{i}", {"fp32": flops, "bf16": 8 * flops}, memory, 1e11)
+        for i, (flops, memory) in enumerate(devices)
+    )
+    return Cluster("cluster", (Node(listed, LINK),), LINK)
+
+
+def training(global_batch: int, precision: str = "fp32", **options: Any) -> Training:
+    return Training(global_batch, precision, 0.0, "sgd", {"lr": 0.1, **options})
+
+
+def outcome(
+    graph: Any, profile: ModelProfile, on: Cluster, train: Training, balance: str = "hardware"
+) -> tuple[Sharing | None, list[str]]:
+    faults: list[Fault] = []
+    strategy = read_strategy({"graph": graph, "balance": balance}, "mine", faults)
+    assert strategy is not None
+    bound = bind(strategy, profile, len(on.devices), on.name, faults)
+    assert bound is not None
+    found = share(strategy, bound, on, profile, train, faults)
+    assert (found is None) == bool(faults)
+    return found, [str(fault) for fault in faults]
+
+
+def shared(*args: Any, **kwargs: Any) -> Sharing:
+    found, faults = outcome(*args, **kwargs)
+    assert found is not None, faults
+    return found
+
+
+def refused(*args: Any, **kwargs: Any) -> str:
+    _, faults = outcome(*args, **kwargs)
+    (fault,) = faults
+    return fault
+
+
+# 1e9 bytes of parameters, as many of gradients, none of SGD's state; buckets of 26,214,400
+# bytes; 1e8 bytes a sample.
+MODEL = ModelProfile("model", (Parameter("weight", (250_000, 1000)),), (), 1e9, 1e8)
+FIXED = 2e9 + 26_214_400
+
+
+def test_samples_follow_speed() -> None:
+    on = cluster((3e12, ROOMY), (1e12, ROOMY))
+    assert shared("replicate", MODEL, on, training(12)) == Sharing((9, 3), ())
+    assert shared("replicate", MODEL, on, training(12, "bf16")).samples == (9, 3)
+
+
+def test_even_does_not_read_speed() -> None:
+    on = cluster((3e12, ROOMY), (1e12, ROOMY))
+    assert shared("replicate", MODEL, on, training(13), balance="even").samples == (7, 6)
+
+
+def test_each_precision_has_its_own_speeds() -> None:
+    first = Device("first", {"fp32": 1e12, "bf16": 9e12}, ROOMY, 1e11)
+    second = Device("second", {"fp32": 1e12, "bf16": 1e12}, ROOMY, 1e11)
+    on = Cluster("cluster", (Node((first, second), LINK),), LINK)
+    assert shared("replicate", MODEL, on, training(10)).samples == (5, 5)
+    assert shared("replicate", MODEL, on, training(10, "bf16")).samples == (9, 1)
+
+
+def test_memory_caps_speed() -> None:
+    # The fast one has room for four samples and a half; the others take the rest by speed.
+    on = cluster((8e12, FIXED + 4.5e8), (2e12, ROOMY), (1e12, ROOMY))
+    assert shared("replicate", MODEL, on, training(16)).samples == (4, 8, 4)
+
+
+def test_the_slowest_device_still_has_a_sample() -> None:
+    on = cluster((1e15, ROOMY), (1e9, ROOMY), (1e9, ROOMY))
+    assert shared("replicate", MODEL, on, training(5)).samples == (3, 1, 1)
+
+
+def test_a_sample_of_no_bytes_fits_anywhere() -> None:
+    weightless = replace(MODEL, activation_bytes=0.0)
+    on = cluster((1e12, FIXED), (1e12, FIXED))
+    assert shared("replicate", weightless, on, training(1000)).samples == (500, 500)
+
+
+def test_optimizer_states_take_room() -> None:
+    # 1 GB more for momentum, 2 GB for Adam's two.
+    on = cluster((1e12, FIXED + 2.05e9), (1e12, ROOMY))
+    assert shared("replicate", MODEL, on, training(30)).samples == (15, 15)
+    assert shared("replicate", MODEL, on, training(30, momentum=0.9)).samples == (10, 20)
+    adam = replace(training(30), optimizer="adam")
+    assert refused("replicate", MODEL, on, adam).startswith("strategy=mine needs 4.1 GB on rank 0")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "states"),
+    [("sgd", {}, 0), ("sgd", {"momentum": 0.0}, 0), ("sgd", {"momentum": 0.9}, 1),
+     ("adam", {}, 2), ("adamw", {"betas": (0.9, 0.99)}, 2)],
+)  # fmt: skip
+def test_states_an_optimizer_keeps(optimizer: str, options: dict[str, Any], states: int) -> None:
+    assert Training(8, "fp32", 0.0, optimizer, options).optimizer_states == states
+
+
+# --- What does not fit ----------------------------------------------------------------------
+
+
+def test_a_batch_that_is_too_large_by_how_much() -> None:
+    on = cluster((1e12, FIXED + 4.5e8), (1e12, FIXED + 7e8))
+    assert shared("replicate", MODEL, on, training(11)).samples == (4, 7)
+    assert refused("replicate", MODEL, on, training(15)) == (
+        "train.global_batch=15 is 4 samples (0.4 GB) more than the memory of hardware=cluster "
+        "holds under strategy=mine; use at most 11, or more ZeRO"
+    )
+
+
+def test_evenly_the_smallest_device_limits_all() -> None:
+    on = cluster((1e12, FIXED + 4.5e8), (1e12, FIXED + 7e8), (1e12, FIXED + 9e8))
+    # One share may be one larger where there is room: 4, 5 and 5.
+    assert shared("replicate", MODEL, on, training(14), balance="even").samples == (4, 5, 5)
+    assert refused("replicate", MODEL, on, training(15), balance="even") == (
+        "train.global_batch=15 is 1 samples (0.1 GB) more than the memory of hardware=cluster "
+        "holds under strategy=mine; use at most 14, or more ZeRO"
+    )
+
+
+# Of 100 parameters instead of one, which ZeRO 3 fetches two at a time.
+FINE = replace(MODEL, parameters=tuple(Parameter(f"w{i}", (2500, 1000)) for i in range(100)))
+
+
+@pytest.mark.parametrize(
+    ("profile", "count", "memory", "options", "fault"),
+    [
+        # Adam on 4 devices: 1 + 1 + 2 GB, bucket and sample. ZeRO 1 keeps a quarter of 3 GB of
+        # state and master weights, and of the gradient.
+        (MODEL, 4, 3.5e9, {"adam": True},
+         (4.1, 0.6, 3.5, "use strategy=zero1, which needs 3.1 GB")),
+        # Momentum on 2: 1 + 1 + 1. ZeRO 1: 1 + 1 + 0.5 + 1, more; ZeRO 2: 1 + 0.5 + 1.
+        (MODEL, 2, 2.7e9, {"momentum": 0.9},
+         (3.1, 0.4, 2.7, "use strategy=zero2, which needs 2.6 GB")),
+        # ZeRO 3: half of parameters, gradients and master weights, and 20 MB fetched.
+        (FINE, 2, 1.9e9, {}, (2.1, 0.2, 1.9, "use strategy=zero3, which needs 1.6 GB")),
+        (FINE, 2, 0.7e9, {}, (2.1, 1.4, 0.7, "use strategy=zero3_offload, which needs 0.6 GB")),
+        (MODEL, 2, 1e9, {}, (2.1, 1.1, 1.0, "no ZeRO stage makes it fit: use more devices or a "
+         "smaller model")),
+        (FINE, 1, 1.9e9, {}, (2.1, 0.2, 1.9, "no ZeRO stage makes it fit: use more devices or a "
+         "smaller model")),
+        (replace(FINE, perhaps_unused=("w0",)), 2, 1.9e9, {},
+         (2.1, 0.2, 1.9, "no ZeRO stage makes it fit: use more devices or a smaller model")),
+    ],
+)  # fmt: skip
+def test_a_device_too_small_for_one_sample(
+    profile: ModelProfile,
+    count: int,
+    memory: float,
+    options: dict[str, Any],
+    fault: tuple[float, float, float, str],
+) -> None:
+    on = cluster(*((1e12, ROOMY),) * (count - 1), (1e12, memory))
+    adam = options.pop("adam", False)
+    train = replace(training(4, **options), optimizer="adam" if adam else "sgd")
+    needs, more, has, remedy = fault
+    assert refused("replicate", profile, on, train) == (
+        f"strategy=mine needs {needs:.1f} GB on rank {count - 1} (device_{count - 1}) for one "
+        f"sample, {more:.1f} GB more than its {has:.1f} GB; {remedy}"
+    )
+
+
+def test_the_remedy_is_a_strategy_as_it_ships() -> None:
+    """ZeRO 2 without the offload that was asked for: 1 + 0.5 + 0.5 GB. ZeRO 3 fetches 2 GB."""
+    offload = {"optimizer": "cpu", "parameters": "cpu"}
+    graph = {"replicate": {"zero": 3, "offload": offload}}
+    on = cluster((1e12, 2.5e9), (1e12, 2.5e9))
+    assert refused(graph, MODEL, on, training(4)) == (
+        "strategy=mine needs 2.6 GB on rank 0 (device_0) for one sample, 0.1 GB more than its "
+        "2.5 GB; use strategy=zero2, which needs 2.1 GB"
+    )
+
+
+# --- A split head ---------------------------------------------------------------------------
+
+
+def headed(classes: int, sample_bytes: float = 1000.0) -> ModelProfile:
+    """A sample keeps `sample_bytes` in the backbone, and its logits twice, in fp32.
+
+    On each of several devices, under SGD: 36 elements of the trunk, their gradient and a bucket of
+    as many, 40 bytes of buffers: 472 bytes. A class has 4 weights and a bias, with gradients, 40
+    bytes, and its logit of every sample of the batch, twice: 8 each. The 4 features of the whole
+    batch are gathered, twice: 32 each.
+    """
+    whole = classifier(classes, batch_norm=False)
+    return replace(whole, activation_bytes=sample_bytes + 8 * classes)
+
+
+def held(classes: int, batch: int) -> int:
+    """Bytes of a device with its trunk, `classes` and one sample."""
+    return 472 + 1000 + 32 * batch + (40 + 8 * batch) * classes
+
+
+def test_classes_follow_speed() -> None:
+    on = cluster((3e12, ROOMY), (1e12, ROOMY))
+    # 7.5 and 2.5 samples: 8 on the fast one end at 8/3, 3 on the slow one would at 3.
+    assert shared(HYBRID, headed(1000), on, training(10)) == Sharing((8, 2), (750, 250))
+    even = shared(HYBRID, headed(1001), on, training(11), balance="even")
+    assert even == Sharing((6, 5), (501, 500))
+
+
+def test_classes_leave_room_for_a_sample() -> None:
+    on = cluster((3e12, held(100, 10) + 60), (1e12, ROOMY))
+    assert shared(HYBRID, headed(1000), on, training(10)) == Sharing((1, 9), (100, 900))
+
+
+def test_room_to_the_byte() -> None:
+    fits, short = held(1, 2), held(1, 2) - 1
+    one_each = Sharing((1, 1), (1, 1))
+    assert shared(HYBRID, headed(2), cluster((1, fits), (1, fits)), training(2)) == one_each
+    fault = refused(HYBRID, headed(2), cluster((1, fits), (1, short)), training(2))
+    assert fault.startswith("strategy=mine needs 0.0 GB on rank 1 (device_1) for one sample and ")
+
+
+# Two samples, one each beside as many classes: 56 bytes a class.
+TWO = cluster((3e12, held(2_000_000, 2)), (1e12, held(5_000_000, 2)))
+
+
+def test_a_head_that_is_too_large_by_how_much() -> None:
+    assert refused(HYBRID, headed(10_000_000), TWO, training(2)) == (
+        "strategy.graph[1].split.modules=head has 10000000 classes, 3000000 more than the devices "
+        "of hardware=cluster have memory for (0.2 GB short); use more devices, a smaller "
+        "train.global_batch, or at most 7000000 classes"
+    )
+    found = shared(HYBRID, headed(7_000_000), TWO, training(2))
+    assert found == Sharing((1, 1), (2_000_000, 5_000_000))
+
+
+def test_evenly_the_smallest_device_limits_the_classes() -> None:
+    assert refused(HYBRID, headed(10_000_000), TWO, training(2), balance="even") == (
+        "strategy.graph[1].split.modules=head has 10000000 classes, 5999999 more than the devices "
+        "of hardware=cluster have memory for (0.3 GB short); use more devices, a smaller "
+        "train.global_batch, or at most 4000001 classes"
+    )
+    found = shared(HYBRID, headed(4_000_001), TWO, training(2), balance="even")
+    assert found == Sharing((1, 1), (2_000_000, 2_000_001))
+
+
+def test_a_device_too_small_for_one_class() -> None:
+    """Not the fault of the number of classes, and said otherwise."""
+    on = cluster((1e12, ROOMY), (1e12, 1.5e9))
+    assert refused(HYBRID, headed(1000, sample_bytes=2e9), on, training(4)) == (
+        "strategy=mine needs 2.0 GB on rank 1 (device_1) for one sample and one class, 0.5 GB "
+        "more than its 1.5 GB; no ZeRO stage makes it fit: use more devices or a smaller model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "kept"),
+    [
+        (classifier(batch_norm=False), 1000 - 2 * 4 * 10),
+        (gpt(), 1000 - 2 * 4 * 3 * 12),
+        (conv1d_head(), 1000 - 2 * 4 * 3 * 10),  # its logits are rows of [batch * 3]
+        (replace(gpt(), activation_bytes=10.0), 0),
+    ],
+)
+def test_the_backbone_keeps_all_but_the_logits(profile: ModelProfile, kept: int) -> None:
+    faults: list[Fault] = []
+    strategy = read_strategy({"graph": HYBRID}, "mine", faults)
+    assert strategy is not None
+    bound = bind(strategy, profile, 2, "cluster", faults)
+    assert bound is not None
+    assert backbone_memory(bound, profile, training(8), 2, 5).activations == 5 * kept
