@@ -48,13 +48,13 @@ class _Section(BaseModel):
 
 
 class TrainOptions(_Section):
-    """`steps` optimizer steps of `global_batch` samples each. `grad_clip` null is off.
+    """`steps` optimizer steps of `global_batch` samples each. `grad_clip` null or 0 is off.
     `evaluate_every` and `checkpoint_every` count steps, null is never."""
 
     steps: _Count
     global_batch: _Count
     precision: Literal["fp32", "bf16", "fp16"] | None = None
-    grad_clip: float | None = Field(None, gt=0)
+    grad_clip: float | None = Field(None, ge=0)
     grad_norm: bool = True
     evaluate_every: _Count | None = None
     evaluation_samples: _Count = 512
@@ -306,7 +306,7 @@ def _refuse_unexecuted(sections: Mapping[str, Any], faults: list[Fault]) -> None
             faults.append(Fault("train.checkpoint_every", value, rule, "use null"))
         if train.resume is not None:
             faults.append(Fault("train.resume", train.resume, rule, "use null"))
-        if train.grad_clip is not None and not train.grad_norm:
+        if train.grad_clip and not train.grad_norm:
             rule_norm = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule_norm, "use train.grad_norm=true"))
     optimizer = sections.get("optimizer")
