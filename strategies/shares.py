@@ -94,11 +94,6 @@ def tile(total: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((stop - share, stop) for share, stop in zip(shares, stops, strict=True))
 
 
-def shortfall(total: int, caps: Sequence[int]) -> int:
-    """How many of `total` samples fit on no device; 0 when all do."""
-    return max(0, total - sum(caps))
-
-
 def _integers_in_proportion(speeds: Sequence[float]) -> list[int]:
     """The smallest whole numbers in exactly the ratios of `speeds`."""
     try:

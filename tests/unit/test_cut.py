@@ -212,9 +212,6 @@ def test_segments_take_what_earlier_ones_give(name: str) -> None:
     assert "loss" in given
 
 
-# --- Refusals -------------------------------------------------------------------------------
-
-
 def labelled() -> Sketch:
     """A trunk `hidden` [batch, 4] and a head's weight [10, 4], with labels."""
     s = Sketch()
@@ -318,6 +315,20 @@ def bias_used_twice() -> ModelProfile:
     return s.profile("biased", "loss")
 
 
+def bias_broadcast_two_ways() -> ModelProfile:
+    """Along the classes of the logits, and across them."""
+    s = labelled()
+    s.parameter("bias", "10")
+    logits(s)
+    s.call("biased", "add.Tensor", "logits", "bias", shape="B 10")
+    s.call("column", "unsqueeze.default", "logits", -1, shape="B 10 1")
+    s.call("table", "mul.Tensor", "column", "bias", shape="B 10 10")
+    s.call("penalty", "mean.default", "table", shape="")
+    s.call("task", "cross_entropy_loss.default", "biased", "labels", shape="")
+    s.call("loss", "add.Tensor", "task", "penalty", shape="")
+    return s.profile("broadcast", "loss")
+
+
 HEAD = Head("logits", "head.weight", 0, 10, "head")
 
 
@@ -342,6 +353,7 @@ HEAD = Head("logits", "head.weight", 0, 10, "head")
         ),
         (temperature(), "its parameter temperature cannot be cut along the classes"),
         (read_by_another_loss(), "its parameter head.weight has no cut that fits all its uses"),
+        (bias_broadcast_two_ways(), "its parameter bias cannot be cut along the classes"),
         (bias_used_twice(), "its parameter bias has no cut that fits all its uses"),
         (
             auxiliary_loss(experts="3B"),

@@ -78,10 +78,9 @@ def test_permute_takes_each_index_through_its_own_permutation() -> None:
 def test_all_permutations_of_a_small_set_occur_about_equally(size: int) -> None:
     num_permutations = int(np.prod(np.arange(1, size + 1)))
     draws = 60 * num_permutations
-    seen = Counter(
-        tuple(permute(np.arange(size), size, stream_key("test", seed)).tolist())
-        for seed in range(draws)
-    )
+    keys = np.concatenate([stream_key("test", seed) for seed in range(draws)])
+    permuted = permute(np.tile(np.arange(size), draws), size, np.repeat(keys, size))
+    seen = Counter(map(tuple, permuted.reshape(draws, size).tolist()))
     assert len(seen) == num_permutations
     # 60 expected of each; binomial deviation is below 8.
     assert min(seen.values()) > 20

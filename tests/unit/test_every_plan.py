@@ -109,7 +109,7 @@ def check(
     assert predicted.samples_per_s == pytest.approx(batch / predicted.step_time_s)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(requests())
 def test_a_request_gets_a_sound_plan_or_faults(
     request: tuple[Strategy, Cluster, ModelProfile, Training],

@@ -33,9 +33,6 @@ def faults_of(graph: Any, **others: Any) -> list[str]:
     return [str(fault) for fault in faults]
 
 
-# --- What parses ----------------------------------------------------------------------------
-
-
 def test_defaults() -> None:
     assert read({"replicate": {}}) == Strategy(
         "mine",
@@ -185,8 +182,6 @@ def test_the_strategies_we_ship(name: str) -> None:
 def test_no_strategy_file_is_left_out() -> None:
     assert {path.stem for path in CONF.glob("*.yaml")} == set(STRATEGIES)
 
-
-# --- What does not --------------------------------------------------------------------------
 
 PRIMITIVES = "pipeline, replicate, split, stage"
 REPLICATE = "strategy.graph.replicate"

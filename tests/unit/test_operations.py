@@ -1,7 +1,7 @@
 """The torch-free operation graph: extents that follow the batch, who reads whom, what is tied."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.operation_graphs import Sketch, bert, classifier, gpt, shape_of
 
@@ -77,6 +77,7 @@ def graphs(draw: st.DrawFn) -> OperationGraph:
     return OperationGraph(tuple(operations))
 
 
+@settings(max_examples=50)
 @given(graphs(), st.data())
 def test_ancestors_and_descendants_are_reachability(
     graph: OperationGraph, data: st.DataObject

@@ -37,8 +37,6 @@ def faults_of(
     return [str(fault) for fault in refused.value.faults]
 
 
-# --- Eight V100 and eight P100, by hand ------------------------------------------------------
-
 RANKS = tuple(range(16))
 NETWORK_BYTES_S, NETWORK_LATENCY_S = 50e9 / 8, 14e-6
 
@@ -234,6 +232,18 @@ def test_fewer_copies_than_devices_are_nested_in_an_outer_replicate() -> None:
     )
 
 
+def test_what_was_asked_for_is_no_decision() -> None:
+    strategy = strategy_of({"graph": {"replicate": {"degree": 16}}, "balance": "even"})
+    assert resolve(strategy, mixed(), classifier(), training()).decisions == ()
+
+
+def test_a_model_that_cannot_be_exported_has_a_plan_that_says_so() -> None:
+    profile = replace(classifier(), graph=None, export_error="ValueError: it branches")
+    plan = resolve(shipped("zero3"), mixed(), profile, training())
+    assert not plan.exported
+    assert plan.task_graphs[0].flops == 144.0
+
+
 def test_a_parameter_without_a_gradient_is_held_and_not_trained() -> None:
     profile = replace(classifier(), unused_parameters=("norm.bias",))
     plan = resolve(shipped("dp"), mixed(), profile, training())
@@ -260,9 +270,6 @@ def test_what_a_split_gathers_for_want_of_a_rule_is_said() -> None:
         "sharded",
         "no rule for it: it is given whole tensors, which is slower",
     )
-
-
-# --- Refusals -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -363,8 +370,6 @@ def test_no_memory_is_a_plan_error_too() -> None:
     assert fault.startswith("strategy=dp needs 20.0 GB on rank 8 (p100_pcie_16gb) for one sample, ")
 
 
-# --- Golden plans ---------------------------------------------------------------------------
-
 FAST = Device("fast", {"fp32": 3e12}, 16e9, 1e12)
 SLOW = Device("slow", {"fp32": 1e12}, 8e9, 5e11)
 UNLIKE = Cluster(
@@ -392,13 +397,11 @@ def test_golden_plans(name: str) -> None:
     if os.environ.get("REGENERATE_GOLDEN"):
         path.write_text(found, encoding="utf-8")
     golden = path.read_text(encoding="utf-8") if path.exists() else ""
-    lines = unified_diff(
-        golden.splitlines(), found.splitlines(), path.name, "this plan", "", "", 2, ""
-    )
-    assert found == golden, "\n".join([*lines, f"if the new plan is right: {REGENERATE}"])
-
-
-# --- The file -------------------------------------------------------------------------------
+    if found != golden:
+        lines = unified_diff(
+            golden.splitlines(), found.splitlines(), path.name, "now", n=2, lineterm=""
+        )
+        pytest.fail("\n".join([*lines, f"if the new plan is right: {REGENERATE}"]), pytrace=False)
 
 
 def test_the_file_says_the_total_of_a_ranks_memory() -> None:

@@ -116,9 +116,6 @@ def test_states_an_optimizer_keeps(optimizer: str, options: dict[str, Any], stat
     assert Training(8, "fp32", 0.0, optimizer, options).optimizer_states == states
 
 
-# --- What does not fit ----------------------------------------------------------------------
-
-
 def test_a_batch_that_is_too_large_by_how_much() -> None:
     on = cluster((1e12, FIXED + 4.5e8), (1e12, FIXED + 7e8))
     assert shared("replicate", MODEL, on, training(11)).samples == (4, 7)
@@ -189,9 +186,6 @@ def test_the_remedy_is_a_strategy_as_it_ships() -> None:
         "strategy=mine needs 2.6 GB on rank 0 (device_0) for one sample, 0.1 GB more than its "
         "2.5 GB; use strategy=zero2, which needs 2.1 GB"
     )
-
-
-# --- A split head ---------------------------------------------------------------------------
 
 
 def headed(classes: int, sample_bytes: float = 1000.0) -> ModelProfile:
