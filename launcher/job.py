@@ -66,7 +66,7 @@ def run_job(
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         return JobEnd("refused", run_dir)
     except KeyboardInterrupt:
-        return JobEnd("interrupted", run_dir)
+        return _interrupted(run_dir)
 
 
 def make_run_dir(request: Request, run_dir: Path) -> Path:
@@ -93,17 +93,16 @@ def _train(request: Request, run_dir: Path, console: Console, place: Place | Non
         if place is not None:
             check_world(place, resolved.plan)
         write_plan(run_dir, resolved)
-    except BaseException:
-        host.stop()
-        raise
-    _show(resolved, request, console)
-    if offloads_adam(request) and not is_compiled(CPU_ADAM):
-        console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
-    progress = Progress(run_dir, request.train.steps, console)
-    try:
-        outcome = host.wait(progress.poll)
+        _show(resolved, request, console)
+        if offloads_adam(request) and not is_compiled(CPU_ADAM):
+            console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
+        progress = Progress(run_dir, request.train.steps, console)
+        try:
+            outcome = host.wait(progress.poll)
+        finally:
+            progress.close()
     finally:
-        progress.close()
+        host.stop()  # does nothing after a wait that ended by itself
     return finish(outcome, resolved, run_dir, console)
 
 
@@ -118,6 +117,10 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
         place = _place(resolved.plan, outcome.failure.rank)
         sys.stderr.write(f"error: {describe_failure(outcome.failure, place)}\n")
         return JobEnd("failed", run_dir)
+    return _interrupted(run_dir)
+
+
+def _interrupted(run_dir: Path) -> JobEnd:
     sys.stderr.write(f"interrupted; what was written is in {run_dir}\n")
     return JobEnd("interrupted", run_dir)
 
