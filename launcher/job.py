@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,13 @@ from whale_train.launcher.run_dir import (
 )
 from whale_train.launcher.show_error import error_text, terminal_width
 from whale_train.launcher.show_plan import Portable, banner_emulated, open_console, plan_view
-from whale_train.launcher.supervise import HOST_PROGRAM, Host, Outcome, describe_failure
+from whale_train.launcher.supervise import (
+    HOST_PROGRAM,
+    Host,
+    Outcome,
+    describe_failure,
+    remembered_interrupts,
+)
 from whale_train.strategies.plan import Plan
 
 EXIT_STATUS = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
@@ -59,7 +66,8 @@ def run_job(
         if request.mode == "plan":
             _show(resolve_request(request), request, console)
             return JobEnd("done", run_dir)
-        return _train(request, run_dir, console, place)
+        with remembered_interrupts() as interrupts:
+            return _train(request, run_dir, console, place, interrupts)
     except RequestError as error:
         _remove_unused(run_dir)
         sys.stdout.flush()
@@ -84,7 +92,13 @@ def write_plan(run_dir: Path, resolved: Resolved) -> None:
     mark_ready(run_dir)
 
 
-def _train(request: Request, run_dir: Path, console: Console, place: Place | None) -> JobEnd:
+def _train(
+    request: Request,
+    run_dir: Path,
+    console: Console,
+    place: Place | None,
+    interrupts: Sequence[int],
+) -> JobEnd:
     run_dir = make_run_dir(request, run_dir)
     # The host, or this rank's member, prepares while the plan is resolved.
     host = Host.start(run_dir, HOST_PROGRAM if place is None else MEMBER_PROGRAM)
@@ -97,8 +111,14 @@ def _train(request: Request, run_dir: Path, console: Console, place: Place | Non
         if offloads_adam(request) and not is_compiled(CPU_ADAM):
             console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
         progress = Progress(run_dir, request.train.steps, console)
+
+        def poll() -> None:
+            if interrupts:
+                raise KeyboardInterrupt
+            progress.poll()
+
         try:
-            outcome = host.wait(progress.poll)
+            outcome = host.wait(poll)
         finally:
             progress.close()
     finally:

@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import FrameType
+from typing import Literal, NoReturn
 
 HOST_PROGRAM = (sys.executable, "-m", "whale_train.runtime.host")
 HOST_LOG = "logs/host.log"
@@ -141,6 +142,23 @@ class Host:
         if code < 0:
             return Failure(None, "signal", HOST_LOG, signal=signal.Signals(-code).name)
         return Failure(None, "exit", HOST_LOG, exit_status=code)
+
+
+@contextmanager
+def remembered_interrupts() -> Iterator[list[int]]:
+    """The SIGINTs since, each also raised as KeyboardInterrupt. One that is raised inside a weak
+    reference's callback or a finaliser is swallowed there, and would be lost."""
+    seen: list[int] = []
+
+    def interrupted(number: int, frame: FrameType | None) -> NoReturn:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def describe_failure(failure: Failure, rank_place: str) -> str:

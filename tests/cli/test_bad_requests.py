@@ -479,11 +479,12 @@ MACHINE_AND_FILES = (
         environment={"CXX": "missing-c++"},
     ),
     Case(
-        "no_compiler_and_no_ninja",
+        "no_compiler_on_the_path",
         "strategy=zero3_offload optimizer=adam hardware=cpu hardware.devices=2",
         "strategy.graph.replicate.offload.optimizer=cpu needs DeepSpeed's CPU optimizer, which is "
-        "compiled at first use, and there is no c++ and no ninja; install g++ and ninja, or use "
+        "compiled at first use, and there is no c++; install g++ and ninja, or use "
         "optimizer=sgd, or a strategy without offload",
+        # ninja, which pip installs beside this Python, is found all the same.
         environment={"CXX": "c++", "PATH": "/nowhere"},
     ),
 )
