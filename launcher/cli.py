@@ -23,7 +23,8 @@ def main() -> None:
     """The command. Exit status: 0 done, 1 a run failed, 2 a request refused, 130 interrupted."""
     # What pip installed beside this Python (ninja) is found, though the environment may not be
     # activated.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    beside = str(Path(sys.executable).parent)
+    os.environ["PATH"] = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
     # Two runs of one second get directories of their own.
     OmegaConf.register_new_resolver("whale_suffix", lambda: token_hex(3), use_cache=True)
     place = None
