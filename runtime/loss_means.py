@@ -134,8 +134,10 @@ class GlobalMeans(TorchFunctionMode):
             self._record(call)
         if self._group.size() == 1:
             return func(*args, **kwargs)
-        total, divisor = call.sum(), call.divisor()
-        dist.all_reduce(divisor, group=self._group)
+        divisor = call.divisor()
+        work = dist.all_reduce(divisor, group=self._group, async_op=True)
+        total = call.sum()
+        work.wait()
         scale = self._inverse_share / divisor
         return (total * scale.to(total.dtype)).to(call.logits.dtype)
 
