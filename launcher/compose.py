@@ -74,6 +74,9 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
         )
         if name and free and not override.is_delete():
             text = "++" + text.lstrip("+")
+        if override.key_or_group == "strategy.graph" and not override.is_delete():
+            # A graph given whole is that graph: Hydra would merge it into the file's.
+            found.append("~strategy.graph")
         found.append(text)
     return [*(["model=custom"] if own_class else []), *found, *flags]
 

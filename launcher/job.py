@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +12,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from whale_train.config import Request, read_request
-from whale_train.errors import ConfigError, Fault, RequestError
+from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
 from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
+from whale_train.launcher.machine import machine_facts
 from whale_train.launcher.placement import Place
 from whale_train.launcher.progress import Progress, summary_line
 from whale_train.launcher.resolve import Resolved, offloads_adam, resolve_request
@@ -28,6 +29,7 @@ from whale_train.launcher.run_dir import (
 )
 from whale_train.launcher.show_error import error_text, terminal_width
 from whale_train.launcher.show_plan import Portable, banner_emulated, open_console, plan_view
+from whale_train.launcher.show_verify import verdict_line, verification_view
 from whale_train.launcher.supervise import (
     HOST_PROGRAM,
     Host,
@@ -35,7 +37,10 @@ from whale_train.launcher.supervise import (
     describe_failure,
     remembered_interrupts,
 )
+from whale_train.launcher.verify import compare
 from whale_train.strategies.plan import Plan
+from whale_train.strategies.resolve import resolve
+from whale_train.strategies.sharing import Training
 
 EXIT_STATUS = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
 
@@ -60,13 +65,16 @@ def run_job(
     try:
         request = read_request(config, names)
         if request.mode != "train" and place is not None:
-            rule = "starts no ranks, and some were started from outside"
+            what = "no ranks" if request.mode == "plan" else "its own ranks"
+            rule = f"starts {what}, and some were started from outside"
             remedy = "run it without torchrun or srun"
             raise ConfigError([Fault("mode", request.mode, rule, remedy)])
         if request.mode == "plan":
             _show(resolve_request(request), request, console)
             return JobEnd("done", run_dir)
         with remembered_interrupts() as interrupts:
+            if request.mode == "verify":
+                return _verify(request, run_dir, console, interrupts)
             return _train(request, run_dir, console, place, interrupts)
     except RequestError as error:
         _remove_unused(run_dir)
@@ -126,6 +134,85 @@ def _train(
     return finish(outcome, resolved, run_dir, console)
 
 
+def _verify(request: Request, run_dir: Path, console: Console, interrupts: Sequence[int]) -> JobEnd:
+    """The run's first steps under the plan, then the same on one process, and the comparison."""
+    request = only_steps(request)
+    run_dir = make_run_dir(request, run_dir)
+    hosts = [Host.start(run_dir)]
+
+    def poll() -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+
+    try:
+        # Its ranks start as those of a training, and are refused for the same reasons.
+        resolved = resolve_request(request.model_copy(update={"mode": "train"}))
+        alone, one_process = on_one_process(request, resolved)
+        write_plan(run_dir, resolved)
+        _show(resolved, request, console)
+        alone_dir = make_run_dir(alone, run_dir / "verify" / "one_process")
+        hosts.append(Host.start(alone_dir))  # imports meanwhile, and waits for its plan
+        for host, plan, folder in zip(
+            hosts, (resolved, one_process), (run_dir, alone_dir), strict=True
+        ):
+            if folder == alone_dir:
+                write_plan(folder, plan)
+            outcome = host.wait(poll)
+            if outcome.status != "done":
+                return finish(outcome, plan, folder, console)
+    finally:
+        for host in hosts:
+            host.stop()
+    found = compare(request, run_dir, alone_dir, resolved.plan.world_size)
+    write_json(run_dir / "verify.json", found.to_json())
+    console.print(verification_view(found))
+    if not found.equal:
+        sys.stdout.flush()
+        sys.stderr.write(f"error: {verdict_line(found)}; see {run_dir / 'verify.json'}\n")
+        return JobEnd("failed", run_dir)
+    return JobEnd("done", run_dir)
+
+
+def only_steps(request: Request) -> Request:
+    """The request for a verification, which measures gradients and evaluates nothing."""
+    options = {"grad_norm": True, "evaluate_every": None, "tensorboard": False, "trace": False}
+    return request.model_copy(update={"train": request.train.model_copy(update=options)})
+
+
+def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resolved]:
+    """The same request for the first device alone, the batch in one piece. Raises PlanError where
+    that cannot hold it.
+
+    A CPU process has the host's memory, whatever device it stands for.
+    """
+    names = request.names | {"strategy": "single"}
+    strategy = {"devices": 1, "graph": {"replicate": {}}}
+    train = request.train.model_copy(update={"accumulate": 1})
+    alone = request.model_copy(update={"names": names, "strategy": strategy, "train": train})
+    cluster = resolved.cluster.first(1)
+    if resolved.device == "cpu":
+        (node,) = cluster.nodes
+        memory_bytes = float(machine_facts([]).memory_bytes)
+        device = replace(node.devices[0], memory_bytes=memory_bytes)
+        cluster = replace(cluster, nodes=(replace(node, devices=(device,)),))
+    training = Training(
+        request.train.global_batch,
+        request.train.precision or "fp32",
+        request.train.grad_clip or 0.0,
+        request.optimizer.name,
+        request.optimizer.arguments(),
+        request.model.sync_batchnorm,
+    )
+    try:
+        plan = resolve(alone.strategy_graph(), cluster, resolved.profile, training)
+    except PlanError as error:
+        rule = "compares with one process, which cannot hold this model and batch"
+        remedy = "verify a smaller model or train.global_batch"
+        fault = Fault("mode", "verify", rule, remedy)
+        raise PlanError([fault, *error.faults]) from None
+    return alone, replace(resolved, plan=plan, cluster=cluster)
+
+
 def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
     """Say how a run ended."""
     if outcome.status == "done":
@@ -160,7 +247,7 @@ def _show(resolved: Resolved, request: Request, console: Console) -> None:
         f"model={names.get('model')} strategy={names.get('strategy')} "
         f"hardware={names.get('hardware')}"
     )
-    if resolved.emulated and request.mode == "train":
+    if resolved.emulated and request.mode != "plan":
         count = resolved.plan.world_size
         console.print(banner_emulated(count, local=False, inventory=names.get("hardware", "")))
     view = plan_view(resolved.plan, resolved.cluster, resolved.profile, title)

@@ -22,7 +22,7 @@ from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.machine import machine_facts
 from whale_train.strategies.catalogue import CPU_PROCESS
 from whale_train.strategies.cluster import Cluster
-from whale_train.strategies.grammar import Replicate
+from whale_train.strategies.grammar import Replicate, every_node
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Ref
 from whale_train.strategies.plan import Plan
@@ -52,6 +52,8 @@ def resolve_request(request: Request) -> Resolved:
         request.train.grad_clip or 0.0,
         request.optimizer.name,
         request.optimizer.arguments(),
+        request.model.sync_batchnorm,
+        request.train.accumulate,
     )
     cluster, device, emulated = _devices(request, faults)
     if cluster is not None:
@@ -146,7 +148,7 @@ def offloads_adam(request: Request) -> list[Replicate]:
     """The nodes whose optimizer is DeepSpeed's CPUAdam."""
     return [
         node
-        for node in request.strategy_graph().graph
+        for node in every_node(request.strategy_graph().graph)
         if isinstance(node, Replicate) and node.offload_optimizer == "cpu"
         if request.optimizer.name != "sgd"
     ]

@@ -31,9 +31,11 @@ class Failure:
     """What a run failed of: the content of `failure.json`, as the host wrote it.
 
     `rank` is None when the host itself failed. `kind` is `signal` (then `signal` is its name),
-    `exception` (then `type`, `message` and `traceback` are given) or `exit` (then `exit_status`
-    is). `step` is the optimizer step that was being computed. `log` is relative to the run
-    directory.
+    `exception` (then `type`, `message` and `traceback` are given), `timeout` or `exit` (then
+    `exit_status` is). A `timeout` is a wait of `rank` for the ranks `absent`: `message` says it
+    without its subject, `traceback` is the stack of the first of them where it was seen, else the
+    waiting rank's. `step` is the optimizer step that was being computed. `log` is relative to the
+    run directory.
     """
 
     rank: int | None
@@ -45,6 +47,7 @@ class Failure:
     type: str | None = None
     message: str | None = None
     traceback: str | None = None
+    absent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ class Host:
 
     def _recorded(self) -> Failure | None:
         with suppress(FileNotFoundError):
-            return Failure(**json.loads((self._run_dir / "failure.json").read_text()))
+            content = json.loads((self._run_dir / "failure.json").read_text())
+            return Failure(**{**content, "absent": tuple(content["absent"])})
         return None
 
     def _failure(self, code: int) -> Failure:
@@ -173,6 +177,8 @@ def describe_failure(failure: Failure, rank_place: str) -> str:
         what = f"{who} was killed by {failure.signal}{when}"
     elif failure.kind == "exit":
         what = f"{who} ended with exit status {failure.exit_status}{when}"
+    elif failure.kind == "timeout":
+        what = f"{who} {failure.message}\n{(failure.traceback or '').rstrip()}"
     else:
         what = f"{who} failed{when}:\n{(failure.traceback or '').rstrip()}"
     return f"{what}\nIts log: {failure.log}"

@@ -91,6 +91,51 @@ def export_model(
     return _export(module, example_batch(inputs, EXPORT_BATCH))
 
 
+def with_constants(
+    graph: fx.GraphModule, module: LossModule, inputs: tuple[InputField, ...]
+) -> fx.GraphModule:
+    """`graph` with the constants of the forward (`x[:, [0, 2]]`), which have no values on the meta
+    device: found by exporting `module`, the same model with its weights. A graph that has none
+    is returned as it is."""
+    held = {
+        path for path, _ in (*module.named_parameters(remove_duplicate=False),
+                             *module.named_buffers(remove_duplicate=False))
+    }  # fmt: skip
+    lost = [
+        str(node.target)
+        for node in graph.graph.nodes
+        if node.op == "get_attr" and node.target not in held and _is_lost(graph, str(node.target))
+    ]
+    if not lost:
+        return graph
+    taken = {str(node.target) for node in graph.graph.nodes if node.op == "placeholder"}
+    fields = tuple(field for field in inputs if field.name in taken)
+    batch = {
+        name: torch.zeros_like(x, device="cpu")
+        for name, x in example_batch(fields, EXPORT_BATCH).items()
+    }
+    found, error = _export(module, batch)
+    assert found is not None, error
+    for path in lost:
+        owner, _, name = path.rpartition(".")
+        parent = graph.get_submodule(owner)
+        delattr(parent, name)
+        parent.register_buffer(name, _fetched(found, path).detach().clone())
+    return graph
+
+
+def _is_lost(graph: fx.GraphModule, path: str) -> bool:
+    value = _fetched(graph, path)
+    return isinstance(value, Tensor) and value.is_meta and value.numel() > 0
+
+
+def _fetched(module: nn.Module, path: str) -> Any:
+    owner: Any = module
+    for part in path.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
 def example_batch(inputs: tuple[InputField, ...], samples: int) -> dict[str, Tensor]:
     """Meta tensors shaped like a batch. Each its own: export takes aliased inputs for one."""
     return {
@@ -120,6 +165,7 @@ def operation_graph(module: fx.GraphModule, flops: dict[str, float]) -> Operatio
     parameters = {
         path: p for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
     }
+    changes = _changes_in_place(module.graph)
     return OperationGraph(
         tuple(
             Operation(
@@ -129,9 +175,10 @@ def operation_graph(module: fx.GraphModule, flops: dict[str, float]) -> Operatio
                 kwargs=tuple((key, _argument(x)) for key, x in node.kwargs.items()),
                 shape=_shape(node, module),
                 dtype=_dtype(node, module),
-                module=_module_path(node),
+                module=module_path(node),
                 path=model_path(str(node.target)) if node.op == "get_attr" else "",
                 flops=flops.get(node.name, 0.0) / EXPORT_BATCH,
+                after=changes.get(node.name, ()),
             )
             for node in module.graph.nodes
         )
@@ -154,7 +201,9 @@ def _on_meta(
 
 def _export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule | None, str]:
     samples = Dim("batch")
-    with warnings.catch_warnings():
+    # What the forward makes without saying where is made where the batch is.
+    where = next((x.device for x in batch.values()), torch.device("cpu"))
+    with warnings.catch_warnings(), where:
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(
@@ -263,6 +312,8 @@ def _target(node: fx.Node, parameters: dict[str, nn.Parameter]) -> str:
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
+        if isinstance(node.meta.get("val"), nn.Module) or _is_graph(node):
+            return "graph"
         return "parameter" if node.target in parameters else "buffer"
     if node.op == "output":
         return "output"
@@ -284,10 +335,7 @@ def _argument(value: Any) -> Argument:
 def _value(node: fx.Node, module: fx.GraphModule) -> Any:
     if node.op != "get_attr":
         return node.meta.get("val")
-    owner: Any = module
-    for part in str(node.target).split("."):
-        owner = getattr(owner, part)
-    return owner
+    return _fetched(module, str(node.target))
 
 
 def _shape(node: fx.Node, module: fx.GraphModule) -> Shape | None:
@@ -310,6 +358,42 @@ def _dtype(node: fx.Node, module: fx.GraphModule) -> str:
     return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else ""
 
 
-def _module_path(node: fx.Node) -> str:
+def _is_graph(node: fx.Node) -> bool:
+    """Whether a `get_attr` fetches a graph (for a region without autocast or gradients)."""
+    assert node.graph.owning_module is not None
+    return isinstance(_fetched(node.graph.owning_module, str(node.target)), fx.GraphModule)
+
+
+def _changes_in_place(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
+    """For each node, the earlier ones that wrote in place to memory it reads, which it does not
+    name: `x[1:] = y` is a copy into a view of x, and who reads x later must come after it."""
+    memory: dict[fx.Node, set[fx.Node]] = {}  # whose memory a value may share
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    for node in graph.nodes:
+        shared = {node}
+        read = {root for value in node.all_input_nodes for root in memory[value]}
+        seen = [w for root in read for w in writers.get(root, ())]
+        names = [w.name for w in dict.fromkeys(seen) if w not in node.all_input_nodes]
+        if names:
+            found[node.name] = tuple(names)
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None:
+            for argument, value in zip(schema.arguments, node.args, strict=False):
+                if argument.alias_info is None or not isinstance(value, fx.Node):
+                    continue
+                shared |= memory[value]
+                if argument.alias_info.is_write:
+                    for root in memory[value]:
+                        writers.setdefault(root, []).append(node)
+        elif node.op == "call_function":  # getitem, of a list that may be views
+            shared |= read
+        memory[node] = shared
+    return found
+
+
+def module_path(node: fx.Node) -> str:
+    """The path, in the user's model, of the module whose forward a node belongs to."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return model_path(str(stack[-1][0])) if stack else ""
+    path = str(stack[-1][0]) if stack else ""
+    return "" if path + "." == MODEL_PREFIX else model_path(path)

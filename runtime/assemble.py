@@ -1,29 +1,25 @@
 """One rank's program, put together: its weights, its engines, its segments."""
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor, fx, nn
 from torch import distributed as dist
+from torch import fx, nn
 
 from whale_train.config import Request
 from whale_train.models.loss import LossModule
 from whale_train.models.profile import model_path
 from whale_train.runtime.batch_norm import synchronise_batch_norm
-from whale_train.runtime.engine import DeepSpeedEngine, Engine, TorchEngine, make_optimizer
-from whale_train.runtime.programs import CutModel, Part, Program, Segments, WholeModel
+from whale_train.runtime.chunk import Chunk, Part, Segments
+from whale_train.runtime.engine import Copies, DeepSpeedEngine, Engine, TorchEngine, make_optimizer
+from whale_train.runtime.loss_means import Pieces, TargetCounter
+from whale_train.runtime.losses import targets_graph
+from whale_train.runtime.own_tensors import own_tensors, tensor_paths
+from whale_train.runtime.programs import CutModel, Program, WholeModel
 from whale_train.runtime.rewrite import Counts, Place, Segment, write_segment_graph
-from whale_train.runtime.weights import own_copy, own_shard
+from whale_train.runtime.seat import Seat
+from whale_train.runtime.stages import assemble_stages
+from whale_train.runtime.weights import own_copy
+from whale_train.strategies.layout_types import BATCH
 from whale_train.strategies.plan import Plan, TaskGraph
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where this rank sits: its number, its device, and the groups it is in."""
-
-    rank: int
-    device: torch.device
-    groups: dict[str, dist.ProcessGroup]
+from whale_train.strategies.shares import tile
 
 
 def assemble(
@@ -32,12 +28,16 @@ def assemble(
     """The program of `seat.rank`. `module` has the whole model's weights in shared memory; the
     rank takes copies of what it holds and leaves the rest untouched."""
     if plan.rewrite is None:
-        return _whole_model(request, plan, module, seat)
+        return _whole_model(request, plan, module, graph, seat)
     assert graph is not None
+    if plan.pipeline is not None:
+        return assemble_stages(request, plan, module, graph, seat)
     return _cut_model(request, plan, module, graph, seat)
 
 
-def _whole_model(request: Request, plan: Plan, module: LossModule, seat: Seat) -> Program:
+def _whole_model(
+    request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule | None, seat: Seat
+) -> Program:
     (task_graph,) = plan.task_graphs
     group = seat.groups[f"{task_graph.name}.data_parallel"]
     if request.model.sync_batchnorm:
@@ -49,8 +49,24 @@ def _whole_model(request: Request, plan: Plan, module: LossModule, seat: Seat) -
     own_copy(module.buffers(), seat.device)  # ranks update them (BatchNorm's statistics)
     if task_graph.zero != 3:  # ZeRO 3 reads its partition straight out of the shared copy
         own_copy(module.parameters(), seat.device)
-    engine = _engine(request, plan, task_graph, module, group, seat, exported=False)
-    return WholeModel(engine, group, task_graph.shares[seat.rank], plan.global_batch)
+    copies = Copies(group)
+    engine = _engine(request, plan, task_graph, module, copies, seat, exported=False)
+    samples = plan.ranks[seat.rank].samples
+    if not samples:
+        return WholeModel(engine, group, [task_graph.shares[seat.rank]], plan.global_batch)
+    assert graph is not None
+    counter = _target_counter(module, graph, group, seat)
+    sizes = [stop - start for start, stop in samples]
+    return WholeModel(engine, group, sizes, plan.global_batch, counter)
+
+
+def _target_counter(
+    module: LossModule, graph: fx.GraphModule, group: dist.ProcessGroup, seat: Seat
+) -> TargetCounter:
+    buffers = {model_path(k): b for k, b in module.named_buffers(remove_duplicate=False)}
+    targets = targets_graph(graph, seat.device, buffers)
+    assert targets is not None, "the resolver refuses targets that parameters have a part in"
+    return TargetCounter(targets, group)
 
 
 def _cut_model(
@@ -58,88 +74,68 @@ def _cut_model(
 ) -> Program:
     assert plan.rewrite is not None
     counts = Counts()
-    tensors, canonical = _own_tensors(plan, module, graph, seat)
-    segments = []
-    for written in plan.rewrite["segments"]:
-        task_graph = plan.task_graphs[written["task_graph"]]
-        kind = "model" if task_graph.primitive == "split" else "data"
-        group = seat.groups[f"{task_graph.name}.{kind}_parallel"]
-        synchronised = group if request.model.sync_batchnorm else None
-        place = Place(seat.device, group, group.rank(), plan.rewrite["axes"], synchronised)
-        held = {path: tensors[path] for path in _paths(written, graph, canonical)}
-        segment = Segment(tuple(written["takes"]), tuple(written["gives"]), held)
-        for counted in (None, counts):
-            write_segment_graph(segment, written, graph, canonical, place, counted)
-        segments.append((written["task_graph"], segment))
+    written_segments = plan.rewrite["segments"]
+    canonical, tensors = own_tensors(
+        written_segments, plan.task_graphs, module, graph, seat.rank, seat
+    )
+    batches = _micro_batches(plan)
+    pieces = None
+    if len(batches) > 1:
+        counter = _target_counter(module, graph, seat.groups["world"], seat)
+        pieces = Pieces([shared[-1][1] for shared in batches], counter)
+    # A chunk for every micro-batch that is shared otherwise than those before it.
+    of_chunk = {shared: number for number, shared in enumerate(dict.fromkeys(batches))}
+    chunks: list[list[tuple[int, Segment]]] = []
+    for shared in of_chunk:
+        axes = {**plan.rewrite["axes"], BATCH: shared}
+        segments = []
+        for written in written_segments:
+            task_graph = plan.task_graphs[written["task_graph"]]
+            kind = "model" if task_graph.primitive == "split" else "data"
+            group = seat.groups[f"{task_graph.name}.{kind}_parallel"]
+            place = Place(
+                seat.device,
+                group,
+                group.rank(),
+                axes,
+                group if request.model.sync_batchnorm else None,
+                pieces.scale if pieces is not None else None,
+            )
+            held = {path: tensors[path] for path in tensor_paths(written, graph, canonical)}
+            segment = Segment(tuple(written["takes"]), tuple(written["gives"]), held)
+            for counted in (None, counts):
+                write_segment_graph(segment, written, graph, canonical, place, counted)
+            segments.append((written["task_graph"], segment))
+        chunks.append(segments)
     engines: dict[int, Engine] = {}
     for number, task_graph in enumerate(plan.task_graphs):
-        mine = Segments([segment for owner, segment in segments if owner == number])
-        split = task_graph.primitive == "split"
-        copies = None if split else seat.groups[f"{task_graph.name}.data_parallel"]
+        mine = Segments([x for segments in chunks for owner, x in segments if owner == number])
+        copies = Copies(seat.groups.get(f"{task_graph.name}.data_parallel"))
+        if task_graph.primitive == "split":
+            of_head = {id(tensors[path]) for path in task_graph.shards}
+            sharded = frozenset(p for p in mine.parameters() if id(p) in of_head)
+            group = seat.groups[f"{task_graph.name}.model_parallel"]
+            copies = Copies(None, group, sharded)
         engines[number] = _engine(request, plan, task_graph, mine, copies, seat, exported=True)
     seen = dict.fromkeys(engines, 0)
-    parts = []
-    for owner, segment in segments:
-        parts.append(Part(segment, engines[owner], seen[owner]))
-        seen[owner] += 1
-    return CutModel(parts, counts)
+    made = []
+    for segments in chunks:
+        parts = []
+        for owner, segment in segments:
+            parts.append(Part(segment, engines[owner], seen[owner]))
+            seen[owner] += 1
+        made.append(Chunk(parts, parts[-1].segment.gives))
+    return CutModel([made[of_chunk[shared]] for shared in batches], counts, pieces)
 
 
-def _own_tensors(
-    plan: Plan, module: LossModule, graph: fx.GraphModule, seat: Seat
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """This rank's parameters and buffers by canonical path, and the canonical path of each name.
-
-    Constants that export lifted out of the forward are in `graph` only.
-    """
-    names: dict[int, str] = {}
-    canonical: dict[str, str] = {}
-    own: dict[str, Tensor] = {}
-    shards = {path: (t, rows) for t in plan.task_graphs for path, rows in t.shards.items()}
-    trained = {path for t in plan.task_graphs for path in t.trained}
-    for full_path, parameter in module.named_parameters(remove_duplicate=False):
-        path = model_path(full_path)
-        canonical[path] = names.setdefault(id(parameter), path)
-        if canonical[path] != path:
-            continue
-        dim, interval = 0, (0, parameter.shape[0] if parameter.dim() else 0)
-        if path in shards:
-            task_graph, rows = shards[path]
-            dim = task_graph.shard_dims[path]
-            interval = rows[task_graph.replicas[0].index(seat.rank)]
-        if parameter.dim():
-            own[path] = own_shard(parameter, dim, interval, seat.device)
-        else:
-            own[path] = nn.Parameter(parameter.detach().clone().to(seat.device))
-        own[path].requires_grad_(parameter.requires_grad and path in trained)
-    buffers = dict(module.named_buffers(remove_duplicate=False))
-    for node in graph.graph.nodes:
-        if node.op != "get_attr" or model_path(str(node.target)) in canonical:
-            continue
-        target = str(node.target)
-        value = buffers[target] if target in buffers else _attribute(graph, target)
-        own[model_path(target)] = value.detach().clone().to(seat.device)
-    return own, canonical
-
-
-def _attribute(module: nn.Module, path: str) -> Tensor:
-    value: object = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    assert isinstance(value, Tensor)
-    return value
-
-
-def _paths(
-    written: dict[str, list[str]], graph: fx.GraphModule, canonical: dict[str, str]
-) -> list[str]:
-    chosen = set(written["operations"])
-    found = (
-        model_path(str(node.target))
-        for node in graph.graph.nodes
-        if node.op == "get_attr" and node.name in chosen
-    )
-    return list(dict.fromkeys(canonical.get(path, path) for path in found))
+def _micro_batches(plan: Plan) -> list[tuple[tuple[int, int], ...]]:
+    """How each micro-batch of a step is shared among the ranks: its intervals, end to end."""
+    listed = [rank.samples for rank in plan.ranks]
+    if not all(listed):
+        assert plan.rewrite is not None
+        return [plan.rewrite["axes"][BATCH]]
+    sizes = [[stop - start for start, stop in samples] for samples in listed]
+    return [tile(sum(each), each) for each in zip(*sizes, strict=True)]
 
 
 def _engine(
@@ -147,18 +143,18 @@ def _engine(
     plan: Plan,
     task_graph: TaskGraph,
     module: nn.Module,
-    group: dist.ProcessGroup | None,
+    copies: Copies,
     seat: Seat,
     exported: bool,
 ) -> Engine:
     config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
-    if config is not None and group is not None:
-        return DeepSpeedEngine(module, group, config, seat.device)
+    if config is not None and copies.group is not None:
+        return DeepSpeedEngine(module, copies, config, seat.device, plan.precision)
     options = request.optimizer
     optimizer = make_optimizer(options.name, options.arguments())
     return TorchEngine(
         module,
-        group,
+        copies,
         optimizer,
         plan.precision,
         seat.device,

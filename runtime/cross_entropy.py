@@ -23,26 +23,29 @@ def split_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
+    scale: Tensor | float | None = None,
 ) -> Tensor:
     """Softmax cross-entropy of `logits` [N, my classes] with `target` [N], the same on each shard.
 
     `reduction` is `mean` (over the targets that are not `ignore_index`; NaN when there is none,
-    as in torch) or `sum`. Halves are accumulated in fp32; the result has the dtype of the logits.
+    as in torch) or `sum`; `scale` multiplies it in fp32, before a sum of halves could overflow.
+    Halves are accumulated in fp32; the result has the dtype of the logits.
     The gradient is that of the one loss all shards hold, not of its sum over them. It is written
     where the forward kept its exponentials: a second backward through the same graph is refused.
     Raises RuntimeError for a target that is no class (a device-side assertion on CUDA).
     """
     if len(shards.sizes) == 1:
-        return functional.cross_entropy(
-            logits,
+        whole = functional.cross_entropy(
+            logits if scale is None else logits.to(_accumulator(logits)),
             target,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             reduction=reduction,
         )
+        return whole if scale is None else (whole * scale).to(logits.dtype)
     is_class = ((target >= 0) & (target < shards.total)) | (target == ignore_index)
     torch._assert_async(is_class.all(), "a target is not the number of a class")
-    arguments = (logits, target, shards, ignore_index, label_smoothing, reduction == "mean")
+    arguments = (logits, target, shards, ignore_index, label_smoothing, reduction == "mean", scale)
     loss: Tensor = _SplitCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return loss
 
@@ -57,6 +60,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         label_smoothing: float,
         is_mean: bool,
+        scale: Tensor | float | None,
     ) -> Tensor:
         counted = target != ignore_index
         column = target - shards.start
@@ -87,6 +91,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
             count = row_scale.sum()
             loss /= count
             row_scale /= count.clamp_(min=1)
+        if scale is not None:
+            factor = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
+            loss, row_scale = loss * factor, row_scale * factor
         ctx.save_for_backward(exponentials, total, column, mine, row_scale)
         ctx.classes, ctx.label_smoothing, ctx.dtype = shards.total, label_smoothing, logits.dtype
         return loss.to(logits.dtype)
@@ -102,12 +109,16 @@ class _SplitCrossEntropy(torch.autograd.Function):
             grad.scatter_(1, column, grad.gather(1, column) - at_label)
         if ctx.label_smoothing:
             grad -= (ctx.label_smoothing / ctx.classes * row_scale).unsqueeze(1)
-        return grad.to(ctx.dtype), None, None, None, None, None
+        return grad.to(ctx.dtype), None, None, None, None, None, None
+
+
+def _accumulator(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _row_maximum(logits: Tensor) -> Tensor:
     """[N], in fp32 for halves; -inf where I have no class."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = _accumulator(logits)
     if logits.shape[1] == 0:
         return logits.new_full((len(logits),), -torch.inf, dtype=dtype)
     return logits.amax(1).to(dtype)

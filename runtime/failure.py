@@ -11,10 +11,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from whale_train.runtime.hangs import Call, Wait, find_hang, stack_text
 
 FAILURE_FILE = "failure.json"
 
@@ -27,9 +29,16 @@ COMMUNICATION_TEXTS = (
     "connection refused",
     "connect timeout",
     "broken pipe",
-    "timed out",
-    "timeout",
 )
+TIMEOUT_TEXTS = ("timed out", "timeout")
+
+
+class CollectiveTimeout(RuntimeError):
+    """This rank waited in vain for others; `wait` says where. Raised from what torch raised."""
+
+    def __init__(self, wait: Wait) -> None:
+        super().__init__(str(wait))
+        self.wait = wait
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ class RankError:
     """The exception a rank failed with (`logs/rank_N.failure.json`).
 
     `time_s` is seconds since the epoch; `communication` says that another rank's end may have
-    caused it; `step` as in `Failure`.
+    caused it; `step` as in `Failure`; `wait` is given where it waited in vain.
     """
 
     rank: int
@@ -47,6 +56,7 @@ class RankError:
     communication: bool
     step: int | None
     traceback: str
+    wait: Wait | None = None
 
 
 @dataclass(frozen=True)
@@ -64,9 +74,11 @@ class Failure:
     """What a run failed of (`failure.json`).
 
     `rank` is None when the host itself failed. `kind` is `signal` (then `signal` is its name),
-    `exception` (then `type`, `message` and `traceback` are given) or `exit` (then `exit_status`
-    is). `step` is the optimizer step that was being computed, None before the first one is
-    done. `log` is relative to the run directory.
+    `exception` (then `type`, `message` and `traceback` are given), `timeout` or `exit` (then
+    `exit_status` is). A `timeout` is a wait of `rank` for the ranks `absent`: `message` says it
+    without its subject, `traceback` is the stack of the first of them where it was seen, else the
+    waiting rank's. `step` is the optimizer step that was being computed, None before the first
+    one is done. `log` is relative to the run directory.
     """
 
     rank: int | None
@@ -78,18 +90,21 @@ class Failure:
     type: str | None = None
     message: str | None = None
     traceback: str | None = None
+    absent: tuple[int, ...] = ()
 
 
 def record_failure(run_dir: Path, rank: int, error: BaseException, step: int | None) -> RankError:
     """Write a rank's failure to its own file and print its traceback to stderr (its log)."""
+    wait = error.wait if isinstance(error, CollectiveTimeout) else None
     record = RankError(
         rank=rank,
         time_s=time.time(),
         type=type(error).__qualname__,
         message=str(error),
         communication=is_communication_error(error),
-        step=step,
+        step=wait.step if wait is not None and wait.step is not None else step,
         traceback="".join(traceback.format_exception(error)),
+        wait=wait,
     )
     write_record(run_dir / "logs" / f"rank_{rank}.failure.json", asdict(record))
     sys.stderr.write(record.traceback)
@@ -114,22 +129,40 @@ def record_host_failure(run_dir: Path, error: BaseException) -> None:
 def read_errors(run_dir: Path) -> dict[int, RankError]:
     """The failures that ranks have recorded so far, by rank."""
     files = (run_dir / "logs").glob("rank_*.failure.json")
-    records = (RankError(**json.loads(file.read_text())) for file in files)
-    return {record.rank: record for record in records}
+    records = [json.loads(file.read_text()) for file in files]
+    waits = [Wait.from_json(record["wait"]) if record["wait"] else None for record in records]
+    return {
+        record["rank"]: RankError(**{**record, "wait": wait})
+        for record, wait in zip(records, waits, strict=True)
+    }
 
 
 def is_communication_error(error: BaseException) -> bool:
     """Whether the error, or one it was raised `from`, may be the echo of another rank's end."""
     cause: BaseException | None = error
     while cause is not None:
-        types = {f"{base.__module__}.{base.__qualname__}" for base in type(cause).__mro__}
-        text = str(cause).lower()
-        if COMMUNICATION_TYPE in types or isinstance(cause, ConnectionError):
+        if _is_of_torch(cause) or isinstance(cause, ConnectionError) or is_timeout(cause):
             return True
-        if type(cause) is RuntimeError and any(part in text for part in COMMUNICATION_TEXTS):
+        if type(cause) is RuntimeError and _says(cause, COMMUNICATION_TEXTS):
             return True
         cause = cause.__cause__
     return False
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether the error itself may be the end of a wait for other ranks."""
+    is_candidate = _is_of_torch(error) or type(error) is RuntimeError
+    return is_candidate and _says(error, TIMEOUT_TEXTS)
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    types = {f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__}
+    return COMMUNICATION_TYPE in types
+
+
+def _says(error: BaseException, texts: Sequence[str]) -> bool:
+    said = str(error).lower()
+    return any(text in said for text in texts)
 
 
 def is_decisive(end: RankEnd) -> bool:
@@ -142,14 +175,18 @@ def is_decisive(end: RankEnd) -> bool:
 
 
 def first_failure(
-    ends: Iterable[RankEnd], errors: Mapping[int, RankError], step: int | None
+    ends: Iterable[RankEnd],
+    errors: Mapping[int, RankError],
+    step: int | None,
+    stacks: Mapping[int, Sequence[Call]] | None = None,
 ) -> Failure:
     """The failure that caused the others.
 
     `ends` are the ranks that ended before anyone was told to, at least one of them badly;
-    `errors` what ranks recorded; `step` the step for a rank that could not record its own.
-    A decisive signal comes first, then whatever else is not a communication error, then those;
-    the earliest of each.
+    `errors` what ranks recorded; `step` the step for a rank that could not record its own;
+    `stacks` what those do that have not ended. A decisive signal comes first, then whatever else
+    is not a communication error, then a wait in vain, then other communication errors; the
+    earliest of each.
     """
     end_of = {end.rank: end for end in ends}
     failed = {end.rank for end in end_of.values() if end.code != 0}
@@ -166,6 +203,8 @@ def first_failure(
     log = f"logs/rank_{rank}.log"
     error = errors.get(rank)
     if error is not None:
+        if error.communication and any(found.wait for found in errors.values()):
+            return hang_among(errors, step, stacks or {})
         return Failure(
             rank,
             "exception",
@@ -181,14 +220,39 @@ def first_failure(
     return Failure(rank, "exit", log, step=step, exit_status=code)
 
 
+def hang_among(
+    errors: Mapping[int, RankError],
+    step: int | None,
+    stacks: Mapping[int, Sequence[Call]],
+) -> Failure:
+    """The failure of ranks that waited in vain, at least one of them; arguments as above."""
+    ordered = sorted(errors.values(), key=lambda error: (error.time_s, error.rank))
+    waits = {error.rank: error.wait for error in ordered if error.wait is not None}
+    hang = find_hang(waits, errors.keys() - waits.keys(), stacks, step)
+    witness = errors[hang.rank]
+    stack = next((stacks[rank] for rank in hang.absent if stacks.get(rank)), None)
+    return Failure(
+        hang.rank,
+        "timeout",
+        f"logs/rank_{hang.rank}.log",
+        step=witness.step,
+        type=witness.type,
+        message=hang.message,
+        traceback=stack_text(stack) if stack else witness.traceback,
+        absent=hang.absent,
+    )
+
+
 def failure_among(errors: Mapping[int, RankError], world_size: int) -> Failure:
     """The failure that caused the others, where no host saw how the ranks ended.
 
     `errors` is what ranks recorded, at least one of them. When all of them are communication
-    errors and a single rank recorded none, that one is the cause: it was killed, or cut off.
+    errors, none of them a wait in vain, and a single rank recorded none, that one is the cause: it
+    was killed, or cut off.
     """
     silent = set(range(world_size)) - errors.keys()
-    if len(silent) != 1 or not all(error.communication for error in errors.values()):
+    lost_one = all(error.communication and not error.wait for error in errors.values())
+    if len(silent) != 1 or not lost_one:
         return first_failure([], errors, None)
     lost = silent.pop()
     witness = min(errors.values(), key=lambda error: (error.time_s, error.rank))

@@ -12,6 +12,7 @@ SIGTERM, SIGINT or its parent's death. Ranks never outlive it.
 
 import argparse
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -30,6 +31,7 @@ from typing import NoReturn, TypeVar
 from whale_train.runtime.failure import (
     FAILURE_FILE,
     RankEnd,
+    RankError,
     first_failure,
     is_decisive,
     read_errors,
@@ -38,6 +40,8 @@ from whale_train.runtime.failure import (
     step_in_progress,
     write_record,
 )
+from whale_train.runtime.hangs import Call, read_stack, read_watchdog
+from whale_train.strategies.plan import Plan
 
 Prepared = TypeVar("Prepared")
 
@@ -63,6 +67,10 @@ POLL_S = 0.02
 SETTLE_S = 1.0
 # Between SIGTERM and SIGKILL.
 GRACE_S = 2.0
+
+# A rank that gets this writes to its log what it is at, even where Python cannot run.
+STACK_SIGNAL = signal.SIGUSR1
+STACK_S = 0.5
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STOPPED = 130
@@ -191,7 +199,11 @@ def serve(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         ends = watch(living, stop)
         if any(end.code != 0 for end in ends):
-            failure = first_failure(ends, read_errors(run_dir), step_in_progress(run_dir))
+            step = step_in_progress(run_dir)
+            errors = read_errors(run_dir) | aborted_waits(run_dir, ends, step)
+            hung = any(error.wait for error in errors.values())
+            stacks = ask_for_stacks(run_dir, living) if hung else {}
+            failure = first_failure(ends, errors, step, stacks)
             write_record(run_dir / FAILURE_FILE, asdict(failure))
             return 1
         return STOPPED if living else 0
@@ -220,6 +232,33 @@ def watch(living: dict[int, int], stop: StopRequest) -> list[RankEnd]:
         if living:
             time.sleep(POLL_S)
     return ends
+
+
+def ask_for_stacks(run_dir: Path, living: dict[int, int]) -> dict[int, tuple[Call, ...]]:
+    """What each living rank is at, the innermost call first: empty for one that is not able to
+    say it within STACK_S."""
+    logs = {rank: run_dir / "logs" / f"rank_{rank}.log" for rank in living.values()}
+    read = {rank: log.stat().st_size for rank, log in logs.items()}
+    for pid in living:
+        os.kill(pid, STACK_SIGNAL)  # not reaped, so it is still that rank's
+    time.sleep(STACK_S)
+    said = {rank: log.read_bytes()[read[rank] :] for rank, log in logs.items()}
+    return {rank: read_stack(text.decode(errors="replace")) for rank, text in said.items()}
+
+
+def aborted_waits(run_dir: Path, ends: Sequence[RankEnd], step: int | None) -> dict[int, RankError]:
+    """The errors of ranks that NCCL's watchdog aborted, told from what it wrote to their logs."""
+    found = {}
+    for end in ends:
+        if end.code != -signal.SIGABRT:
+            continue
+        plan = Plan.from_json((run_dir / "plan.json").read_text())
+        log = (run_dir / "logs" / f"rank_{end.rank}.log").read_text(errors="replace")
+        wait = read_watchdog(log, plan, end.rank, step)
+        if wait is not None:
+            said = (str(wait), True, step, str(wait))
+            found[end.rank] = RankError(end.rank, end.time_s, "CollectiveTimeout", *said, wait)
+    return found
 
 
 def reap(living: dict[int, int]) -> list[RankEnd]:
@@ -262,6 +301,7 @@ def become_rank(
         end_with_parent(host, signal.SIGKILL)
         name_process(f"whale-rank-{rank}")
         log_to(run_dir / "logs" / f"rank_{rank}.log")
+        faulthandler.register(STACK_SIGNAL, file=2)
         os.environ |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),

@@ -8,14 +8,18 @@ different numbers when some are ignored: `GlobalMeans` makes each such term of a
 
 so that the weighted terms add up to the mean over the global batch, whatever else the loss is made
 of. The model is not edited: the mode sees torch's own functions as they are called.
+
+With several micro-batches a step, how many targets it has is not known when the first of them is
+run: `TargetCounter` counts them before, by the part of the exported graph that makes them from the
+inputs. `Pieces` is what a rewritten graph needs of it, which calls its losses by name.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch import distributed as dist
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -92,13 +96,79 @@ def _mean_call(
     return _Call(function, logits, target, options) if reduction == "mean" else None
 
 
+@dataclass(frozen=True)
+class Targets:
+    """What each loss divides by, in the order they are called, as fp64 [losses]: `mine` in one
+    micro-batch, `whole` in all of the step's, of all replicas."""
+
+    mine: Tensor
+    whole: Tensor
+
+
+class TargetCounter:
+    """Counts the targets of a step's micro-batches before any is run.
+
+    `graph` is `losses.targets_graph`'s: called with inputs of the model, it returns what every
+    loss divides by. `group` joins the replicas.
+    """
+
+    def __init__(self, graph: fx.GraphModule, group: dist.ProcessGroup) -> None:
+        self._graph, self._group = graph, group
+        self._inputs = [str(x.target) for x in graph.graph.nodes if x.op == "placeholder"]
+        self.losses: tuple[str, ...] = graph.meta["losses"]
+
+    @torch.no_grad()
+    def count(self, batches: Sequence[Mapping[str, Tensor]]) -> list[Targets]:
+        """Of each of my micro-batches. One all-reduce; all replicas call it."""
+        device = next(iter(batches[0].values())).device
+        mine = torch.zeros(len(batches), len(self.losses), dtype=torch.float64, device=device)
+        if self.losses:
+            for row, batch in zip(mine, batches, strict=True):
+                row += torch.stack(list(self._graph(*(batch[x] for x in self._inputs))))
+        whole = mine.sum(0)
+        if self.losses and self._group.size() > 1:
+            dist.all_reduce(whole, group=self._group)
+        return [Targets(row, whole) for row in mine]
+
+
+class Pieces:
+    """The micro-batches of a step, of which a graph computes one after another for all replicas
+    at once. `sizes` are their samples, over all replicas.
+
+    A mean over samples of a micro-batch has the weight of its part of the samples. A mean over
+    targets becomes a sum times `scale`, so that, weighted alike, all add up to the mean over all.
+    """
+
+    def __init__(self, sizes: Sequence[int], counter: TargetCounter) -> None:
+        self._sizes, self._counter = sizes, counter
+        self._whole, self._now = torch.zeros(0), 0
+        self._numbers = {name: i for i, name in enumerate(counter.losses)}
+
+    def begin(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        """A step, or an evaluated batch, of which these are my replica's micro-batches."""
+        self._whole = self._counter.count(batches)[0].whole
+
+    def enter(self, micro_batch: int) -> None:
+        """What runs next belongs to this one."""
+        self._now = micro_batch
+
+    def weight(self, micro_batch: int) -> float:
+        return self._sizes[micro_batch] / sum(self._sizes)
+
+    def scale(self, loss: str) -> Tensor:
+        """For the operation `loss` in the current micro-batch."""
+        return 1.0 / (self._whole[self._numbers[loss]] * self.weight(self._now))
+
+
 class GlobalMeans(TorchFunctionMode):
     """Inside it, means of `cross_entropy` and `nll_loss` are those of the global batch.
 
     `group` joins the replicas; `samples` are those of this forward, `global_samples` those of the
     step over all replicas. The caller weights the loss by `samples / global_samples`. All members
-    of the group call the same losses in the same order; counts are all-reduced at each call. A
-    replica without targets gets a term of 0 that still has a gradient.
+    of the group call the same losses in the same order; counts are all-reduced at each call. With
+    several micro-batches a step, `targets` are those of this one, counted before, and losses that
+    are not those counted raise RuntimeError. A replica without targets gets a term of 0 that still
+    has a gradient.
 
     With `accuracy` (evaluation), `correct` and `targets` add up, over the calls of this rank since
     the mode was made: targets that are the largest logit of their row, and targets that count.
@@ -109,6 +179,7 @@ class GlobalMeans(TorchFunctionMode):
         group: dist.ProcessGroup,
         samples: int,
         global_samples: int,
+        targets: Targets | None = None,
         *,
         accuracy: bool = False,
     ) -> None:
@@ -118,6 +189,18 @@ class GlobalMeans(TorchFunctionMode):
         self._group = group
         self._inverse_share = global_samples / samples if samples else 0.0
         self._accuracy = accuracy
+        self._counted, self._calls = targets, 0
+
+    def __enter__(self) -> Self:
+        self._calls = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if error is None and self._counted is not None and self._calls < len(self._counted.mine):
+            counted = len(self._counted.mine)
+            raise RuntimeError(f"{counted} losses were counted beforehand, {self._calls} called")
 
     def __torch_function__(
         self,
@@ -132,14 +215,28 @@ class GlobalMeans(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._accuracy:
             self._record(call)
-        if self._group.size() == 1:
+        if self._counted is None and self._group.size() == 1:
             return func(*args, **kwargs)
-        divisor = call.divisor()
-        work = dist.all_reduce(divisor, group=self._group, async_op=True)
+        divisor, work = self._whole_divisor(call.divisor())
         total = call.sum()
-        work.wait()
+        if work is not None:
+            work.wait()
         scale = self._inverse_share / divisor
-        return (total * scale.to(total.dtype)).to(call.logits.dtype)
+        # Autocast computes these losses in fp32 and leaves them so.
+        dtype = total.dtype if torch.is_autocast_enabled(total.device.type) else call.logits.dtype
+        return (total * scale.to(total.dtype)).to(dtype)
+
+    @torch.no_grad()
+    def _whole_divisor(self, mine: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """The divisor of all replicas, perhaps still on its way."""
+        if self._counted is None:
+            return mine, dist.all_reduce(mine, group=self._group, async_op=True)
+        if self._calls == len(self._counted.mine):
+            raise RuntimeError(f"more than the {self._calls} losses that were counted beforehand")
+        same = torch.isclose(mine, self._counted.mine[self._calls], rtol=1e-6, atol=0.0)
+        torch._assert_async(same, "a loss has other targets than were counted beforehand")
+        self._calls += 1
+        return self._counted.whole[self._calls - 1], None
 
     @torch.no_grad()
     def _record(self, call: _Call) -> None:

@@ -1,22 +1,23 @@
 """What one rank does with a batch: forward, backward, and the same for evaluation.
 
-Two programs, one contract. `WholeModel` runs the model as it is on this rank's share; `CutModel`
-runs the segments of a rewritten graph, each on its TaskGraph's engine, joined where values cross.
+Programs have one contract. `WholeModel` runs the model as it is on this rank's share; `CutModel`
+a rewritten graph, all of it on every rank; `runtime/pipeline.py`'s a rewritten graph of which
+every rank has a part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
+from whale_train.runtime.chunk import Batch, Chunk
 from whale_train.runtime.engine import Engine
-from whale_train.runtime.loss_means import GlobalMeans
-from whale_train.runtime.rewrite import Counts, Segment
-
-Batch = Mapping[str, Tensor]
+from whale_train.runtime.loss_means import GlobalMeans, Pieces, TargetCounter, Targets
+from whale_train.runtime.rewrite import Counts
 
 
 @dataclass(frozen=True)
@@ -47,123 +48,126 @@ class Program(Protocol):
     @property
     def engines(self) -> Sequence[Engine]: ...
 
-    def forward_backward(self, batch: Batch) -> PendingLoss:
-        """Gradients of the global batch's mean loss, of which `batch` is this rank's share."""
+    def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
+        """Gradients of `loss_scale` times the global batch's mean loss, of which `batches` are
+        this rank's micro-batches; the loss itself."""
 
-    def evaluate(self, batch: Batch) -> Evaluation: ...
+    def evaluate(self, batches: Sequence[Batch]) -> Evaluation: ...
 
 
 class WholeModel:
-    """The unmodified model, copied; each copy's loss weighted by its part of the batch."""
+    """The unmodified model, copied; each copy's loss weighted by its part of the batch.
+
+    `sizes` are the samples of this copy's micro-batches. With more than one, `counter` counts the
+    targets of a step before the first.
+    """
 
     def __init__(
-        self, engine: Engine, group: dist.ProcessGroup, share: int, global_batch: int
+        self,
+        engine: Engine,
+        group: dist.ProcessGroup,
+        sizes: Sequence[int],
+        global_batch: int,
+        counter: TargetCounter | None = None,
     ) -> None:
         self._engine, self._group = engine, group
-        self._share, self._global_batch = share, global_batch
+        self._sizes, self._global_batch = sizes, global_batch
+        self._counter = counter
 
     @property
     def engines(self) -> Sequence[Engine]:
         return (self._engine,)
 
-    def forward_backward(self, batch: Batch) -> PendingLoss:
-        with GlobalMeans(self._group, self._share, self._global_batch):
-            part = self._engine(**batch) * (self._share / self._global_batch)
-        self._engine.backward(part)
-        value = part.detach().float()
+    def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
+        engine, parts = self._engine, []
+        for number, (batch, targets) in enumerate(self._counted(batches)):
+            last = number == len(batches) - 1
+            with nullcontext() if last else engine.accumulating():
+                size = self._sizes[number]
+                with GlobalMeans(self._group, size, self._global_batch, targets):
+                    part = engine(**batch) * (size / self._global_batch)
+                engine.backward([part], [torch.full_like(part, loss_scale)])
+            parts.append(part.detach().float())
+        engine.finish_backward()
+        value = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
         if self._group.size() == 1:
             return PendingLoss(value, None)
         return PendingLoss(value, dist.all_reduce(value, group=self._group, async_op=True))
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
         module = self._engine.module
         module.eval()
+        found: list[Tensor] = []
         try:
-            means = GlobalMeans(self._group, self._share, self._global_batch, accuracy=True)
-            with means:
-                part = self._engine(**batch) * (self._share / self._global_batch)
+            for size, (batch, targets) in zip(self._sizes, self._counted(batches), strict=True):
+                group, whole = self._group, self._global_batch
+                with GlobalMeans(group, size, whole, targets, accuracy=True) as means:
+                    part = self._engine(**batch) * (size / whole)
+                seen = (part, means.correct, means.targets)
+                found.append(
+                    torch.stack([torch.as_tensor(x, device=part.device).double() for x in seen])
+                )
         finally:
             module.train()
-        sums = torch.stack(
-            [
-                torch.as_tensor(x, device=part.device).double()
-                for x in (part, means.correct, means.targets)
-            ]
-        )
+        sums = torch.stack(found).sum(0)
         dist.all_reduce(sums, group=self._group)
         return Evaluation(*sums.tolist())
 
-
-class Segments(nn.Module):
-    """The segments one TaskGraph runs, in order, under one engine."""
-
-    def __init__(self, parts: Sequence[Segment]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, number: int, *values: Tensor) -> tuple[Tensor, ...]:
-        result: tuple[Tensor, ...] = self.parts[number](*values)
-        return result
-
-
-@dataclass(frozen=True)
-class Part:
-    """A segment, the engine that runs it, and its number among that engine's."""
-
-    segment: Segment
-    engine: Engine
-    number: int
+    def _counted(self, batches: Sequence[Batch]) -> list[tuple[Batch, Targets | None]]:
+        if self._counter is None:
+            return [(batch, None) for batch in batches]
+        return list(zip(batches, self._counter.count(batches), strict=True))
 
 
 class CutModel:
-    """Segments in forward order, detached where values cross; the loss is the last one's."""
+    """A rewritten graph, all of it on every rank; the loss is its last value.
 
-    def __init__(self, parts: Sequence[Part], counts: Counts) -> None:
-        self._parts = parts
-        self._counts = counts
+    `chunks` run the micro-batches of a step, one each: they share engines and parameters, and
+    differ in how many samples each rank gives. With more than one, `pieces` weights their losses.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], counts: Counts, pieces: Pieces | None = None
+    ) -> None:
+        self._chunks, self._counts, self._pieces = chunks, counts, pieces
 
     @property
     def engines(self) -> Sequence[Engine]:
-        return tuple({id(part.engine): part.engine for part in self._parts}.values())
+        return self._chunks[0].engines
 
-    def forward_backward(self, batch: Batch) -> PendingLoss:
-        made: dict[str, Tensor] = {}
-        taken: list[dict[str, Tensor]] = []
-        for part in self._parts:
-            segment = part.segment
-            values = {name: made[name].detach() for name in segment.takes}
-            for name, value in values.items():
-                value.requires_grad_(made[name].requires_grad)
-            taken.append(values)
-            inputs = (batch[name] for name in segment.inputs)
-            given = part.engine(part.number, *values.values(), *inputs)
-            made |= dict(zip(segment.gives, given, strict=True))
-        loss = made[self._parts[-1].segment.gives[0]]
-        gradients: dict[str, Tensor] = {}
-        for part, values in zip(reversed(self._parts), reversed(taken), strict=True):
-            outputs = [name for name in part.segment.gives if name in gradients]
-            # A scalar whose gradient is the one wanted: engines take no other kind of backward.
-            scalars = [(made[name] * gradients[name]).sum() for name in outputs]
-            part.engine.backward(sum(scalars[1:], scalars[0]) if scalars else loss)
-            for name, value in values.items():
-                if value.requires_grad:
-                    gradients[name] = part.engine.input_gradient(value)
-        return PendingLoss(loss.detach().float(), None)
+    def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
+        total = None
+        for number, (chunk, batch, weight) in enumerate(self._weighted(batches)):
+            with ExitStack() as stack:
+                if number < len(batches) - 1:
+                    for engine in self.engines:
+                        stack.enter_context(engine.accumulating())
+                passed = chunk.forward({}, batch)
+                (loss,) = (passed.made[name] for name in chunk.gives)
+                seed = torch.full_like(loss, weight * loss_scale)
+                chunk.backward(passed, {chunk.gives[0]: seed})
+            value = loss.detach().float() * weight
+            total = value if total is None else total + value
+        for engine in self.engines:
+            engine.finish_backward()
+        assert total is not None
+        return PendingLoss(total, None)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Evaluation:
-        for engine in self.engines:
-            engine.module.eval()
-        try:
-            made: dict[str, Tensor] = {}
-            for part in self._parts:
-                values = [made[name] for name in part.segment.takes]
-                inputs = [batch[name] for name in part.segment.inputs]
-                given = part.engine(part.number, *values, *inputs)
-                made |= dict(zip(part.segment.gives, given, strict=True))
-        finally:
-            for engine in self.engines:
-                engine.module.train()
-        loss = made[self._parts[-1].segment.gives[0]]
-        return Evaluation(float(loss), *self._counts.take())
+    def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
+        total = 0.0
+        for chunk, batch, weight in self._weighted(batches):
+            with chunk.evaluating():
+                total += float(chunk.forward({}, batch).made[chunk.gives[0]]) * weight
+        return Evaluation(total, *self._counts.take())
+
+    def _weighted(self, batches: Sequence[Batch]) -> Iterator[tuple[Chunk, Batch, float]]:
+        """Every micro-batch with the chunk that runs it and its part of the loss."""
+        if self._pieces is None:
+            yield self._chunks[0], batches[0], 1.0
+            return
+        self._pieces.begin(batches)
+        for number, (chunk, batch) in enumerate(zip(self._chunks, batches, strict=True)):
+            self._pieces.enter(number)
+            yield chunk, batch, self._pieces.weight(number)

@@ -5,100 +5,89 @@ cast stands; here that is carried out on the very graph it was resolved on. A se
 module that owns its parameters and runs two graphs, the model's training and evaluation one.
 """
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 
-from whale_train.models.profile import model_path
+from whale_train.models.profile import model_path, module_path
 from whale_train.runtime.batch_norm import global_batch_norm
+from whale_train.runtime.blocks import BLOCK
 from whale_train.runtime.casts import (
     ShardGroup,
     enter,
     gather,
     gather_enter,
+    once,
     reduce,
     reduce_scatter,
     slice_,
 )
 from whale_train.runtime.cross_entropy import split_cross_entropy, split_embedding, split_top1
+from whale_train.runtime.experts import split_grouped_mm
+from whale_train.runtime.local_call import Laid, in_evaluation, local_call
+from whale_train.runtime.losses import (
+    LossScale,
+    ignored,
+    is_mean_over_targets,
+    plain_loss,
+    smoothing,
+    targets_graph,
+    written_value,
+)
+from whale_train.runtime.segment import Counts, Segment
+from whale_train.runtime.shared_random import SharedRandom
+from whale_train.strategies.stages import block_of
 
-_SIZES_ARGUMENT = ("view.default", "reshape.default", "_unsafe_view.default")
+__all__ = ["Counts", "Place", "Segment", "targets_graph", "write_segment_graph"]
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a rewritten graph runs: its device, the group its casts span, my index in it and
-    every axis' intervals; `batch_norm_group` synchronises BatchNorm (None: per replica)."""
+    every axis' intervals, in units; `batch_norm_group` synchronises BatchNorm (None: per replica).
+
+    `loss_scale` gives, by the name of its operation, what a loss that is a mean over targets is
+    multiplied by as a sum; without it, it stays the mean over the targets at hand. `seed`, the
+    same on all members of the group and on no others, is for what they draw alike.
+    """
 
     device: torch.device
     group: dist.ProcessGroup
     index: int
-    axes: dict[str, tuple[tuple[int, int], ...]]
+    axes: Mapping[str, tuple[tuple[int, int], ...]]
     batch_norm_group: dist.ProcessGroup | None
+    loss_scale: LossScale | None = None
+    seed: int = 0
 
-    def along(self, axis: str) -> ShardGroup:
-        sizes = tuple(stop - start for start, stop in self.axes[axis])
-        return ShardGroup(self.group, sizes, self.index)
+    @cached_property
+    def random(self) -> SharedRandom:
+        """The state of what all members draw alike; one for all segments at this place."""
+        return SharedRandom(self.seed, self.device)
 
+    def pieces(self, laid: Laid) -> tuple[tuple[int, ...], ...]:
+        """Every piece's extents by member, of one repetition of a cut dimension."""
+        intervals = self.axes[laid["axis"]]
+        units = intervals[-1][1]
+        return tuple(
+            tuple(stop * e // units - start * e // units for start, stop in intervals)
+            for e in laid.get("pieces") or (units,)
+        )
 
-class Counts:
-    """What an evaluation graph's cross-entropies saw: right answers and targets, as tensors."""
+    def mine(self, laid: Laid) -> tuple[int, ...]:
+        """My part of each piece."""
+        return tuple(sizes[self.index] for sizes in self.pieces(laid))
 
-    def __init__(self) -> None:
-        self.correct: list[Tensor] = []
-        self.targets: list[Tensor] = []
-
-    def add(self, correct: Tensor, targets: Tensor) -> None:
-        self.correct.append(correct)
-        self.targets.append(targets)
-
-    def take(self) -> tuple[float, float]:
-        """(correct, targets) since the last call."""
-        counts = (float(sum(map(float, self.correct))), float(sum(map(float, self.targets))))
-        self.correct.clear()
-        self.targets.clear()
-        return counts
-
-
-class Segment(nn.Module):
-    """One segment of the plan on one rank.
-
-    Call it with the values it takes, then the model inputs it reads (`inputs` names them); it
-    returns the values it gives, as a tuple. Its parameters are attributes of this one module, so
-    that ZeRO 3 gathers them when it is called; the graphs get them as arguments.
-    """
-
-    def __init__(
-        self, takes: tuple[str, ...], gives: tuple[str, ...], tensors: dict[str, Tensor]
-    ) -> None:
-        super().__init__()
-        self.takes, self.gives = takes, gives
-        self.tensor_names: dict[str, str] = {}  # path in the model -> attribute
-        for path, tensor in tensors.items():
-            name = path.replace(".", "__")
-            self.tensor_names[path] = name
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(name, tensor)
-            else:
-                self.register_buffer(name, tensor)
-        self.inputs: tuple[str, ...] = ()
-        # Not submodules: they own nothing, and an engine must not walk into them.
-        self._graphs: dict[bool, tuple[fx.GraphModule, tuple[str, ...]]] = {}
-
-    def set_graph(
-        self, training: bool, graph: fx.GraphModule, paths: tuple[str, ...], inputs: tuple[str, ...]
-    ) -> None:
-        self._graphs[training] = (graph, tuple(self.tensor_names[path] for path in paths))
-        self.inputs = inputs
-
-    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        graph, names = self._graphs[self.training]
-        result: tuple[Tensor, ...] = graph(*values, *(getattr(self, name) for name in names))
-        return result
+    def along(self, laid: Laid) -> ShardGroup:
+        """Who holds how much of a dimension that is cut so."""
+        pieces = self.pieces(laid)
+        sizes = tuple(sum(each) for each in zip(*pieces, strict=True))
+        return ShardGroup(self.group, sizes, self.index, pieces if len(pieces) > 1 else ())
 
 
 def write_segment_graph(
@@ -136,7 +125,7 @@ class _Writer:
         self.root = nn.Module()
         self.made: dict[str, fx.Node] = {}
         self.casts = {(c["user"], c["value"]): c for c in written["casts"]}
-        self.cast_nodes: dict[tuple[str, str], fx.Node] = {}
+        self.cast_nodes: dict[tuple[Any, ...], fx.Node] = {}
 
     def write(
         self, takes: Iterable[str], gives: Iterable[str]
@@ -152,7 +141,7 @@ class _Writer:
             self.made[node.name] = self.graph.placeholder(f"input_{node.name}")
         held: dict[str, fx.Node] = {}
         for node in nodes:
-            if node.op == "get_attr":
+            if node.op == "get_attr" and is_tensor(self.source, node):
                 path = model_path(str(node.target))
                 path = self.canonical.get(path, path)
                 if path not in held:
@@ -161,6 +150,11 @@ class _Writer:
         for node in nodes:
             if node.op == "call_function" and not self.is_training_only(node):
                 self.made[node.name] = self.operation(node)
+                self.mark(block_of(module_path(node)))
+                changed = written_value(node)
+                if changed is not None:  # whoever reads it from here on reads the new value
+                    self.made[changed.name] = self.made[node.name]
+                    self.forget(changed.name)
         self.graph.output(tuple(self.cast("", name) for name in gives))
         self.graph.lint()
         module = fx.GraphModule(self.root, self.graph)
@@ -168,121 +162,234 @@ class _Writer:
 
     def is_training_only(self, node: fx.Node) -> bool:
         """An update of a buffer nobody reads: BatchNorm counting its batches."""
-        return self.counts is not None and not node.users
+        changed = written_value(node)
+        buffer = changed is not None and changed.op == "get_attr"
+        return self.counts is not None and buffer and not node.users
+
+    def mark(self, block: str) -> None:
+        """Say of what was written since the last time to which block it belongs."""
+        for new in reversed(self.graph.nodes):
+            if BLOCK in new.meta or new.op == "placeholder":
+                break
+            new.meta[BLOCK] = block
 
     def operation(self, node: fx.Node) -> fx.Node:
+        if any(_is_graph(self.source, x) for x in node.all_input_nodes):
+            return self.wrapped(node)
+
         def argument(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return self.cast(node.name, value.name)
             return self.place.device if isinstance(value, torch.device) else value
 
         args = list(fx.node.map_aggregate(node.args, argument))
-        kwargs = fx.node.map_aggregate(node.kwargs, argument)
+        kwargs = dict(fx.node.map_aggregate(node.kwargs, argument))
         becomes = self.written["becomes"].get(node.name)
         target = str(node.target).removeprefix("aten.")
         if self.counts is not None:
             args = in_evaluation(target, args)
         if becomes is not None:
-            return self.call(node, self.replacement(becomes, node, args), args[:2])
+            return self.replacement(becomes, node, args)
+        if is_mean_over_targets(node) and (self.place.loss_scale or self.counts is not None):
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            count = self.counts.add if self.counts is not None else None
+            loss = plain_loss(node, self.place.loss_scale, count)
+            return self.call(node, loss, [*args[:2], weight])
         if target == "batch_norm.default" and self.place.batch_norm_group is not None:
             function = _batch_norm(self.place.batch_norm_group)
             return self.call(node, function, args[:8])
-        self.set_local_sizes(node, target, args)
-        assert callable(node.target)
-        return self.graph.call_function(node.target, tuple(args), dict(kwargs))
+        laid = self.written["layouts"].get(node.name)
+        source = self.laid(node, 0)
+        function, args, kwargs = local_call(node, args, kwargs, laid, source, self.place.mine)
+        if self.written.get("random", {}).get(node.name) == "shared":
+            draw = partial(self.place.random, function)
+            return self.call(node, draw, args, kwargs=kwargs)
+        return self.graph.call_function(function, tuple(args), kwargs)
 
-    def set_local_sizes(self, node: fx.Node, target: str, args: list[Any]) -> None:
-        """A view names its extents: where the result is sharded, the extent is this rank's."""
-        layout = self.written["layouts"].get(node.name)
-        if layout is None:
-            return
-        extent = self.place.along(layout["axis"]).size * layout["outer"]
-        if target in _SIZES_ARGUMENT:
-            args[1] = [extent if i == layout["dim"] else x for i, x in enumerate(args[1])]
-        elif target == "unflatten.int":
-            first = args[1] % (node.args[0].meta["val"].dim())  # type: ignore[union-attr]
-            inside = layout["dim"] - first
-            args[2] = [extent if i == inside else x for i, x in enumerate(args[2])]
+    def laid(self, node: fx.Node, position: int) -> Laid | None:
+        """How an operand of `node` is cut when it gets there (None: it is not)."""
+        value = node.args[position] if position < len(node.args) else None
+        if not isinstance(value, fx.Node):
+            return None
+        cast = self.casts.get((node.name, value.name))
+        if cast is None:
+            found: Laid | None = self.written["layouts"].get(value.name)
+            return found
+        return cast if cast["kind"] in _CUTTING else None
+
+    def wrapped(self, node: fx.Node) -> fx.Node:
+        """A graph inside the graph, run under another mode: without gradients, or not under
+        autocast. What it is given is whole."""
+        args: list[Any] = list(node.args)
+        number = next(i for i, x in enumerate(args) if _is_graph(self.source, x))
+        inner = _on_device(_attribute(self.source, str(args[number].target)), self.place.device)
+        mode = tuple(args[:number])
+        values = [self.cast(node.name, x.name) for x in args[number + 1 :]]
+        kind = str(node.target)
+        if kind == "wrap_with_set_grad_enabled":
+            return self.call(node, partial(_without_mode, inner, mode[0]), values)
+        assert kind == "wrap_with_autocast", kind
+        device_type = self.place.device.type
+        return self.call(node, partial(_with_autocast, inner, (device_type, *mode[1:])), values)
 
     def cast(self, user: str, value: str) -> fx.Node:
         """`value` in the layout `user` wants; equal casts of a value are made once."""
         cast = self.casts.get((user, value))
         if cast is None:
             return self.made[value]
-        key = (value, cast["kind"])
-        if key not in self.cast_nodes:
-            function = self.collective(cast)
-            self.cast_nodes[key] = self.call(None, function, [self.made[value]], cast["kind"])
-        return self.cast_nodes[key]
+        node = self.made[value]
+        key: tuple[Any, ...] = (value,)
+        for kind, laid in _steps(cast):
+            cut = (laid.get("dim"), laid["axis"], laid["outer"], tuple(laid.get("pieces", ())))
+            key = (*key, kind, *cut)
+            if key not in self.cast_nodes:
+                function = self.collective(kind, laid)
+                self.cast_nodes[key] = self.call(None, function, [node], kind)
+            node = self.cast_nodes[key]
+        return node
 
-    def collective(self, cast: dict[str, Any]) -> Callable[..., Tensor]:
-        kind, dim, outer = cast["kind"], cast["dim"], cast["outer"]
-        if kind in ("enter", "reduce"):
-            simple = {"enter": enter, "reduce": reduce}[kind]
-            return lambda x: simple(x, self.place.group)
-        shards = self.place.along(cast["axis"])
-        if kind in ("gather_enter", "reduce_scatter"):
-            joining = {"gather_enter": gather_enter, "reduce_scatter": reduce_scatter}[kind]
-            return lambda x: joining(x, dim, shards)
-        cutting = {"gather": gather, "slice": slice_}[kind]
-        return lambda x: cutting(x, dim, outer, shards)
+    def forget(self, value: str) -> None:
+        """Casts of a value that has been changed in place are of the old one."""
+        for key in [key for key in self.cast_nodes if key[0] == value]:
+            del self.cast_nodes[key]
 
-    def replacement(self, becomes: str, node: fx.Node, args: list[Any]) -> Callable[..., Tensor]:
-        """The distributed operation in place of `node`, its remaining arguments bound."""
-        sharded = node.args[0]  # the logits, or the embedding's table
-        assert isinstance(sharded, fx.Node)
-        shards = self.place.along(self.written["layouts"][sharded.name]["axis"])
+    def collective(self, kind: str, laid: Laid) -> Callable[..., Tensor]:
+        if kind in ("enter", "reduce", "once"):
+            simple: dict[str, Callable[..., Tensor]]
+            simple = {"enter": enter, "reduce": reduce, "once": once}
+            return partial(simple[kind], group=self.place.group)
+        dim, outer, shards = laid["dim"], laid["outer"], self.place.along(laid)
+        cutting: dict[str, Callable[..., Tensor]] = {
+            "gather": gather,
+            "slice": slice_,
+            "gather_enter": gather_enter,
+            "reduce_scatter": reduce_scatter,
+        }
+        return partial(cutting[kind], dim=dim, outer=outer, shards=shards)
+
+    def replacement(self, becomes: str, node: fx.Node, args: list[Any]) -> fx.Node:
+        """The distributed operation in place of `node`."""
+        if becomes == "split_grouped_mm":
+            laid = self.laid(node, 1)
+            assert laid is not None
+            assert callable(node.target)
+            shards = self.place.along(laid)
+            product = partial(split_grouped_mm, node.target, shards=shards)
+            return self.call(node, product, args[:3])
+        laid = self.laid(node, 0)  # of the logits, of the embedding's table, of what is averaged
+        assert laid is not None
+        shards = self.place.along(laid)
+        if becomes == "split_mean":
+            assert callable(node.target)
+            weight = shards.size / shards.total
+            part = partial(_weighted, node.target, weight)
+            return self.call(node, part, args)
         if becomes == "split_embedding":
             padding = args[2] if len(args) > 2 and args[2] >= 0 else None
-            return lambda weight, ids: split_embedding(ids, weight, shards, padding)
-        ignore = args[4] if len(args) > 4 else node.kwargs.get("ignore_index", -100)
-        smoothing = args[5] if len(args) > 5 else node.kwargs.get("label_smoothing", 0.0)
-        assert isinstance(ignore, int)
-        assert isinstance(smoothing, float)
-        counts = self.counts
+            lookup = partial(split_embedding, shards=shards, padding_idx=padding)
+            return self.call(node, lambda weight, ids: lookup(ids, weight), args[:2])
+        assert becomes == "split_cross_entropy", becomes
+        return self.call(node, self.split_loss(node, shards), args[:2])
+
+    def split_loss(self, node: fx.Node, shards: ShardGroup) -> Callable[..., Tensor]:
+        ignore, smooth, counts = ignored(node), smoothing(node), self.counts
+        mean = is_mean_over_targets(node)
+        scale = self.place.loss_scale if mean else None
+        reduction = "mean" if mean and scale is None else "sum"
 
         def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
             if counts is not None:
                 counts.add(*split_top1(logits, target, shards, ignore))
-            return split_cross_entropy(logits, target, shards, ignore, smoothing)
+            factor = scale(node.name) if scale is not None else None
+            return split_cross_entropy(
+                logits, target, shards, ignore, smooth, reduction, scale=factor
+            )
 
         return cross_entropy
 
     def call(
-        self, node: fx.Node | None, function: Callable[..., Tensor], args: list[Any], name: str = ""
+        self,
+        node: fx.Node | None,
+        function: Callable[..., Any],
+        args: list[Any],
+        name: str = "",
+        kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
         """A node that calls `function`: graphs can only name what a module holds."""
         name = f"{name or (node.name if node else '')}_{len(self.graph.nodes)}"
         self.root.add_module(name, _Function(function))
-        return self.graph.call_module(name, tuple(args))
+        return self.graph.call_module(name, tuple(args), kwargs or {})
 
 
-def in_evaluation(target: str, args: list[Any]) -> list[Any]:
-    """The arguments a training graph's operation has in evaluation mode: `module.eval()` reaches
-    these operations and no others of torch.nn."""
-    position, off = _OFF_IN_EVALUATION.get(target, (len(args), None))
-    return [off if i == position else x for i, x in enumerate(args)]
+def is_tensor(source: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a `get_attr` node of an exported graph reads a tensor, and not a graph that an
+    operation runs under another mode."""
+    return isinstance(_attribute(source, str(node.target)), Tensor)
 
 
-# Which argument evaluation turns off, and what off is.
-_OFF_IN_EVALUATION: dict[str, tuple[int, Any]] = {
-    "dropout.default": (2, False),
-    "feature_dropout.default": (2, False),
-    "alpha_dropout.default": (2, False),
-    "feature_alpha_dropout.default": (2, False),
-    "rrelu.default": (3, False),
-    "batch_norm.default": (5, False),
-    "scaled_dot_product_attention.default": (4, 0.0),
-}
+def _is_graph(source: fx.GraphModule, value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op == "get_attr" and not is_tensor(source, value)
+
+
+def _attribute(source: fx.GraphModule, path: str) -> Any:
+    value: Any = source
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _on_device(inner: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """A copy of a graph that was exported for another device."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    found = copy.deepcopy(inner)
+    for node in found.graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+    found.recompile()
+    return found
+
+
+def _without_mode(inner: fx.GraphModule, enabled: bool, *values: Tensor) -> Any:
+    with torch.set_grad_enabled(enabled):
+        return inner(*values)
+
+
+def _with_autocast(inner: fx.GraphModule, mode: tuple[Any, ...], *values: Tensor) -> Any:
+    device_type, dtype, enabled, cache_enabled = mode
+    with torch.autocast(device_type, dtype, enabled, cache_enabled):
+        return inner(*values)
+
+
+# Casts that are two collectives, of which the first may be shared with others of the value.
+_TWO_STEPS = {"reduce_enter": ("reduce", "enter"), "reduce_slice": ("reduce", "slice")}
+_CUTTING = ("slice", "reduce_scatter", "reduce_slice", "reshard")
+_NOT_CUT: Laid = {"axis": "", "outer": 1}
+
+
+def _steps(cast: Mapping[str, Any]) -> list[tuple[str, Laid]]:
+    kind = cast["kind"]
+    if kind == "reshard":
+        return [("gather", cast["from"]), ("slice", cast)]
+    return [
+        (step, cast if step not in ("enter", "reduce", "once") else _NOT_CUT)
+        for step in _TWO_STEPS.get(kind, (kind,))
+    ]
 
 
 class _Function(nn.Module):
-    def __init__(self, function: Callable[..., Tensor]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
 
-    def forward(self, *args: Any) -> Tensor:
-        return self.function(*args)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _weighted(mean: Callable[..., Tensor], weight: float, *args: Any) -> Tensor:
+    return mean(*args) * weight
 
 
 def _batch_norm(group: dist.ProcessGroup) -> Callable[..., Tensor]:

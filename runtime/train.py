@@ -4,7 +4,8 @@ import json
 import math
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,9 @@ from whale_train.data.dataset import Dataset
 from whale_train.data.order import rank_slice, step_indices
 from whale_train.runtime.engine import update
 from whale_train.runtime.learning_rate import learning_rate
+from whale_train.runtime.loss_scale import START, LossScale
 from whale_train.runtime.programs import Evaluation, PendingLoss, Program
+from whale_train.runtime.trace import Trace
 from whale_train.strategies.plan import Plan
 
 
@@ -33,37 +36,44 @@ class _Step:
     lr: float
     seconds: float
     evaluation: dict[str, float]
+    loss_scale: float | None = None
 
 
 class Batches:
-    """This rank's share of every global batch, read when asked for."""
+    """This rank's micro-batches of every global batch, read when asked for."""
 
     def __init__(
         self, request: Request, plan: Plan, dataset: Dataset, rank: int, device: torch.device
     ) -> None:
         self._request, self._plan, self._dataset = request, plan, dataset
         self._device = device
-        self._mine = rank_slice(plan.task_graphs[0].shares, rank)
+        samples = plan.ranks[rank].samples
+        self._mine = [slice(*interval) for interval in samples] or [
+            rank_slice(plan.task_graphs[0].shares, rank)
+        ]
         self._names = {field.name for field in dataset.fields}
 
-    def training(self, step: int) -> dict[str, Tensor]:
+    def training(self, step: int) -> list[dict[str, Tensor]]:
         seed, shuffle = self._request.seed, self._request.data.shuffle
         total, batch = self._dataset.num_samples, self._plan.global_batch
-        indices = step_indices(total, batch, step, seed, shuffle)[self._mine]
-        return self._tensors(self._dataset.samples(indices))
+        indices = step_indices(total, batch, step, seed, shuffle)
+        return [self._tensors(self._dataset.samples(indices[mine])) for mine in self._mine]
 
-    def evaluation(self) -> Iterator[dict[str, Tensor]]:
+    def evaluation(self) -> Iterator[list[dict[str, Tensor]]]:
         """Whole global batches of held-back samples, as many as were asked for and exist."""
         batch = self._plan.global_batch
         wanted = min(self._request.train.evaluation_samples, self._dataset.num_evaluation_samples)
         for number in range(max(1, wanted // batch)):
             indices = step_indices(self._dataset.num_evaluation_samples, batch, number, 0, False)
-            yield self._tensors(self._dataset.evaluation_samples(indices[self._mine]))
+            yield [
+                self._tensors(self._dataset.evaluation_samples(indices[mine]))
+                for mine in self._mine
+            ]
 
-    def tokens(self, batch: dict[str, Tensor]) -> int:
+    def tokens(self, batches: Sequence[dict[str, Tensor]]) -> int:
         """Tokens of a global batch, known from this rank's part of it; its samples where a
         sample is no sequence of token numbers."""
-        ids = batch.get("input_ids")
+        ids = batches[0].get("input_ids") if batches else None
         per_sample = ids[0].numel() if ids is not None and len(ids) else 1
         return self._plan.global_batch * per_sample
 
@@ -96,6 +106,7 @@ class Metrics:
             "loss": loss,
             "grad_norm": norm,
             "lr": step.lr,
+            **({} if step.loss_scale is None else {"loss_scale": step.loss_scale}),
             "samples": samples,
             "tokens": tokens,
             "step_time_s": step.seconds,
@@ -131,12 +142,17 @@ class Loop:
         program: Program,
         batches: Batches,
         metrics: Metrics | None,
+        trace: Trace | None = None,
     ) -> None:
         self.final_loss: float | None = None
+        self._trace = trace
         self._request, self._plan, self._program = request, plan, program
         self._batches, self._metrics = batches, metrics
         self._pending: tuple[_Step, int] | None = None
-        self._sum_over_job = _sum_over_job if len(plan.task_graphs) > 1 else None
+        self._sum_over_job = _sum_over_job if plan.rewrite is not None else None
+        self._loss_scale: LossScale | None = None
+        if plan.precision == "fp16":
+            self._loss_scale = LossScale(request.train.loss_scale or START)
 
     def step(self, number: int) -> float:
         """Step `number`, from 0: its batch, its gradients, its update. The seconds it took."""
@@ -145,19 +161,34 @@ class Loop:
         lr = learning_rate(self._request.optimizer, number, options.steps)
         for engine in program.engines:
             engine.set_learning_rate(lr)
-        batch = batches.training(number)
-        loss = program.forward_backward(batch)
-        norm = update(
-            program.engines, options.grad_clip or 0.0, options.grad_norm, self._sum_over_job
-        )
-        self.settle()
+        with self._span("data"):
+            batch = batches.training(number)
+        scale = self._loss_scale.value if self._loss_scale is not None else None
+        with self._span("forward and backward"):
+            loss = program.forward_backward(batch, scale or 1.0)
+        with self._span("update"):
+            norm = update(
+                program.engines,
+                options.grad_clip or 0.0,
+                options.grad_norm,
+                self._sum_over_job,
+                scale,
+            )
+            if self._loss_scale is not None:
+                assert norm is not None
+                self._loss_scale.update(math.isfinite(float(norm)))
+        with self._span("metrics"):
+            self.settle()
         seconds = time.perf_counter() - started
         evaluation = {}
         if options.evaluate_every and (number + 1) % options.evaluate_every == 0:
             evaluation = evaluate(program, batches)
-        step = _Step(number + 1, loss, norm, lr, seconds, evaluation)
+        step = _Step(number + 1, loss, norm, lr, seconds, evaluation, scale)
         self._pending = (step, batches.tokens(batch))
         return seconds
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        return self._trace.span(name) if self._trace else nullcontext()
 
     def settle(self) -> None:
         """Write the line of the step before."""
@@ -176,10 +207,15 @@ def _sum_over_job(squared: Tensor) -> Tensor:
 
 
 def train(
-    request: Request, plan: Plan, program: Program, batches: Batches, metrics: Metrics | None
+    request: Request,
+    plan: Plan,
+    program: Program,
+    batches: Batches,
+    metrics: Metrics | None,
+    trace: Trace | None = None,
 ) -> dict[str, Any]:
     """Train to the end; what `summary.json` holds but the memory of the ranks."""
-    loop = Loop(request, plan, program, batches, metrics)
+    loop = Loop(request, plan, program, batches, metrics, trace)
     times = [loop.step(number) for number in range(request.train.steps)]
     loop.settle()
     # The first step pays for what libraries set up when first used.

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from whale_train.models.build import build_model
 from whale_train.models.loss import LossModule
@@ -48,14 +48,6 @@ def own_copy(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Give each of a module's parameters or buffers memory of its own on `device`, ties kept."""
     for tensor in {id(t): t for t in tensors}.values():
         tensor.data = _copied(tensor.detach(), device)
-
-
-def own_shard(
-    tensor: Tensor, dim: int, interval: tuple[int, int], device: torch.device
-) -> nn.Parameter:
-    """A parameter of its own holding [start, stop) of `tensor` along `dim`."""
-    start, stop = interval
-    return nn.Parameter(_copied(tensor.detach().narrow(dim, start, stop - start), device))
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,13 +16,19 @@ from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.models.loss import LossModule
-from whale_train.models.profile import export_model
-from whale_train.runtime.assemble import Seat, assemble
-from whale_train.runtime.groups import file_rendezvous, join, leave, make_groups
+from whale_train.models.profile import export_model, with_constants
+from whale_train.runtime.assemble import assemble
+from whale_train.runtime.groups import file_rendezvous, join, leave, limit_waits, make_groups
 from whale_train.runtime.kernels import load_cpu_adam
+from whale_train.runtime.pipeline import PipelineModel
 from whale_train.runtime.programs import Program
+from whale_train.runtime.seat import Seat
+from whale_train.runtime.trace import Trace, merge
 from whale_train.runtime.train import Batches, Metrics, peak_memory_bytes, train
+from whale_train.runtime.verify import verify
+from whale_train.runtime.waits import named_waits
 from whale_train.runtime.weights import build_shared
+from whale_train.strategies.forms import is_nested
 from whale_train.strategies.plan import Plan
 
 
@@ -42,8 +49,12 @@ def prepare(run_dir: Path) -> Prepared:
     dataset = open_dataset(request.data)
     module = build_shared(request.model, request.seed)
     graph = None
-    if len(request.strategy_graph().graph) > 1:  # colocated TaskGraphs cut the exported graph
+    strategy = request.strategy_graph()
+    # These cut the exported graph, or count targets by it.
+    if len(strategy.graph) > 1 or is_nested(strategy) or request.train.accumulate > 1:
         graph, _ = export_model(request.model, dataset.fields)
+        if graph is not None:
+            graph = with_constants(graph, module, dataset.fields)
     return Prepared(request, module, graph, dataset)
 
 
@@ -66,17 +77,18 @@ def run(
     run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, prepared: Prepared
 ) -> None:
     """Join the others, train as the plan says, and leave."""
-    # The program is let go of first: a reducer freed after its group was left joins gloo's
-    # threads while holding the GIL they wait for.
-    train_as_planned(run_dir, rank, world_size, rendezvous, prepared)
-    leave()
+    with named_waits(run_dir, rank):
+        # The program is let go of first: a reducer freed after its group was left joins gloo's
+        # threads while holding the GIL they wait for.
+        train_as_planned(run_dir, rank, world_size, rendezvous, prepared)
+        leave()
 
 
 def train_as_planned(
     run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, prepared: Prepared
 ) -> Program:
-    """Train as the plan says, still joined; the program, its engines holding what was learned.
-    Rank 0 writes the metrics and the summary."""
+    """Train (or verify) as the plan says, still joined; the program, its engines holding what
+    was learned. Rank 0 writes the metrics and the summary."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed")
     request = prepared.request
@@ -85,16 +97,28 @@ def train_as_planned(
     if request.launcher.threads is not None:
         torch.set_num_threads(request.launcher.threads)
     device = _device(run_dir)
-    join(rendezvous, rank, world_size, device)
-    seat = Seat(rank, device, make_groups(plan, rank))
+    timeout = timedelta(seconds=request.launcher.timeout_s)
+    join(rendezvous, rank, world_size, device, timeout)
+    seat = Seat(rank, device, make_groups(plan, rank, timeout))
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
     program = assemble(request, plan, prepared.module, prepared.graph, seat)
+    limit_waits(timeout)
     batches = Batches(request, plan, prepared.dataset, rank, device)
     metrics = Metrics(run_dir, request.train.tensorboard, device) if rank == 0 else None
-    summary = train(request, plan, program, batches, metrics)
+    if request.mode == "verify":
+        summary = verify(run_dir, request, plan, program, batches, metrics, rank)
+    else:
+        trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
+        if isinstance(program, PipelineModel):
+            program.trace = trace
+        summary = train(request, plan, program, batches, metrics, trace)
+        if trace is not None:
+            trace.write(run_dir)
     peaks: list[int] = [0] * world_size
     dist.all_gather_object(peaks, peak_memory_bytes(device))
+    if rank == 0 and request.train.trace:
+        merge(run_dir, world_size)
     if metrics is not None:
         metrics.close()
         summary["peak_memory_bytes"] = peaks

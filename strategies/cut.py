@@ -159,7 +159,7 @@ def _upstream(graph: OperationGraph, of: str, elsewhere: set[str]) -> tuple[set[
             crossing.add(name)
             continue
         inside.add(name)
-        stack.extend(graph[name].inputs)
+        stack.extend((*graph[name].inputs, *graph[name].after))
     return inside, [op.name for op in graph if op.name in crossing]
 
 
@@ -188,7 +188,7 @@ def _upstream_of(
             reached.add(name)
         elif name not in inside:
             inside.add(name)
-            stack.extend(graph[name].inputs)
+            stack.extend((*graph[name].inputs, *graph[name].after))
     return inside, [op.name for op in graph if op.name in reached]
 
 
@@ -199,6 +199,7 @@ def _in_place(graph: OperationGraph, elsewhere: set[str]) -> set[str]:
         for op in graph
         if op.target.startswith("aten.")
         and op.target.split(".")[1].endswith("_")
+        and graph[op.inputs[0]].target == "buffer"
         and not graph.users[op.name]
         and op.name not in elsewhere
     }

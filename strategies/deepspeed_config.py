@@ -51,6 +51,7 @@ def deepspeed_config(
             "grad_accum_dtype": "bf16" if (node.zero, precision) == (1, "bf16") else "fp32"
         },
         "bf16": {"enabled": precision == "bf16"},
+        # Ours is autocast and one loss scale for the whole job (docs/adr/007).
         "fp16": {"enabled": False},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,

@@ -5,7 +5,7 @@ a model and to devices is `graph.py`'s. Every fault carries the full path of its
 `strategy.graph.replicate.of.pipeline.stages[2].split.degree`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from whale_train.errors import Fault, nearest
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
+PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
 RECOMPUTE = ("none", "full", "auto")
 OFFLOAD = ("none", "cpu", "nvme")
 BALANCE = ("hardware", "even")
@@ -33,12 +34,14 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Split:
-    """One copy whose tensors are sharded over its devices."""
+    """One copy whose tensors are sharded over its devices. `patterns` are (glob of parameter
+    paths, pattern) given by hand, the first that matches counting."""
 
     path: str
     degree: int | None = None
     dim: str = "auto"
     modules: tuple[str, ...] = ("*",)
+    patterns: tuple[tuple[str, str], ...] = ()
     of: tuple["Node", ...] = ()
 
 
@@ -73,6 +76,14 @@ class Strategy:
     graph: tuple[Node, ...]
     balance: str = "hardware"
     devices: int | None = None
+
+
+def every_node(nodes: "tuple[Node, ...]") -> Iterator[Node]:
+    """`nodes` and all that is inside them."""
+    for node in nodes:
+        yield node
+        inside = node.stages if isinstance(node, Pipeline) else node.of
+        yield from every_node(inside if isinstance(inside, tuple) else ())
 
 
 def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) -> Strategy | None:
@@ -179,12 +190,13 @@ class _Reader:
         )
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:
-        given = self.keys(body, path, ("degree", "dim", "modules", "of"))
+        given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of"))
         return Split(
             path,
             degree=self.count_or_auto(given, path, "degree"),
             dim=self.choice(given, path, "dim", SPLIT_DIMS, "auto"),
             modules=self.modules(given, path) or ("*",),
+            patterns=self.patterns(given, path),
             of=self.children(given, path, "split"),
         )
 
@@ -243,6 +255,17 @@ class _Reader:
             self.fault(f"{path}.{key}", value, rule, "use such a number, or auto")
             return None
         return value
+
+    def patterns(self, given: Mapping[str, Any], path: str) -> tuple[tuple[str, str], ...]:
+        value = given.get("patterns")
+        if value is None:
+            return ()
+        if not isinstance(value, Mapping):
+            remedy = 'use {"*.q_proj.weight": column}'
+            self.fault(f"{path}.patterns", value, "is not a mapping", remedy)
+            return ()
+        key = f"{path}.patterns"
+        return tuple((str(k), self.choice(value, key, k, PATTERNS, "replicate")) for k in value)
 
     def modules(self, given: Mapping[str, Any], path: str) -> tuple[str, ...] | None:
         value = given.get("modules")

@@ -1,22 +1,19 @@
-"""The strategy bound to a model: nodes of the grammar become TaskGraphs.
+"""A flat strategy bound to a model: nodes of the grammar become TaskGraphs.
 
-Owns which part of the model each node holds and on how many devices, and refuses by name what
-is valid but not executed by this version. Which device does how much is `resolve.py`'s.
+Flat is one replicate of the whole model, or a replicate beside a split of the head over the same
+devices. Owns which part of the model each node holds and on how many devices. Which device does
+how much is `resolve.py`'s; nested strategies are `forms.py`'s and `staged.py`'s.
 """
 
 from dataclasses import dataclass
 
 from whale_train.errors import Fault
 from whale_train.strategies.cut import CutRefused, HeadCut, cut_head
-from whale_train.strategies.grammar import Node, Pipeline, Replicate, Split, Stage, Strategy
+from whale_train.strategies.grammar import Node, Replicate, Split, Strategy
 from whale_train.strategies.head import Head, find_heads, matching
 from whale_train.strategies.operations import ModelProfile
 
 _UNEXECUTED = "is valid but not executed by this version"
-_EXECUTED = (
-    "use replicate of the whole model (dp, zero1, zero2, zero3), or with a split of its head "
-    "(hybrid_split_dp)"
-)
 
 
 @dataclass(frozen=True)
@@ -83,18 +80,13 @@ def shared_degree(
                 rule, remedy = "has nothing to divide over 1 device", "use strategy=single, or more"
                 faults.append(Fault(top.path, "", rule, f"{remedy} devices"))
         case _:
-            path = strategy.graph[0].path if len(strategy.graph) == 1 else "strategy.graph"
-            faults.append(Fault(path, "", _UNEXECUTED, _EXECUTED))
+            raise AssertionError(strategy.graph)
     return degree if len(faults) == before else None
 
 
 def _refuse_unexecuted(node: Node, faults: list[Fault]) -> None:
     rule = _UNEXECUTED
     match node:
-        case Pipeline() | Stage():
-            faults.append(Fault(node.path, "", rule, _EXECUTED))
-        case Replicate() | Split() if node.of:
-            faults.append(Fault(f"{node.path}.of", "", rule, _EXECUTED))
         case Replicate():
             for key in ("optimizer", "parameters"):
                 if getattr(node, f"offload_{key}") == "nvme":

@@ -20,20 +20,25 @@ REDUCE_BUCKET_ELEMENTS = 25 * 2**20 // 4
 @dataclass(frozen=True)
 class Precision:
     """Bytes per element by use. `weights` are what forward reads, `master` the optimizer's copy
-    (0 where the weights themselves are it)."""
+    (0 where the weights themselves are it), `casts` the 16-bit weights that autocast makes of
+    whole ones in forward and keeps for backward."""
 
     weights: int
     gradients: int
     activations: float
     master: int
+    casts: int = 0
 
 
 def precision_bytes(precision: str, zero: int) -> Precision:
     """fp32 keeps one copy, which ZeRO's flat partition doubles. bf16 under ZeRO keeps bf16
-    weights and an fp32 master partition; without ZeRO it is autocast over fp32 weights."""
+    weights and an fp32 master partition; without ZeRO it is autocast over fp32 weights, which
+    fp16 is everywhere (docs/adr/007)."""
     if precision == "fp32":
         return Precision(4, 4, 1.0, 4 if zero else 0)
-    return Precision(2, 4, 0.5, 4) if zero else Precision(4, 4, 0.5, 0)
+    if precision == "bf16" and zero:
+        return Precision(2, 4, 0.5, 4)
+    return Precision(4, 4, 0.5, 4 if zero else 0, casts=2)
 
 
 def replica_memory(
@@ -56,6 +61,7 @@ def replica_memory(
     parameters = sizes.weights * (part if node.zero == 3 else elements)
     if node.offload_parameters == "cpu":
         parameters = 0.0
+    parameters += sizes.casts * elements
     gradients = sizes.gradients * (part if node.zero >= 2 else elements)
     optimizer = own * (4 * optimizer_states + sizes.master)
     if node.zero == 1:
@@ -80,11 +86,11 @@ def head_memory(
     classes: int,
     optimizer_states: int,
     precision: str,
-    global_batch: int,
+    batch: int,
 ) -> MemoryEstimate:
-    """One shard of `classes` of the head, which sees the whole batch: its rows of every sharded
-    parameter, the logits it makes (kept once for backward, once as their gradient), and the
-    gathered inputs."""
+    """One shard of `classes` of the head, which sees all `batch` samples at a time: its rows of
+    every sharded parameter, the logits it makes (kept once for backward, once as their gradient),
+    and the gathered inputs."""
     assert graph.head is not None
     assert graph.cut is not None
     assert profile.graph is not None
@@ -93,16 +99,17 @@ def head_memory(
     logits = profile.graph[graph.head.operation].shape or ()
     rows = 1
     for size in logits[:-1]:
-        rows *= size.at(global_batch)
-    width = 4 * precision_bytes(precision, 0).activations
+        rows *= size.at(batch)
+    sizes = precision_bytes(precision, 0)
+    width = 4 * sizes.activations
     gathered = 0.0
     for name in graph.cut.segments[-1].takes:
         each = 1
         for size in profile.graph[name].shape or ():
-            each *= size.at(global_batch)
+            each *= size.at(batch)
         gathered += each * width * 2
     return MemoryEstimate(
-        parameters=4 * elements,
+        parameters=(sizes.weights + sizes.casts) * elements,
         gradients=4 * elements,
         optimizer=4 * elements * optimizer_states,
         activations=2 * rows * classes * width,

@@ -48,10 +48,12 @@ Argument = Ref | Size | int | float | bool | str | None | tuple["Argument", ...]
 class Operation:
     """One node of the exported graph.
 
-    `target` is the ATen overload (`aten.linear.default`), or `input`, `parameter`, `buffer` or
-    `output`; for a parameter or buffer `path` is its name in the model. `module` is the path of
-    the module whose forward it belongs to. `shape` is None for values that are not tensors.
-    `flops` are the forward's, per sample.
+    `target` is the ATen overload (`aten.linear.default`), or `input`, `parameter`, `buffer`,
+    `graph` (one that a higher-order operation runs) or `output`; for a parameter or buffer `path`
+    is its name in the model. `module` is the path of the module whose forward it belongs to.
+    `shape` is None for values that are not tensors.
+    `flops` are the forward's, per sample. `after` are operations that changed in place what it
+    reads, under another name than the one it reads it by.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Operation:
     module: str = ""
     path: str = ""
     flops: float = 0.0
+    after: tuple[str, ...] = ()
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -113,13 +116,14 @@ class OperationGraph:
         for operation in reversed(self.operations):
             if operation.name in found:
                 found.update(operation.inputs)
+                found.update(operation.after)
         return found
 
     def descendants(self, names: set[str]) -> set[str]:
         """Everything computed from `names`, themselves included."""
         found = set(names)
         for operation in self.operations:
-            if any(name in found for name in operation.inputs):
+            if any(name in found for name in (*operation.inputs, *operation.after)):
                 found.add(operation.name)
         return found
 

@@ -16,8 +16,10 @@ class TaskGraph:
     `replicas` lists, for each copy, the ranks that hold it (one rank unless the copy is itself
     sharded). `shares` are samples per replica and optimizer step. `shards` gives, per sharded
     parameter, each rank's [start, stop) in the order of the replica's ranks, along the dimension
-    `shard_dims` names. `modules` are the module paths it covers; `flops` its forward's, per
-    sample. Parameters the loss does not depend on are in no TaskGraph's `trained` list.
+    `shard_dims` names; in a nested strategy in units of the axis `shard_layouts` says it is cut
+    along, as a fused weight is cut in several places at once. `modules` are the module paths it
+    covers; `flops` its forward's, per sample. Parameters the loss does not depend on are in no
+    TaskGraph's `trained` list.
     """
 
     id: int
@@ -34,6 +36,7 @@ class TaskGraph:
     trained: tuple[str, ...] = ()
     shards: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     shard_dims: dict[str, int] = field(default_factory=dict)
+    shard_layouts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,10 @@ class MemoryEstimate:
 class RankPlan:
     """One rank's part: where it is, what it holds, how much it takes at a time.
 
-    `micro_batch_size` is its largest micro-batch; `micro_batches` how many a step has (the same
-    for every rank, as ZeRO-3 demands). `deepspeed` maps a TaskGraph's id to the DeepSpeed config
-    of its engine, or None where torch alone runs it.
+    `micro_batch_size` is its largest micro-batch; `micro_batches` how many a step has for it (the
+    same for every rank under ZeRO-3, which demands it). `samples` are they, as [start, stop) of
+    the global batch (empty where shares alone say it). `deepspeed` maps a TaskGraph's id to the
+    DeepSpeed config of its engine, or None where torch alone runs it.
     """
 
     rank: int
@@ -74,6 +78,7 @@ class RankPlan:
     micro_batches: int
     memory_bytes: MemoryEstimate
     deepspeed: dict[str, dict[str, Any] | None]
+    samples: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,8 @@ class Decision:
 class Plan:
     """The whole job. `rewrite` says how the exported graph is cut and which layouts its values
     have (None when the model runs as it is); `exported` whether there was a graph at all, and so
-    whether parameters without a gradient are known."""
+    whether parameters without a gradient are known. `pipeline` says who runs which chunk of it
+    for which micro-batch (None for a flat strategy); the order is `schedule.py`'s."""
 
     cluster: str
     world_size: int
@@ -115,6 +121,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     exported: bool = True
     rewrite: dict[str, Any] | None = None
+    pipeline: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """The file's text; keys keep the order of the fields, so equal plans are equal bytes."""
@@ -136,12 +143,19 @@ class Plan:
                 "task_graphs": tuple(TaskGraph(**_tuples(x)) for x in content["task_graphs"]),
                 "groups": _tuples(content["groups"]),
                 "ranks": tuple(
-                    RankPlan(**{**x, "task_graphs": tuple(x["task_graphs"])})
+                    RankPlan(
+                        **{
+                            **x,
+                            "task_graphs": tuple(x["task_graphs"]),
+                            "samples": _tuples(x["samples"]),
+                        }
+                    )
                     for x in content["ranks"]
                 ),
                 "predicted": Prediction(**content["predicted"]),
                 "decisions": tuple(Decision(**x) for x in content["decisions"]),
                 "rewrite": _tuples(content["rewrite"]),
+                "pipeline": _tuples(content["pipeline"]),
             }
         )
 

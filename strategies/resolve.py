@@ -6,13 +6,15 @@ of the devices. Everything chosen without being asked for ends in the plan's dec
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cut import CLASSES
 from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
-from whale_train.strategies.grammar import Replicate, Strategy
+from whale_train.strategies.forms import is_nested
+from whale_train.strategies.grammar import Node, Pipeline, Replicate, Strategy
 from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph, bind, shared_degree
 from whale_train.strategies.layouts import BATCH
 from whale_train.strategies.memory import added
@@ -20,7 +22,7 @@ from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision, Plan, RankPlan
 from whale_train.strategies.plan import TaskGraph as PlannedTaskGraph
 from whale_train.strategies.prediction import predict
-from whale_train.strategies.rewrite_plan import rewrite_plan
+from whale_train.strategies.rewrite_plan import rewrite_plan, shard_plan
 from whale_train.strategies.shares import even_shares, tile
 from whale_train.strategies.sharing import (
     Sharing,
@@ -29,8 +31,14 @@ from whale_train.strategies.sharing import (
     share,
     split_head_memory,
 )
+from whale_train.strategies.staged import resolve_nested
+from whale_train.strategies.staging import nested_form
 
-_PRECISIONS = ("fp32", "bf16")  # what this version executes
+_PRECISIONS = ("fp32", "bf16", "fp16")
+_MEANS_OVER_TARGETS = (
+    "aten.cross_entropy_loss.default",
+    *(f"aten.{name}.default" for name in ("nll_loss", "nll_loss_nd", "nll_loss2d")),
+)
 
 
 def resolve(
@@ -43,9 +51,14 @@ def resolve(
     if faults:
         raise PlanError(faults)
     cluster = _used_devices(strategy, cluster, faults, decisions)
+    if is_nested(strategy):
+        plan = resolve_nested(strategy, cluster, profile, training)
+        return replace(plan, decisions=(*decisions, *plan.decisions))
     graph = bind(strategy, profile, len(cluster.devices), cluster.name, faults)
     if graph is not None:
         _refuse_tied_batch_norm(graph, profile, faults)
+        if training.accumulate > 1:
+            _refuse_accumulation(profile, training, faults)
     if faults or graph is None:
         raise PlanError(faults)
     sharing = share(strategy, graph, cluster, profile, training, faults)
@@ -62,6 +75,15 @@ def refuse_without_model(
     cluster = _used_devices(strategy, cluster, faults, [])
     devices = len(cluster.devices)
     _refuse_precision(training.precision, cluster, faults)
+    if training.optimizer == "lamb":
+        _refuse_partitions(strategy.graph, faults)
+    if is_nested(strategy):
+        if training.accumulate > 1:
+            rule = "cuts the batch of a strategy whose micro-batches are its pipeline's"
+            remedy = "use 1, and micro_batches in the strategy's pipeline"
+            faults.append(Fault("train.accumulate", str(training.accumulate), rule, remedy))
+        nested_form(strategy, cluster, training, faults)
+        return
     degree = shared_degree(strategy, devices, cluster.name, faults)
     if degree is not None:
         _refuse_degrees(strategy, degree, devices, faults)
@@ -69,6 +91,13 @@ def refuse_without_model(
         rule = f"leaves some of the {devices} devices without a sample"
         remedy = f"use at least {devices}"
         faults.append(Fault("train.global_batch", str(training.global_batch), rule, remedy))
+    elif training.global_batch < devices * training.accumulate:
+        rule = (
+            f"cuts a device's share into micro-batches of none (train.global_batch="
+            f"{training.global_batch} on {devices} devices)"
+        )
+        remedy = f"use at most {training.global_batch // devices}"
+        faults.append(Fault("train.accumulate", str(training.accumulate), rule, remedy))
 
 
 def _used_devices(
@@ -94,6 +123,45 @@ def _refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> 
         shared = [p for p in _PRECISIONS if all(p in d.flops for d in cluster.devices)]
         remedy = f"use {' or '.join(shared)}" if shared else "use other devices"
         faults.append(Fault("train.precision", precision, rule, remedy))
+
+
+def _refuse_partitions(nodes: Sequence[Node], faults: list[Fault]) -> None:
+    """LAMB's trust ratio is of a whole parameter, and ZeRO's flat partitions end anywhere."""
+    for node in nodes:
+        if isinstance(node, Replicate) and node.zero:
+            rule = "partitions parameters anywhere, and optimizer=lamb needs the norm of each"
+            remedy = "use zero: 0, or optimizer=adamw"
+            faults.append(Fault(f"{node.path}.zero", str(node.zero), rule, remedy))
+        if isinstance(node, Pipeline):
+            _refuse_partitions(node.stages if isinstance(node.stages, tuple) else (), faults)
+        else:
+            _refuse_partitions(node.of, faults)
+
+
+def _refuse_accumulation(profile: ModelProfile, training: Training, faults: list[Fault]) -> None:
+    """A mean over the step's targets needs their number before the first micro-batch."""
+    key, value = "train.accumulate", str(training.accumulate)
+    norms = profile.batch_norm_modules
+    if norms and training.sync_batchnorm:
+        rule = (
+            f"cuts the batch, over all of which {norms[0]} takes its statistics "
+            "(model.sync_batchnorm=true)"
+        )
+        remedy = "use 1, or model.sync_batchnorm=false for those of a micro-batch"
+        faults.append(Fault(key, value, rule, remedy))
+    if profile.graph is None:
+        rule = (
+            f"counts a step's targets by the model's graph, and {profile.name} cannot be exported"
+        )
+        faults.append(Fault(key, value, f"{rule} ({profile.export_error})", "use 1"))
+        return
+    trained = {p.path for p in profile.parameters}
+    for operation in profile.graph:
+        if operation.target in _MEANS_OVER_TARGETS:
+            made = profile.graph.ancestors(set(operation.inputs[1:]))
+            if any(profile.graph[x].path in trained for x in made if profile.graph[x].path):
+                rule = f"counts targets before it runs, and those of {operation.name} are computed"
+                faults.append(Fault(key, value, f"{rule} from parameters", "use 1"))
 
 
 def _refuse_degrees(strategy: Strategy, degree: int, devices: int, faults: list[Fault]) -> None:
@@ -194,6 +262,9 @@ def _task_graph(
         shard_dims={path: s.dim for path, s in graph.cut.shards.items()}
         if split and graph.cut
         else {},
+        shard_layouts={path: shard_plan(s) for path, s in graph.cut.shards.items()}
+        if split and graph.cut
+        else {},
     )
 
 
@@ -206,17 +277,21 @@ def _rank(
     sharing: Sharing,
 ) -> RankPlan:
     samples = sharing.samples[rank]
-    memory = backbone_memory(graph, profile, training, len(sharing.samples), samples)
+    start = sum(sharing.samples[:rank])
+    sizes = even_shares(samples, training.accumulate, [samples] * training.accumulate)
+    assert sizes is not None
+    micro_batches = tuple((start + a, start + b) for a, b in tile(samples, sizes))
+    memory = backbone_memory(graph, profile, training, len(sharing.samples), sizes[0])
     if sharing.classes:
         memory = added(memory, split_head_memory(graph, profile, training, sharing.classes[rank]))
     configs: dict[str, dict[str, Any] | None] = {}
     for number, bound in enumerate(graph.task_graphs):
         configs[str(number)] = None
-        if isinstance(bound.node, Replicate):
+        if isinstance(bound.node, Replicate) and bound.node.zero:
             offloaded = bound.node.offload_optimizer == "cpu"
             configs[str(number)] = deepspeed_config(
                 bound.node,
-                samples,
+                sizes[0],
                 training.precision,
                 training.grad_clip,
                 deepspeed_optimizer(training.optimizer, training.optimizer_options, offloaded),
@@ -226,10 +301,11 @@ def _rank(
         node=cluster.node_of[rank],
         device=cluster.devices[rank].name,
         task_graphs=tuple(range(len(graph.task_graphs))),
-        micro_batch_size=samples,
-        micro_batches=1,
+        micro_batch_size=sizes[0],
+        micro_batches=training.accumulate,
         memory_bytes=memory,
         deepspeed=configs,
+        samples=micro_batches if training.accumulate > 1 else (),
     )
 
 

@@ -23,8 +23,9 @@ from whale_train.strategies.shares import even_shares, optimal_shares
 class Training:
     """What the resolver must know of the training itself.
 
-    `optimizer_options` are the keyword arguments of torch's optimizer of that name (`sgd`,
-    `adam`, `adamw`); `grad_clip` 0 means off.
+    `optimizer_options` are the keyword arguments of the optimizer of that name (`sgd`, `adam`,
+    `adamw`, `lamb`); `grad_clip` 0 means off. `sync_batchnorm`: BatchNorm's statistics are those
+    of the global batch. `accumulate` is in how many micro-batches a rank takes its share.
     """
 
     global_batch: int
@@ -32,6 +33,8 @@ class Training:
     grad_clip: float
     optimizer: str
     optimizer_options: dict[str, Any]
+    sync_batchnorm: bool = True
+    accumulate: int = 1
 
     @property
     def optimizer_states(self) -> int:
@@ -64,7 +67,8 @@ def share(
 
     def shared(total: int, caps: Sequence[int], minimum: int) -> tuple[int, ...] | None:
         if strategy.balance == "even":
-            return even_shares(total, count, caps)
+            found = even_shares(total, count, caps)
+            return None if found is None or min(found) < minimum else found
         return optimal_shares(total, speeds, caps, minimum)
 
     no_samples = backbone_memory(graph, profile, training, count, 0).total
@@ -88,8 +92,9 @@ def share(
             return None
         classes = found
         room = [left - fixed - each * c for left, c in zip(room, classes, strict=True)]
-    caps = [min(_fitting(left, sample), training.global_batch) for left in room]
-    samples = shared(training.global_batch, caps, 1)
+    pieces = training.accumulate
+    caps = [min(_fitting(left, sample) * pieces, training.global_batch) for left in room]
+    samples = shared(training.global_batch, caps, pieces)
     if samples is None:
         faults.append(_no_room_for_batch(strategy, training, caps, sample, cluster))
         return None
@@ -131,7 +136,10 @@ def _activation_bytes(graph: StrategyGraph, profile: ModelProfile) -> float:
 def split_head_memory(
     graph: StrategyGraph, profile: ModelProfile, training: Training, classes: int
 ) -> MemoryEstimate:
-    states, batch = training.optimizer_states, training.global_batch
+    """With every rank's largest micro-batch gathered, whatever their shares are."""
+    whole, pieces = training.global_batch, training.accumulate
+    batch = min(whole, (whole + graph.degree * (pieces - 1)) // pieces)
+    states = training.optimizer_states
     return head_memory(graph, profile, classes, states, training.precision, batch)
 
 

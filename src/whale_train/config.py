@@ -48,14 +48,18 @@ class _Section(BaseModel):
 
 
 class TrainOptions(_Section):
-    """`steps` optimizer steps of `global_batch` samples each. `grad_clip` null or 0 is off.
-    `evaluate_every` and `checkpoint_every` count steps, null is never."""
+    """`steps` optimizer steps of `global_batch` samples each, every device's share taken in
+    `accumulate` micro-batches. `loss_scale` is fp16's first (null: 2^15). `grad_clip` null or 0 is
+    off. `evaluate_every` and `checkpoint_every` count steps, null is never."""
 
     steps: _Count
     global_batch: _Count
+    accumulate: _Count = 1
     precision: Literal["fp32", "bf16", "fp16"] | None = None
+    loss_scale: float | None = Field(None, ge=1)
     grad_clip: float | None = Field(None, ge=0)
     grad_norm: bool = True
+    trace: bool = False
     evaluate_every: _Count | None = None
     evaluation_samples: _Count = 512
     tensorboard: bool = False
@@ -64,10 +68,11 @@ class TrainOptions(_Section):
 
 
 class OptimizerOptions(_Section):
-    """torch's optimizer of that name and the schedule of its learning rate (`warmup_steps` of
-    linear growth, then `schedule` down to `final_lr_fraction` of `lr` at the last step)."""
+    """torch's optimizer of that name, or LAMB, and the schedule of its learning rate
+    (`warmup_steps` of linear growth, then `schedule` down to `final_lr_fraction` of `lr` at the
+    last step)."""
 
-    name: Literal["sgd", "adam", "adamw"]
+    name: Literal["sgd", "adam", "adamw", "lamb"]
     lr: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
     momentum: float = Field(0.0, ge=0, lt=1)
@@ -79,20 +84,33 @@ class OptimizerOptions(_Section):
     final_lr_fraction: float = Field(0.0, ge=0, le=1)
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of torch's optimizer."""
-        shared = {"lr": self.lr, "weight_decay": self.weight_decay, "fused": self.fused}
+        """Keyword arguments of the optimizer."""
+        shared: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
+        if self.name != "lamb":
+            shared["fused"] = self.fused
         if self.name == "sgd":
             return {**shared, "momentum": self.momentum}
         return {**shared, "betas": list(self.betas), "eps": self.eps}
 
 
 class LauncherOptions(_Section):
-    """Where the ranks run; `threads` per rank (null: the cores shared among the ranks)."""
+    """Where the ranks run; `threads` per rank (null: the cores shared among the ranks). A rank that
+    waits for others longer than `timeout_s` fails, naming those that did not come."""
 
     kind: Literal["auto", "local", "emulate"] = "auto"
     threads: _Count | None = None
+    # gloo adds it, in nanoseconds of 64 bits, to a clock: that ends after 292 years.
+    timeout_s: float = Field(1800.0, gt=0, le=1e9)
     device_speed: bool = False
     link_speed: bool = False
+
+
+class VerifyOptions(_Section):
+    """`mode=verify`: how many of the run's first steps, and how far they may be off, relative to
+    the largest element of what is compared (null: by the precision)."""
+
+    steps: _Count = 3
+    tolerance: float | None = Field(None, gt=0)
 
 
 class Request(BaseModel):
@@ -114,6 +132,7 @@ class Request(BaseModel):
     optimizer: OptimizerOptions
     launcher: LauncherOptions
     train: TrainOptions
+    verify: VerifyOptions = VerifyOptions()
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
@@ -153,6 +172,7 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
         ("optimizer", TypeAdapter(OptimizerOptions)),
         ("launcher", TypeAdapter(LauncherOptions)),
         ("train", TypeAdapter(TrainOptions)),
+        ("verify", TypeAdapter(VerifyOptions)),
     ):
         section = _mapping(plain, key, faults)
         if section is not None:
@@ -187,7 +207,8 @@ def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[st
     value = plain.get(key)
     if isinstance(value, dict):
         return {str(name): item for name, item in value.items()}
-    remedy = f"use {key}.KEY=VALUE" if key == "train" else f"use {key}=NAME or {key}.KEY=VALUE"
+    groupless = key in ("train", "verify")
+    remedy = f"use {key}.KEY=VALUE" if groupless else f"use {key}=NAME or {key}.KEY=VALUE"
     faults.append(Fault(key, as_yaml(value), "is not a mapping", remedy))
     return None
 
@@ -282,6 +303,7 @@ def _known_keys(name: str, section: str, problem: Any, error: ValidationError) -
         "optimizer": OptimizerOptions,
         "launcher": LauncherOptions,
         "train": TrainOptions,
+        "verify": VerifyOptions,
     }
     if section in models:
         return nearest(name, models[section].model_fields)
@@ -295,12 +317,12 @@ def _known_keys(name: str, section: str, problem: Any, error: ValidationError) -
 def _refuse_unexecuted(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     """Keys of the design that later work executes: known, and refused by name."""
     rule = "is valid but not executed by this version"
-    if sections.get("mode") == "verify":
-        faults.append(Fault("mode", "verify", rule, "use train or plan"))
     train, launcher = sections.get("train"), sections.get("launcher")
+    verify = sections.get("verify")
+    if sections.get("mode") == "verify" and isinstance(verify, VerifyOptions):
+        _refuse_steps(verify, train, faults)
     if isinstance(train, TrainOptions):
-        if train.precision == "fp16":
-            faults.append(Fault("train.precision", "fp16", rule, "use fp32 or bf16"))
+        _refuse_loss_scale(train, faults)
         if train.checkpoint_every is not None:
             value = str(train.checkpoint_every)
             faults.append(Fault("train.checkpoint_every", value, rule, "use null"))
@@ -318,8 +340,29 @@ def _refuse_unexecuted(sections: Mapping[str, Any], faults: list[Fault]) -> None
                 faults.append(Fault(f"launcher.{key}", "true", rule, "use false"))
 
 
+def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
+    """What fp16 needs, and what only fp16 reads."""
+    if train.precision == "fp16" and not train.grad_norm:
+        rule = "is off, and train.precision=fp16 finds overflow by the gradient's norm"
+        faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
+    if train.precision != "fp16" and train.loss_scale is not None:
+        rule = f"has no effect on train.precision={train.precision or 'fp32'}"
+        remedy = "use train.precision=fp16, or null"
+        faults.append(Fault("train.loss_scale", as_yaml(train.loss_scale), rule, remedy))
+
+
+def _refuse_steps(verify: VerifyOptions, train: object, faults: list[Fault]) -> None:
+    """A verification takes the first steps of a run, at that run's learning rates."""
+    if isinstance(train, TrainOptions) and verify.steps > train.steps:
+        rule = f"is more than the run has (train.steps={train.steps})"
+        faults.append(Fault("verify.steps", str(verify.steps), rule, f"use at most {train.steps}"))
+
+
 def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> None:
     """Settings that this optimizer or schedule would never read."""
+    if optimizer.name == "lamb" and "fused" in optimizer.model_fields_set:
+        rule, remedy = "has no effect on lamb, which has no fused kernel", "leave it out"
+        faults.append(Fault("optimizer.fused", as_yaml(optimizer.fused), rule, remedy))
     sgd = optimizer.name == "sgd"
     for key in ("betas", "eps") if sgd else ("momentum",):
         value = getattr(optimizer, key)

@@ -17,14 +17,10 @@ LINKS = (
     "infiniband_ndr400, nvlink2, nvlink3, nvlink4, pcie3_x16, pcie4_x16, pcie5_x16, shared_memory"
 )
 STRATEGIES = (
-    "3d, dp, hybrid_split_dp, pipeline, single, split, zero1, zero2, zero2_offload, zero3, "
-    "zero3_offload"
+    "3d, dp, hybrid_split_dp, interleaved, pipeline, single, split, split_dp, split_sequence, "
+    "split_zero3, zero1, zero1_pipeline, zero2, zero2_offload, zero3, zero3_offload, zero_bubble"
 )
 NOT_EXECUTED = "is valid but not executed by this version"
-NOT_EXECUTED_GRAPH = (
-    f"{NOT_EXECUTED}; use replicate of the whole model (dp, zero1, zero2, zero3), or with a split "
-    "of its head (hybrid_split_dp)"
-)
 
 COMMAND_LINE = (
     Case(
@@ -50,9 +46,9 @@ COMMAND_LINE = (
     Case(
         "added_unknown_key",
         "+train.foo=1",
-        "train.foo=1 is not a key here; use one of: checkpoint_every, evaluate_every, "
-        "evaluation_samples, global_batch, grad_clip, grad_norm, precision, resume, steps, "
-        "tensorboard",
+        "train.foo=1 is not a key here; use one of: accumulate, checkpoint_every, "
+        "evaluate_every, evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, "
+        "precision, resume, steps, tensorboard, trace",
     ),
     Case(
         "added_existing_key",
@@ -89,7 +85,7 @@ COMMAND_LINE = (
     Case(
         "near_optimizer",
         "optimizer=adamww",
-        "optimizer=adamww is not an option; did you mean adamw? One of: adam, adamw, sgd",
+        "optimizer=adamww is not an option; did you mean adamw? One of: adam, adamw, lamb, sgd",
     ),
     Case(
         "near_experiment",
@@ -335,7 +331,7 @@ STRATEGY = (
         "strategy=zero1 strategy.graph.replicate.degree=8 "
         f"train.precision=bf16 train.global_batch=4 {ON_THE_MIX}",
         "train.precision=bf16 is not computed by p100_pcie_16gb and v100_sxm2_32gb of "
-        "hardware=v100_p100_mix; use fp32",
+        "hardware=v100_p100_mix; use fp32 or fp16",
         "strategy.graph.replicate.degree=8 of 16 devices nests ZeRO in an outer replicate, not "
         "executed yet; use 16, or auto",
         "train.global_batch=4 leaves some of the 16 devices without a sample; use at least 16",
@@ -368,14 +364,40 @@ STRATEGY = (
 
 UNEXECUTED = (
     Case(
-        "verify",
-        "mode=verify",
-        f"mode=verify {NOT_EXECUTED}; use train or plan",
+        "verify_steps",
+        "mode=verify verify.steps=5 train.steps=4",
+        "verify.steps=5 is more than the run has (train.steps=4); use at most 4",
     ),
     Case(
-        "fp16",
-        "train.precision=fp16",
-        f"train.precision=fp16 {NOT_EXECUTED}; use fp32 or bf16",
+        "verify_values",
+        "mode=verify verify.steps=0 verify.tolerance=-1 verify.step=2",
+        "verify.step=2 is not a key of the config; did you mean verify.steps?",
+        "verify.steps=0 is below 1; use 1 or more",
+        "verify.tolerance=-1 is not above 0; use more than 0",
+    ),
+    Case(
+        "fp16_without_norm",
+        "train.precision=fp16 train.grad_norm=false",
+        "train.grad_norm=false is off, and train.precision=fp16 finds overflow by the gradient's "
+        "norm; use train.grad_norm=true",
+    ),
+    Case(
+        "loss_scale_of_fp32",
+        "train.loss_scale=1024 optimizer=lamb strategy=zero1",
+        "train.loss_scale=1024.0 has no effect on train.precision=fp32; use train.precision=fp16, "
+        "or null",
+    ),
+    Case(
+        "lamb_partitioned",
+        "optimizer=lamb strategy=zero1 hardware=cpu hardware.devices=2",
+        "strategy.graph.replicate.zero=1 partitions parameters anywhere, and optimizer=lamb needs "
+        "the norm of each; use zero: 0, or optimizer=adamw",
+    ),
+    Case(
+        "micro_batches_of_none",
+        "train.accumulate=9 hardware=cpu hardware.devices=2 train.global_batch=16",
+        "train.accumulate=9 cuts a device's share into micro-batches of none "
+        "(train.global_batch=16 on 2 devices); use at most 8",
     ),
     Case(
         "checkpoints",
@@ -392,17 +414,46 @@ UNEXECUTED = (
     Case(
         "pipeline",
         f"strategy=pipeline {PLAN}",
-        f"strategy.graph.pipeline {NOT_EXECUTED_GRAPH}",
+        "strategy.graph.pipeline.stages leaves 2 of 2 devices of hardware=cpu to share among 4 "
+        "stages; use 1 or 2 stages",
     ),
     Case(
         "3d",
         f"strategy=3d {PLAN}",
-        f"strategy.graph.replicate.of {NOT_EXECUTED_GRAPH}",
+        "strategy.graph.replicate=4 devices does not divide the 2 devices of hardware=cpu; use 1 "
+        "or 2",
     ),
     Case(
         "split",
-        f"strategy=split {PLAN}",
-        f"strategy.graph.split {NOT_EXECUTED_GRAPH}",
+        f"strategy=split {PLAN} hardware.devices=1",
+        "strategy.graph.split has nothing to divide over 1 device; use a degree of at least 2, or "
+        "no split",
+    ),
+    Case(
+        "split_pattern",
+        f"strategy=split 'strategy.graph.split.patterns={{*.norm: colum}}' {PLAN}",
+        "strategy.graph.split.patterns.*.norm=colum is unknown; did you mean column? One of: "
+        "column, experts, replicate, row, vocabulary",
+    ),
+    Case(
+        "pipeline_micro_batches",
+        f"strategy=pipeline strategy.graph.pipeline.stages=2 {PLAN} "
+        "strategy.graph.pipeline.micro_batches=9 train.global_batch=8",
+        "strategy.graph.pipeline.micro_batches=9 cuts the 8 samples of a copy into micro-batches "
+        "of none; use at most 8",
+    ),
+    Case(
+        "pipeline_modules",
+        f"'strategy.graph={{pipeline: {{stages: [{{stage: {{modules: heed}}}}, stage]}}}}' {PLAN}",
+        "strategy.graph.pipeline.stages[0].stage.modules=heed names no module that computes; use "
+        "a path below blocks, lm_head, norm, position, token",
+    ),
+    Case(
+        "pipeline_of_zero_3",
+        f"strategy=zero1_pipeline strategy.graph.replicate.zero=3 {PLAN} hardware.devices=4",
+        "strategy.graph.replicate.zero=3 gathers parameters with all copies at every forward, and "
+        "in a pipeline copies take different micro-batches at different times; use 1 (a stage's "
+        "optimizer state is what is largest), or no pipeline",
     ),
     Case(
         "nvme",

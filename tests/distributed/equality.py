@@ -38,8 +38,10 @@ from whale_train.launcher.run_dir import create_run_dir, write_text
 from whale_train.models import profile
 from whale_train.models.profile import model_path
 from whale_train.runtime import host, worker
+from whale_train.runtime.chunk import Segments
 from whale_train.runtime.groups import file_rendezvous, leave
-from whale_train.runtime.programs import Program, Segments
+from whale_train.runtime.programs import Program
+from whale_train.runtime.rewrite import Segment
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -119,13 +121,47 @@ class Computed:
         plan = json.loads((run_dir / "plan.json").read_text())
         held = [dict(np.load(run_dir / f"held_{r}.npz")) for r in range(plan["world_size"])]
         values: dict[str, list[NDArray[Any]]] = {}
-        dims = {k: dim for t in plan["task_graphs"] for k, dim in t["shard_dims"].items()}
-        for path in held[0]:
-            copies = [of_rank[path] for of_rank in held]
-            values[path] = [np.concatenate(copies, dims[path])] if path in dims else copies
+        owned = {path for t in plan["task_graphs"] for path in t["parameters"]}
+        for task_graph in plan["task_graphs"]:
+            for ranks in task_graph["replicas"]:
+                for path in held[ranks[0]]:
+                    if path in task_graph["parameters"] or path not in owned:
+                        parts = [held[rank][path] for rank in ranks]
+                        copies = _copies(path, parts, task_graph)
+                        values.setdefault(path, []).extend(copies)
         losses, norms, rates = ([x[k] for x in lines] for k in ("loss", "grad_norm", "lr"))
         evaluations = [x[k] for x in lines for k in sorted(x) if k.startswith("evaluation_")]
         return cls(losses, norms, rates, evaluations, values, plan)
+
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _copies(
+    path: str, parts: list[NDArray[Any]], task_graph: Mapping[str, Any]
+) -> list[NDArray[Any]]:
+    """What the members of a shard group hold: one copy made of shards, or a copy each."""
+    layout = task_graph["shard_layouts"].get(path)
+    if layout is not None:
+        return [_joined(parts, layout, task_graph["shards"][path])]
+    dim = task_graph["shard_dims"].get(path)
+    return parts if dim is None else [np.concatenate(parts, dim)]
+
+
+def _joined(
+    parts: list[NDArray[Any]], layout: Mapping[str, Any], intervals: list[list[int]]
+) -> NDArray[Any]:
+    """Shards put together: each piece of the cut dimension has a part on every member."""
+    dim, units = layout["dim"], intervals[-1][1]
+    pieces = layout.get("pieces", [units]) * layout["outer"]
+    taken, found = [0] * len(parts), []
+    for extent in pieces:
+        for rank, (start, stop) in enumerate(intervals):
+            length = stop * extent // units - start * extent // units
+            found.append(parts[rank].take(range(taken[rank], taken[rank] + length), dim))
+            taken[rank] += length
+    assert all(part.shape[dim] == end for part, end in zip(parts, taken, strict=True))
+    return np.concatenate(found, dim)
 
 
 def assert_equal(found: Computed, expected: Computed, rel: float, rel_values: float = 0.0) -> None:
@@ -285,16 +321,22 @@ def _held(program: Program) -> Iterator[tuple[str, NDArray[Any]]]:
         with _gathered(engine.module):
             owners = engine.module.parts if isinstance(engine.module, Segments) else [engine.module]
             for owner in owners:
-                paths = {name: path for path, name in getattr(owner, "tensor_names", {}).items()}
-                for name, tensor in _learned(owner):
-                    yield paths.get(name, model_path(name)), tensor.detach().float().numpy().copy()
+                if isinstance(owner, Segment):
+                    named = [(path, t) for path, t in owner.held() if _is_learned(path, t)]
+                else:
+                    named = [(model_path(name), t) for name, t in _learned(owner)]
+                for path, tensor in named:
+                    yield path, tensor.detach().float().numpy().copy()
 
 
 def _learned(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    for name, buffer in module.named_buffers():
-        if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
-            yield name, buffer
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if _is_learned(name, tensor):
+            yield name, tensor
+
+
+def _is_learned(name: str, tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or name.endswith(_STATISTICS)
 
 
 def save(path: Path, arrays: Arrays) -> None:

@@ -1,5 +1,7 @@
 """Casts, and what is built of them by class, against the same program on whole tensors."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.distributed.harness import RankError, run_ranks
@@ -91,6 +93,101 @@ def test_gather_and_slice(dim: int, outer: int, sizes: tuple[int, ...]) -> None:
         assert torch.equal(piece, shard(whole, dim, outer, sizes, rank))
         torch.testing.assert_close(z, whole.pow(3))
         torch.testing.assert_close(replicated_grad, grad)
+
+
+PIECES = [((4, 2), (2, 1)), ((1, 2, 3), (2, 4, 6), (1, 2, 3))]
+
+
+def in_pieces(dim: int, outer: int, pieces: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+    """A dimension of several pieces, each cut: gathered, sliced, scattered."""
+    rank = dist.get_rank()
+    sizes = tuple(sum(each) for each in zip(*pieces, strict=True))
+    shards = ShardGroup(dist.group.WORLD, sizes, rank, pieces)
+    whole = whole_of(dim, outer, pieces)
+    mine = part(whole, dim, outer, pieces, rank).requires_grad_()
+    y = casts.gather(mine, dim, 0, shards)  # how often it repeats, the tensor says
+    (y.pow(3) * drawn(5, *y.shape)).sum().backward()
+    replicated = whole.clone().requires_grad_()
+    piece = casts.slice_(replicated, dim, outer, shards)
+    (piece.pow(3) * part(drawn(5, *y.shape), dim, outer, pieces, rank)).sum().backward()
+    scattered = casts.reduce_scatter(whole * (rank + 1), dim, shards, outer)
+    assert torch.equal(casts.gather_enter(mine, dim, shards, outer), y)
+    return y.detach(), mine.grad, piece.detach(), replicated.grad, scattered
+
+
+def whole_of(dim: int, outer: int, pieces: tuple[tuple[int, ...], ...]) -> Tensor:
+    shape = [2, 3]
+    shape.insert(dim, outer * sum(map(sum, pieces)))
+    return drawn(4, *shape)
+
+
+def part(x: Tensor, dim: int, outer: int, pieces: tuple[tuple[int, ...], ...], rank: int) -> Tensor:
+    """By index lists, which the code under test does not use."""
+    kept, position = [], 0
+    for _ in range(outer):
+        for sizes in pieces:
+            start = position + sum(sizes[:rank])
+            kept += range(start, start + sizes[rank])
+            position += sum(sizes)
+    return x.index_select(dim, torch.tensor(kept)).detach().clone()
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize(("dim", "outer"), [(0, 1), (1, 2), (2, 1)])
+def test_several_pieces(dim: int, outer: int, pieces: tuple[tuple[int, ...], ...]) -> None:
+    whole = whole_of(dim, outer, pieces)
+    grad = 3 * whole.pow(2) * drawn(5, *whole.shape)
+    members = len(pieces[0])
+    for rank, results in enumerate(run_ranks(in_pieces, members, dim, outer, pieces)):
+        y, mine_grad, piece, replicated_grad, scattered = results
+        assert torch.equal(y, whole)
+        torch.testing.assert_close(mine_grad, part(grad, dim, outer, pieces, rank))
+        assert torch.equal(piece, part(whole, dim, outer, pieces, rank))
+        torch.testing.assert_close(replicated_grad, grad)
+        total = whole * (members * (members + 1) / 2)
+        torch.testing.assert_close(scattered, part(total, dim, outer, pieces, rank))
+
+
+def added_once() -> tuple[Tensor, Tensor]:
+    bias = torch.arange(3.0, requires_grad=True)
+    partial = torch.full((2, 3), dist.get_rank() + 1.0)
+    y = casts.reduce(partial + casts.once(bias, dist.group.WORLD), dist.group.WORLD)
+    (y * torch.tensor([[1.0], [2.0]])).sum().backward()
+    return y.detach(), bias.grad
+
+
+def test_once_adds_to_a_sum_on_one_member_alone() -> None:
+    for y, grad in run_ranks(added_once, 3):
+        assert torch.equal(y, torch.arange(3.0).expand(2, 3) + 6)
+        assert grad.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize(
+    ("layout", "extents"),
+    [
+        ({"dim": 1, "outer": 1}, (8,)),
+        ({"dim": 0, "outer": 3, "pieces": (16,)}, (16,) * 3),
+        ({"dim": 1, "outer": 1, "pieces": (24, 8)}, (24, 8)),
+        ({"dim": -1, "outer": 0, "pieces": (8,)}, (8, 8)),
+    ],
+)
+def test_a_shard_is_copied_out_of_a_whole_tensor(
+    layout: dict[str, Any], extents: tuple[int, ...], index: int
+) -> None:
+    intervals = ((0, 5), (5, 6), (6, 8))
+    shape = [5, 7]
+    shape[layout["dim"]] = sum(extents)
+    whole = drawn(9, *shape)
+    kept, position = [], 0
+    for extent in extents:
+        each = extent // 8
+        kept += range(position + each * intervals[index][0], position + each * intervals[index][1])
+        position += extent
+    found = casts.shard_of(whole, layout, intervals, index)
+    assert torch.equal(found, whole.index_select(layout["dim"], torch.tensor(kept)))
+    assert found.is_contiguous()
+    assert found.untyped_storage().nbytes() == found.nbytes
 
 
 def resharded(dim: int, sizes: tuple[int, ...], natively: bool) -> tuple[Tensor, ...]:

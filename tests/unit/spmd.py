@@ -121,18 +121,26 @@ class Ranks:
     def indices(self, layout: Shard, extent: int) -> list[list[int]]:
         """Which indices of a dimension of `extent` each rank holds."""
         counts = self.axes[layout.axis]
-        total = sum(counts)
-        assert extent == total * layout.outer, (extent, counts, layout)
-        return [
-            [o * total + i for o in range(layout.outer) for i in range(*interval)]
-            for interval in tile(total, counts)
-        ]
+        units = sum(counts)
+        pieces = layout.pieces or (units,)
+        owner = [rank for rank, count in enumerate(counts) for _ in range(count)]
+        held: list[list[int]] = [[] for _ in counts]
+        position = 0
+        while position < extent:
+            for piece in pieces:
+                for i in range(piece):
+                    held[owner[i * units // piece]].append(position + i)
+                position += piece
+        assert position == extent, (extent, counts, layout)
+        return held
 
     def lay(self, value: Array, layout: Layout) -> list[Array]:
         """A whole value as each rank holds it."""
         if isinstance(layout, Shard):
             held = self.indices(layout, value.shape[layout.dim])
             return [np.take(value, mine, axis=layout.dim) for mine in held]
+        if isinstance(layout, PartialSum):
+            return [value, *(np.zeros_like(value) for _ in range(len(self) - 1))]
         assert isinstance(layout, Replicated | Entered)
         return [value] * len(self)
 
@@ -209,7 +217,9 @@ def _on_ranks(
         ):
             sizes = operation.args[1]
             assert isinstance(sizes, tuple)
-            extent = ranks.axes[layout.axis][rank] * layout.outer
+            whole = (operation.shape or ())[layout.dim]
+            # What follows the batch is known on the whole batch only.
+            extent = -1 if whole.per_sample else len(ranks.indices(layout, whole.fixed)[rank])
             replaced["_1"] = tuple(extent if i == layout.dim else x for i, x in enumerate(sizes))
         found.append(call(operation, values, **replaced))
     return found

@@ -96,6 +96,11 @@ def test_bf16(zero: int, accumulated: str) -> None:
     assert config("bf16", zero=zero) == expected
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_fp16_is_none_of_deepspeeds_business(zero: int) -> None:
+    assert config("fp16", zero=zero) == config(zero=zero)
+
+
 def test_clipping_is_what_was_asked_for() -> None:
     assert config(grad_clip=0.5, zero=2) == config(zero=2) | {"gradient_clipping": 0.5}
 

@@ -151,7 +151,28 @@ STRATEGIES: dict[str, tuple[Node, ...]] = {
         Split("strategy.graph[1].split", modules=("head",)),
     ),
     "split": (Split("strategy.graph.split"),),
+    "split_sequence": (Split("strategy.graph.split", dim="sequence"),),
+    "split_dp": (
+        Replicate("strategy.graph.replicate", of=(Split("strategy.graph.replicate.of.split"),)),
+    ),
+    "split_zero3": (
+        Replicate(
+            "strategy.graph.replicate",
+            zero=3,
+            of=(Split("strategy.graph.replicate.of.split", 2),),
+        ),
+    ),
     "pipeline": (Pipeline("strategy.graph.pipeline", 4),),
+    "interleaved": (Pipeline("strategy.graph.pipeline", 4, schedule="interleaved_1f1b"),),
+    "zero_bubble": (Pipeline("strategy.graph.pipeline", 4, schedule="zero_bubble"),),
+    "zero1_pipeline": (
+        Replicate(
+            "strategy.graph.replicate",
+            degree=2,
+            zero=1,
+            of=(Pipeline("strategy.graph.replicate.of.pipeline", 2),),
+        ),
+    ),
     "3d": (
         Replicate(
             "strategy.graph.replicate",
@@ -221,7 +242,8 @@ PIPELINE = "strategy.graph.pipeline"
         ),
         (
             {"split": {"zero": 1}},
-            "strategy.graph.split.zero is not a key here; use one of: degree, dim, modules, of",
+            "strategy.graph.split.zero is not a key here; use one of: degree, dim, modules, of, "
+            "patterns",
         ),
         (
             {"pipeline": {"stages": [{"stage": {"degree": 2}}]}},

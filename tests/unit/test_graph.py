@@ -102,12 +102,6 @@ def test_legal_degrees(devices: int, text: str) -> None:
     assert legal_degrees(devices) == text
 
 
-LIMITS = (
-    "is valid but not executed by this version; use replicate of the whole model "
-    "(dp, zero1, zero2, zero3), or with a split of its head (hybrid_split_dp)"
-)
-
-
 @pytest.mark.parametrize(
     ("graph", "faults"),
     [
@@ -145,13 +139,6 @@ LIMITS = (
             ],
         ),
         # Valid, and later work
-        ({"pipeline": {"stages": 4}}, [f"strategy.graph.pipeline {LIMITS}"]),
-        ({"split": {}}, [f"strategy.graph.split {LIMITS}"]),
-        (["split", "replicate"], [f"strategy.graph {LIMITS}"]),
-        (["replicate", "replicate"], [f"strategy.graph {LIMITS}"]),
-        (["replicate", "split", "split"], [f"strategy.graph {LIMITS}"]),
-        ({"replicate": {"of": "split"}}, [f"strategy.graph.replicate.of {LIMITS}"]),
-        ({"split": {"of": "split"}}, [f"strategy.graph.split.of {LIMITS}"]),
         (
             {"replicate": {"zero": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}}},
             [

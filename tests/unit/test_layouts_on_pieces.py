@@ -1,7 +1,7 @@
 """The layout rules against NumPy: what they say, carried out on pieces, is the whole."""
 
 from collections.abc import Iterable, Mapping
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -11,33 +11,61 @@ from hypothesis import strategies as st
 from tests.unit import spmd
 from tests.unit.operation_graphs import END, one_operation
 from tests.unit.spmd import Ranks
+from tests.unit.test_layouts import trained
 
 from whale_train.strategies.cut import Segment
-from whale_train.strategies.layouts import ENTERED, Assignment, Layout, R, Shard, assign
-from whale_train.strategies.operations import OperationGraph
+from whale_train.strategies.layout_types import shard
+from whale_train.strategies.layouts import (
+    ENTERED,
+    Assignment,
+    Axes,
+    Layout,
+    P,
+    R,
+    Shard,
+    assign,
+)
+from whale_train.strategies.operations import OperationGraph, Size
 
 S0, S1 = Shard(0, "classes"), Shard(1, "classes")
 S0x3 = Shard(0, "classes", 3)
 
 
-def run(graph: OperationGraph, layouts: Mapping[str, Layout], counts: tuple[int, ...]) -> None:
-    """The operation on every rank's pieces, put together, is the operation on the whole."""
+def run(
+    graph: OperationGraph,
+    layouts: Mapping[str, Layout],
+    counts: tuple[int, ...],
+    units: int = 0,
+) -> None:
+    """The operation on every rank's pieces, put together, is the operation on the whole. `units`
+    are those of an axis "fine" of explicit pieces, of which each rank gets its part of `counts`."""
     names = tuple(op.name for op in graph if op.name != "output")
     region = {"result", *(name for name in names if name not in layouts)}
-    assignment = assign(graph, region, layouts)
+    axes = Axes({"fine": units}, least=len(counts)) if units else None
+    assignment = assign(trained(graph), region, layouts, axes=axes)
     drawn = np.random.default_rng(0)
     whole = {
         op.name: drawn.standard_normal([size.fixed for size in op.shape or ()])
         for op in graph
         if op.target == "input"
     }
-    ranks = Ranks({"classes": counts})
+    dealt = {"fine": dealt_out(assignment.units["fine"], counts)} if units else {}
+    ranks = Ranks({"classes": counts, **dealt})
     segment = Segment(0, names, (), (), assignment)
     held = {name: ranks.lay(whole[name], assignment.layouts.get(name, R)) for name in whole}
     found = spmd.run_region(graph, segment, held, ranks)["result"]
     joined = ranks.join(found, assignment.layouts["result"])
     np.testing.assert_allclose(joined, spmd.run_whole(graph, whole)["result"], rtol=1e-9)
     gradients_are_whole(graph, assignment)
+
+
+def dealt_out(units: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """One unit each, and the rest one by one in turns of `counts`."""
+    mine = [1] * len(counts)
+    turns = [rank for rank, count in enumerate(counts) for _ in range(count)]
+    for unit in range(units - len(counts)):
+        mine[turns[unit % len(turns)]] += 1
+    return tuple(mine)
 
 
 def gradients_are_whole(graph: OperationGraph, assignment: Assignment) -> None:
@@ -47,12 +75,13 @@ def gradients_are_whole(graph: OperationGraph, assignment: Assignment) -> None:
     for operation in graph:
         if operation.name not in assignment.layouts or not operation.inputs:
             continue
-        sharded = isinstance(assignment.layouts[operation.name], Shard)
+        gives = assignment.layouts[operation.name]
         for name in operation.inputs:
             layout = targets.get((operation.name, name), assignment.layouts.get(name, R))
             if graph[name].shape is None or operation.name in assignment.becomes:
                 continue
-            assert (layout == ENTERED or isinstance(layout, Shard)) == sharded, operation
+            apart = layout in (ENTERED, P) or isinstance(layout, Shard)
+            assert apart == (gives != R), operation
 
 
 @st.composite
@@ -171,3 +200,61 @@ def test_products_on_pieces(
     operation: tuple[Any, ...], layouts: dict[str, Layout], counts: tuple[int, ...]
 ) -> None:
     run(one_operation(*operation), layouts, counts)
+
+
+@st.composite
+def pieces_and_views(draw: st.DrawFn) -> tuple[OperationGraph, Shard, tuple[int, ...]]:
+    """A tensor cut in explicit pieces, and any view of it."""
+    counts = draw(st.lists(st.integers(0, 3), min_size=2, max_size=3).filter(any))
+    each = draw(st.sampled_from([2, 3, 4, 6]).filter(lambda x: x >= len(counts)))
+    pieces = [each * draw(st.integers(1, 2)) for _ in range(draw(st.integers(1, 2)))]
+    layout = shard(0, "fine", pieces, draw(st.integers(1, 2)))
+    shape = draw(st.lists(st.integers(1, 3), max_size=2))
+    dim = draw(st.integers(0, len(shape)))
+    extent = sum(layout.pieces) * int(str(layout.outer))
+    shape.insert(dim, extent)
+    after = merged(draw, shape)
+    graph = one_operation("view.default", ("x", tuple(after)), {"x": text(shape)}, text(after))
+    return graph, Shard(dim, "fine", layout.outer, layout.pieces), tuple(counts)
+
+
+@settings(max_examples=200)
+@given(pieces_and_views())
+def test_views_of_pieces(case: tuple[OperationGraph, Shard, tuple[int, ...]]) -> None:
+    graph, layout, counts = case
+    run(graph, {"x": layout}, counts, units=gcd(*layout.pieces))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "layout", "units", "found"),
+    [
+        # heads of 4 out of a width of 24; a fused one of three; grouped ones of unequal parts
+        ("2 24", (2, 6, 4), Shard(1, "fine", 1, (24,)), 24, (Shard(1, "fine", 1, (6,)), 6)),
+        ("2 24", (2, 3, 8), Shard(1, "fine", 3, (8,)), 8, (Shard(2, "fine", 1, (8,)), 8)),
+        ("2 24", (2, 12, 2), Shard(1, "fine", 3, (8,)), 8, (Shard(1, "fine", 3, (4,)), 4)),
+        ("2 24", (2, 6, 4), Shard(1, "fine", 1, (16, 8)), 8, (Shard(1, "fine", 1, (4, 2)), 2)),
+        ("2 6 4", (2, 24), Shard(1, "fine", 1, (6,)), 6, (Shard(1, "fine", 1, (24,)), 6)),
+        ("2 6 4", (12, 4), Shard(1, "fine", 1, (6,)), 6, (Shard(0, "fine", 2, (6,)), 6)),
+        # one index of the view would hold parts of two pieces, or of two units' ranks
+        ("2 24", (2, 3, 8), Shard(1, "fine", 2, (12,)), 12, (R, 12)),
+        ("2 30", (2, 3, 10), Shard(1, "fine", 1, (20, 10)), 10, (R, 10)),
+    ],
+)
+def test_what_a_view_makes_of_pieces(
+    source: str, target: tuple[int, ...], layout: Shard, units: int, found: tuple[Layout, int]
+) -> None:
+    graph = one_operation("view.default", ("x", target), {"x": source}, text(target))
+    axes = Axes({"fine": units}, least=2)
+    assignment = assign(graph, {"result"}, {"x": layout}, axes=axes)
+    assert (assignment.layouts["result"], assignment.units["fine"]) == found
+
+
+def test_a_batch_of_heads() -> None:
+    """[batch, heads, ..] as [batch * heads, ..]: how many repetitions there are, the batch says."""
+    graph = one_operation("view.default", ("x", (-1, 3)), {"x": "B 6 3"}, "6B 3")
+    axes = Axes({"fine": 6}, least=2)
+    laid = assign(graph, {"result"}, {"x": Shard(1, "fine", 1, (6,))}, axes=axes).layouts
+    assert laid["result"] == Shard(0, "fine", Size(0, 1), (6,))
+    back = one_operation("view.default", ("x", (-1, 6, 3)), {"x": "6B 3"}, "B 6 3")
+    laid = assign(back, {"result"}, {"x": laid["result"]}, axes=axes).layouts
+    assert laid["result"] == Shard(1, "fine", 1, (6,))

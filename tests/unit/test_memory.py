@@ -55,7 +55,8 @@ def test_what_each_stage_partitions(
 @pytest.mark.parametrize(
     ("zero", "parameters", "gradients", "optimizer", "communication"),
     [
-        (0, 400e6, 400e6, 800e6, BUCKET),  # autocast over fp32 weights
+        # Autocast over fp32 weights: the bf16 ones it makes are kept until backward.
+        (0, 600e6, 400e6, 800e6, BUCKET),
         (1, 200e6, 440e6, 120e6, BUCKET),  # bf16 weights, an fp32 master partition
         (2, 200e6, 40e6, 120e6, BUCKET),
         (3, 20e6, 40e6, 120e6, BUCKET + 320e6),
@@ -66,6 +67,23 @@ def test_bf16(
 ) -> None:
     expected = MemoryEstimate(parameters + 500, gradients, optimizer, 0.5e9, communication)
     assert estimate("bf16", zero=zero) == expected
+
+
+@pytest.mark.parametrize(
+    ("zero", "parameters", "gradients", "optimizer", "communication"),
+    [
+        (0, 600e6, 400e6, 800e6, BUCKET),
+        # As fp32, and 200 MB of fp16 weights, which no stage partitions.
+        (1, 600e6, 440e6, 120e6, BUCKET),
+        (2, 600e6, 40e6, 120e6, BUCKET),
+        (3, 240e6, 40e6, 120e6, BUCKET + 640e6),
+    ],
+)
+def test_fp16_is_autocast_at_every_stage(
+    zero: int, parameters: float, gradients: float, optimizer: float, communication: float
+) -> None:
+    expected = MemoryEstimate(parameters + 500, gradients, optimizer, 0.5e9, communication)
+    assert estimate("fp16", zero=zero) == expected
 
 
 @pytest.mark.parametrize(("states", "optimizer"), [(0, 0.0), (1, 400e6), (2, 800e6)])
@@ -121,10 +139,11 @@ def test_a_shard_of_a_classifiers_head() -> None:
     )
 
 
-def test_bf16_halves_what_the_head_keeps_of_the_batch() -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_halves_of_what_the_head_keeps_of_the_batch(precision: str) -> None:
     profile = classifier()
-    assert head_memory(head_graph(profile), profile, 5, 2, "bf16", 7) == MemoryEstimate(
-        parameters=100.0,
+    assert head_memory(head_graph(profile), profile, 5, 2, precision, 7) == MemoryEstimate(
+        parameters=150.0,  # with the 16-bit weights
         gradients=100.0,
         optimizer=200.0,
         activations=2 * 35 * 2,

@@ -287,7 +287,7 @@ def test_what_a_split_gathers_for_want_of_a_rule_is_said() -> None:
             16,
             training(precision="bf16"),
             ["train.precision=bf16 is not computed by p100_pcie_16gb and v100_sxm2_32gb of "
-             "hardware=v100_p100_mix; use fp32"],
+             "hardware=v100_p100_mix; use fp32 or fp16"],
         ),
         (
             {"graph": {"replicate": {"zero": 1}}},
@@ -326,7 +326,7 @@ def test_what_a_split_gathers_for_want_of_a_rule_is_said() -> None:
                 "strategy.devices=17 is more than the 16 of hardware=v100_p100_mix; "
                 "use at most 16, or auto",
                 "train.precision=bf16 is not computed by p100_pcie_16gb and v100_sxm2_32gb of "
-                "hardware=v100_p100_mix; use fp32",
+                "hardware=v100_p100_mix; use fp32 or fp16",
                 "strategy.graph.replicate.degree=3 does not divide the 16 devices of "
                 "hardware=v100_p100_mix; use 1, 2, 4, 8 or 16",
                 "train.global_batch=3 leaves some of the 16 devices without a sample; "
@@ -346,11 +346,11 @@ def test_what_is_refused_before_there_is_a_model(
 
 
 def test_a_precision_no_device_has() -> None:
-    only_half = Device("half", {"fp16": 1e12}, 1e9, 1e9)
-    cluster = Cluster("odd", (Node((only_half,), Link("l", 1, 0)),), Link("n", 1, 0))
+    quarter = Device("quarter", {"fp8": 1e12}, 1e9, 1e9)
+    cluster = Cluster("odd", (Node((quarter,), Link("l", 1, 0)),), Link("n", 1, 0))
     (fault,) = faults_of(shipped("dp"), cluster, classifier(), training())
     assert fault == (
-        "train.precision=fp32 is not computed by half of hardware=odd; use other devices"
+        "train.precision=fp32 is not computed by quarter of hardware=odd; use other devices"
     )
 
 

@@ -1,0 +1,83 @@
+"""What of the model's tensors one rank holds, copied out of the shared initial weights.
+
+Only what its segments read is touched, and of a cut tensor only this rank's shard.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from whale_train.models.loss import LossModule
+from whale_train.models.profile import model_path
+from whale_train.runtime.casts import shard_of
+from whale_train.runtime.rewrite import is_tensor
+from whale_train.runtime.seat import Seat
+from whale_train.strategies.plan import TaskGraph
+
+
+def own_tensors(
+    written: Sequence[dict[str, list[str]]],
+    task_graphs: Sequence[TaskGraph],
+    module: LossModule,
+    graph: fx.GraphModule,
+    index: int,
+    seat: Seat,
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The canonical path of every name of a parameter; and, by canonical path, this rank's part
+    of the parameters, buffers and constants that the segments `written` read."""
+    names: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for full_path, parameter in module.named_parameters(remove_duplicate=False):
+        path = model_path(full_path)
+        canonical[path] = names.setdefault(id(parameter), path)
+        parameters[path] = parameter
+    buffers = {model_path(k): b for k, b in module.named_buffers(remove_duplicate=False)}
+    trained = {path for task_graph in task_graphs for path in task_graph.trained}
+    layouts = {path: x for t in task_graphs for path, x in t.shard_layouts.items()}
+    intervals = {path: x for t in task_graphs for path, x in t.shards.items()}
+    constants = {  # which export lifted out of the forward
+        model_path(str(node.target)): _attribute(graph, str(node.target))
+        for node in graph.graph.nodes
+        if node.op == "get_attr" and is_tensor(graph, node)
+    }
+    own: dict[str, Tensor] = {}
+    for segment in written:
+        for path in tensor_paths(segment, graph, canonical):
+            if path in own:
+                continue
+            whole = parameters.get(path, buffers.get(path))
+            if whole is None:
+                whole = constants[path]
+            if path in layouts:
+                part = shard_of(whole.detach(), layouts[path], intervals[path], index)
+            else:
+                part = whole.detach().clone(memory_format=torch.contiguous_format)
+            part = part.to(seat.device)
+            if path in parameters:
+                part = nn.Parameter(part, requires_grad=path in trained)
+            own[path] = part
+    return canonical, own
+
+
+def tensor_paths(
+    written: dict[str, list[str]], graph: fx.GraphModule, canonical: dict[str, str]
+) -> list[str]:
+    """Canonical paths of the tensors a segment reads, each once."""
+    chosen = set(written["operations"])
+    found = (
+        model_path(str(node.target))
+        for node in graph.graph.nodes
+        if node.op == "get_attr" and node.name in chosen
+        if is_tensor(graph, node)
+    )
+    return list(dict.fromkeys(canonical.get(path, path) for path in found))
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,47 @@
+"""Random numbers that all members of a shard group draw alike.
+
+A value that is replicated over a group must stay so after dropout: every member draws the same
+mask, from a state of the group's own. Where values are sharded, members draw from their default
+generators, which differ.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SharedRandom:
+    """A random state beside the default generator's, for one group of ranks.
+
+    `seed` must be the same on all members and unlike those of other groups; members must call it
+    in the same order. `state` may be kept and set again, as recomputing a forward needs.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._device = device
+        generator = torch.Generator(device=device)
+        generator.manual_seed(seed)
+        self.state: Tensor = generator.get_state()
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, with the default generator in the group's state."""
+        mine = self._get()
+        self._set(self.state)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.state = self._get()
+            self._set(mine)
+
+    def _get(self) -> Tensor:
+        if self._device.type == "cuda":
+            return torch.cuda.get_rng_state(self._device)
+        return torch.get_rng_state()
+
+    def _set(self, state: Tensor) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(state, self._device)
+        else:
+            torch.set_rng_state(state)

@@ -1,0 +1,200 @@
+"""A rank of a nested strategy, put together: the chunks of its stage and nothing else.
+
+Only what the stage holds is copied out of the shared initial weights, and of a split tensor only
+this rank's shard.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor, fx, nn
+from torch import distributed as dist
+
+from whale_train.config import Request
+from whale_train.models.loss import LossModule
+from whale_train.runtime.chunk import Chunk, Part, Segments, SharingChunk
+from whale_train.runtime.engine import Copies, DeepSpeedEngine, Engine, TorchEngine, make_optimizer
+from whale_train.runtime.own_tensors import own_tensors, tensor_paths
+from whale_train.runtime.pipeline import LossOfPieces, PipelineModel
+from whale_train.runtime.pipeline import Place as PipelinePlace
+from whale_train.runtime.rewrite import (
+    Counts,
+    Place,
+    Segment,
+    targets_graph,
+    write_segment_graph,
+)
+from whale_train.runtime.seat import Seat
+from whale_train.runtime.shared_random import SharedRandom
+from whale_train.runtime.transport import Transport
+from whale_train.runtime.weight_gradients import WeightGradients
+from whale_train.strategies.layouts import BATCH
+from whale_train.strategies.plan import Plan, TaskGraph
+from whale_train.strategies.stages import is_repeated
+
+
+def assemble_stages(
+    request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule, seat: Seat
+) -> PipelineModel:
+    """The program of `seat.rank`."""
+    assert plan.pipeline is not None
+    assert plan.rewrite is not None
+    place = PipelinePlace.of(plan, seat.rank)
+    copy = plan.pipeline["copies"][place.copy]
+    held = plan.pipeline["positions"][place.position]
+    pieces = sum(len(each["samples"]) for each in plan.pipeline["copies"])
+    targets = targets_graph(graph, seat.device) if pieces > 1 else None
+    loss = LossOfPieces(copy["samples"], plan.global_batch, targets, seat.device)
+    counts = Counts()
+    deferred = WeightGradients() if plan.schedule == "zero_bubble" else None
+    written = plan.rewrite["segments"]
+    numbers = [number for chunk in held for number in plan.pipeline["chunks"][chunk]["segments"]]
+    task_graphs = [plan.task_graphs[number] for number in plan.ranks[seat.rank].task_graphs]
+    canonical, tensors = own_tensors(
+        [written[number] for number in numbers], task_graphs, module, graph, place.index, seat
+    )
+    places = {
+        task_graph.id: Place(
+            device=seat.device,
+            group=_shard_group(task_graph, seat) or _copies_group(task_graph, seat),
+            index=place.index,
+            axes=plan.rewrite["axes"] | {BATCH: copy.get("members", ())},
+            batch_norm_group=(
+                _copies_group(task_graph, seat) if request.model.sync_batchnorm else None
+            ),
+            loss_scale=loss.scale if pieces > 1 else None,
+            seed=_seed(request.seed, task_graph.id, place),
+        )
+        for task_graph in task_graphs
+    }
+    segments: dict[int, Segment] = {}
+    for chunk in held:
+        described = plan.pipeline["chunks"][chunk]
+        for number in described["segments"]:
+            there = written[number]
+            here = places[there["task_graph"]]
+            held_here = {path: tensors[path] for path in tensor_paths(there, graph, canonical)}
+            segment = Segment(tuple(there["takes"]), tuple(there["gives"]), held_here)
+            for counted in (None, counts):
+                write_segment_graph(segment, there, graph, canonical, here, counted)
+            if deferred is not None:
+                segment.defer_weight_gradients(deferred)
+            again = described["recompute"] == "full"
+            if again or plan.task_graphs[there["task_graph"]].zero == 3:
+                segment.divide(partial(_recomputed, here.random if again else None))
+            segments[number] = segment
+    engines = {
+        task_graph.id: _engine(
+            request,
+            plan,
+            task_graph,
+            Segments([x for n, x in segments.items() if written[n]["task_graph"] == task_graph.id]),
+            _copies(plan, task_graph, tensors, seat),
+            seat,
+        )
+        for task_graph in task_graphs
+    }
+    seen = dict.fromkeys(engines, 0)
+    chunks: dict[int, Chunk] = {}
+    for chunk in held:
+        parts = []
+        described = plan.pipeline["chunks"][chunk]
+        for number in described["segments"]:
+            owner = written[number]["task_graph"]
+            parts.append(Part(segments[number], engines[owner], seen[owner]))
+            seen[owner] += 1
+        gives = parts[-1].segment.gives
+        if described["shares_samples"]:
+            head = places[task_graphs[-1].id]
+            chunks[chunk] = SharingChunk(parts, gives, head.along({"axis": BATCH, "outer": 1}))
+        else:
+            chunks[chunk] = Chunk(parts, gives)
+    return PipelineModel(
+        plan,
+        seat.rank,
+        chunks,
+        loss,
+        Transport(seat.device, _channels(plan, seat)),
+        counts,
+        deferred,
+    )
+
+
+def _copies_group(task_graph: TaskGraph, seat: Seat) -> dist.ProcessGroup:
+    return seat.groups[f"{task_graph.name}.data_parallel"]
+
+
+def _shard_group(task_graph: TaskGraph, seat: Seat) -> dist.ProcessGroup | None:
+    return seat.groups.get(f"{task_graph.name}.model_parallel")
+
+
+def _seed(seed: int, task_graph: int, place: PipelinePlace) -> int:
+    """Of what the members of a shard group draw alike, and no other group does."""
+    return ((seed * 10_007 + task_graph) * 10_007 + place.copy) * 10_007 + place.position
+
+
+def _copies(plan: Plan, task_graph: TaskGraph, tensors: Mapping[str, Tensor], seat: Seat) -> Copies:
+    assert plan.pipeline is not None
+    listed = ((path, tensors[path]) for path in task_graph.parameters)
+    held = {path: tensor for path, tensor in listed if isinstance(tensor, nn.Parameter)}
+    shared = {path: owners for path, owners in plan.pipeline["shared"].items() if path in held}
+    return Copies(
+        _copies_group(task_graph, seat),
+        _shard_group(task_graph, seat),
+        frozenset(held[path] for path in task_graph.shards if path in held),
+        {held[path]: seat.groups[f"shared.{path}"] for path in shared},
+        frozenset(held[path] for path, owners in shared.items() if owners[0] != task_graph.id),
+    )
+
+
+def _recomputed(random: SharedRandom | None, block: str) -> SharedRandom | None:
+    return random if is_repeated(block) else None
+
+
+def _engine(
+    request: Request,
+    plan: Plan,
+    task_graph: TaskGraph,
+    module: Segments,
+    copies: Copies,
+    seat: Seat,
+) -> Engine:
+    config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
+    if config is not None:
+        return DeepSpeedEngine(module, copies, config, seat.device, plan.precision)
+    assert plan.pipeline is not None
+    # DistributedDataParallel wants one forward and one backward a step of all it holds.
+    one_part = len(module.parts) == 1 and len(plan.pipeline["chunks"]) == 1
+    once = one_part and plan.ranks[seat.rank].micro_batches == 1
+    return TorchEngine(
+        module,
+        copies,
+        make_optimizer(request.optimizer.name, request.optimizer.arguments()),
+        plan.precision,
+        seat.device,
+        may_skip_parameters=False,
+        overlap=once,
+    )
+
+
+def _channels(plan: Plan, seat: Seat) -> dict[tuple[int, int, int], dist.ProcessGroup]:
+    """Groups of two for NCCL, which matches messages by their order: one for each edge and
+    direction between ranks that talk, as the order holds on each of them and not across."""
+    if seat.device.type != "cuda":
+        return {}
+    assert plan.pipeline is not None
+    found = {}
+    for copy in plan.pipeline["copies"]:
+        for number, (start, end, _) in enumerate(plan.pipeline["edges"]):
+            talking = set(zip(copy["owners"][start], copy["owners"][end], strict=True))
+            for a, b in sorted(talking):
+                here, there = copy["positions"][a], copy["positions"][b]
+                width = max(len(here), len(there)) if a != b else 0
+                pairs = {(here[j % len(here)], there[j % len(there)]) for j in range(width)}
+                for source, target in sorted(pairs):
+                    for backward in (False, True):
+                        group = dist.new_group([source, target])
+                        ends = (target, source) if backward else (source, target)
+                        if seat.rank in ends:
+                            found[(*ends, 2 * number + backward)] = group
+    return found

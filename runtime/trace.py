@@ -1,0 +1,75 @@
+"""A timeline of what one rank does, for chrome://tracing and ui.perfetto.dev.
+
+The Trace Event Format: complete events ("ph": "X"), microseconds, one process per rank. On a GPU
+a span is the time its work took to be asked for, unless what is asked for waits.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from whale_train.strategies.schedule import Instruction
+
+
+class Trace:
+    """Events of one rank, kept until `write`. `device` names it in the timeline."""
+
+    def __init__(self, rank: int, device: str) -> None:
+        self._rank = rank
+        self._events: list[dict[str, Any]] = [
+            {
+                "name": "process_name",
+                "ph": "M",
+                "pid": rank,
+                "tid": 0,
+                "args": {"name": f"rank {rank} ({device})"},
+            }
+        ]
+
+    @contextmanager
+    def span(self, what: Instruction | str) -> Iterator[None]:
+        """Note how long the body takes."""
+        started = time.time_ns()
+        try:
+            yield
+        finally:
+            took = time.time_ns() - started
+            args: dict[str, Any] = {}
+            if isinstance(what, Instruction):
+                args = {"chunk": what.chunk, "micro_batch": what.micro_batch}
+                if what.peer >= 0:
+                    args["peer"] = what.peer
+                name = f"{what.kind} {what.micro_batch}"
+            else:
+                name = what
+            self._events.append(
+                {
+                    "name": name,
+                    "cat": what.kind if isinstance(what, Instruction) else "step",
+                    "ph": "X",
+                    "ts": started / 1e3,
+                    "dur": took / 1e3,
+                    "pid": self._rank,
+                    "tid": 0,
+                    "args": args,
+                }
+            )
+
+    def write(self, run_dir: Path) -> None:
+        """`run_dir/trace/rank_N.json`."""
+        folder = run_dir / "trace"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"rank_{self._rank}.json"
+        path.write_text(json.dumps({"traceEvents": self._events}))
+
+
+def merge(run_dir: Path, ranks: int) -> None:
+    """One timeline of all ranks, `run_dir/trace.json`, out of what each has written."""
+    events: list[dict[str, Any]] = []
+    for rank in range(ranks):
+        path = run_dir / "trace" / f"rank_{rank}.json"
+        events += json.loads(path.read_text())["traceEvents"]
+    (run_dir / "trace.json").write_text(json.dumps({"traceEvents": events}))

@@ -1,0 +1,153 @@
+"""Backward in two parts: gradients of inputs at once, those of weights when there is time.
+
+What a zero-bubble schedule needs (Qi et al. 2023, arXiv 2401.10241): the stage before waits for
+the gradient of its output, nobody waits for a weight's. In a rewritten graph the products that
+have weights (linear, addmm) are replaced by functions whose backward gives the
+input's gradient and notes what the weight's needs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+Key = tuple[int, int]  # chunk, micro-batch
+_Gradients = Callable[[], None]
+
+
+class WeightGradients:
+    """What backwards have left to do, by chunk and micro-batch."""
+
+    def __init__(self) -> None:
+        self._left: dict[Key, list[_Gradients]] = {}
+        self._now: Key | None = None
+
+    @contextmanager
+    def deferring(self, key: Key) -> Iterator[None]:
+        """Inside it, backwards leave weight gradients for `accumulate(key)`."""
+        self._now = key
+        self._left[key] = []
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def accumulate(self, key: Key) -> None:
+        """Add what was left into the weights' `.grad`."""
+        for gradients in self._left.pop(key):
+            gradients()
+
+    def take(self, gradients: _Gradients) -> bool:
+        """Leave `gradients` for later; False when they are wanted now."""
+        if self._now is None:
+            return False
+        self._left[self._now].append(gradients)
+        return True
+
+    def replace(self, graph: fx.GraphModule, parameters: frozenset[str]) -> None:
+        """Replace the products of `graph` whose weight is one of its placeholders `parameters`."""
+        for node in list(graph.graph.nodes):
+            kind = _KINDS.get(node.target) if node.op == "call_function" else None
+            if kind is None:
+                continue
+            args = list(node.args) + [None] * (3 - len(node.args))
+            weight, bias = args[kind.weight], args[kind.bias]
+            if not isinstance(weight, fx.Node) or weight.name not in parameters or node.kwargs:
+                continue
+            if isinstance(bias, fx.Node) and bias.name not in parameters:
+                continue
+            name = f"deferred_{node.name}"
+            graph.add_module(name, _Deferred(self, kind))
+            with graph.graph.inserting_before(node):
+                new = graph.graph.call_module(name, (args[kind.input], weight, bias))
+            node.replace_all_uses_with(new)
+            graph.graph.erase_node(node)
+        graph.recompile()
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A product: where its input, weight and bias stand, and whether the weight is [in, out]."""
+
+    operation: Any
+    input: int
+    weight: int
+    bias: int
+    transposed: bool
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """grad [.., out] times the weight: [.., in]."""
+        return grad @ (weight.t() if self.transposed else weight)
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+        return x.t() @ grad if self.transposed else grad.t() @ x
+
+
+_aten = torch.ops.aten
+_KINDS = {
+    _aten.linear.default: _Kind(_aten.linear.default, 0, 1, 2, transposed=False),
+    _aten.addmm.default: _Kind(_aten.addmm.default, 1, 2, 0, transposed=True),
+}
+
+
+class _Deferred(nn.Module):
+    """One product, its weight's gradient deferred when a backward is in two parts."""
+
+    def __init__(self, owner: WeightGradients, kind: _Kind) -> None:
+        super().__init__()
+        self.owner, self.kind = owner, kind
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):  # which does not look into a Function
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        result: Tensor = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: _Deferred
+    ) -> Tensor:
+        ctx.deferred = deferred
+        ctx.parameters = weight, bias  # the very parameters, whose `.grad` is added to
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.linear(x, weight.t() if deferred.kind.transposed else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        deferred: _Deferred = ctx.deferred
+        (grad,), kind = grads, deferred.kind
+        of_x = kind.of_input(grad, weight) if ctx.needs_input_grad[0] else None
+        wanted: list[tuple[nn.Parameter, Callable[[], Tensor]]] = [
+            (parameter, make)
+            for parameter, needed, make in zip(
+                ctx.parameters,
+                ctx.needs_input_grad[1:3],
+                (lambda: kind.of_weight(grad, x), lambda: grad.flatten(0, -2).sum(0)),
+                strict=True,
+            )
+            if needed
+        ]
+
+        def add_gradients() -> None:
+            for parameter, make in wanted:
+                gradient = make().to(parameter.dtype)
+                known = parameter.grad
+                parameter.grad = gradient if known is None else known.add_(gradient)
+
+        if deferred.owner.take(add_gradients):
+            return of_x, None, None, None
+        made = {id(p): make().to(p.dtype) for p, make in wanted}
+        of_weight, of_bias = (made.get(id(parameter)) for parameter in ctx.parameters)
+        return of_x, of_weight, of_bias, None

@@ -1,0 +1,334 @@
+"""The shape of a nested strategy: copies of a pipeline of stages, each copies of shard groups.
+
+Whatever the nesting, it comes down to that: a replicate around a pipeline is its copies, a
+replicate inside a stage the stage's, a split the shard group of one copy. `read_form` says which
+node asked for what, settles every `auto` degree and refuses what does not fit the devices.
+"""
+
+from dataclasses import dataclass, replace
+
+from whale_train.errors import Fault
+from whale_train.strategies.grammar import Node, Pipeline, Replicate, Split, Stage, Strategy
+
+
+@dataclass(frozen=True)
+class StageForm:
+    """One stage: `copies` of a group of `shards` devices. `modules` are those it must hold (None:
+    a balanced cut decides). `body` is the replicate beside a `split` of the head: each member of
+    the group then holds what the split leaves, for its part of the samples."""
+
+    path: str
+    copies: int
+    shards: int
+    split: Split | None = None
+    body: Replicate | None = None
+    modules: tuple[str, ...] | None = None
+    recompute: str = "none"
+
+    @property
+    def width(self) -> int:
+        """Devices of one copy of the pipeline that hold this stage."""
+        return self.copies * self.shards
+
+
+@dataclass(frozen=True)
+class Form:
+    """`copies` of a pipeline of `stages`; a strategy without a pipeline has one stage.
+
+    `keeper` says how copies keep what they have in common (ZeRO, offload); `added` is the part of
+    `copies` nobody asked for.
+    """
+
+    copies: int
+    stages: tuple[StageForm, ...]
+    pipeline: Pipeline | None
+    keeper: Replicate | None
+    added: int = 1
+
+    @property
+    def width(self) -> int:
+        """Devices of one copy."""
+        return sum(stage.width for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A stage whose degrees may still be open (None)."""
+
+    path: str
+    copies: int | None
+    shards: int | None
+    split: Split | None
+    copy: Replicate | None
+    modules: tuple[str, ...] | None = None
+    recompute: str = "none"
+    body: Replicate | None = None
+
+    @property
+    def width(self) -> int | None:
+        if self.copies is None or self.shards is None:
+            return None
+        return self.copies * self.shards
+
+
+def is_nested(strategy: Strategy) -> bool:
+    """Whether the strategy is more than one replicate, or a replicate beside a split of a head."""
+    flat = all(isinstance(n, Replicate | Split) and not n.of for n in strategy.graph)
+    plain = (Replicate,), (Replicate, Split)
+    return not (flat and tuple(type(node) for node in strategy.graph) in plain)
+
+
+def read_form(
+    strategy: Strategy, devices: int, per_node: int, hardware: str, faults: list[Fault]
+) -> Form | None:
+    """The form of a nested strategy over `devices` devices in nodes of `per_node` (0: of unlike
+    size); None when `faults` grew."""
+    before = len(faults)
+    outer, inner = _outer(strategy.graph, faults)
+    pipeline = inner[0] if isinstance(inner[0], Pipeline) else None
+    if pipeline is None:
+        listed = [_stage(inner, faults)]
+    elif isinstance(pipeline.stages, int):
+        one = _Open(f"{pipeline.path}.stages", None, 1, None, None)
+        listed = [one for _ in range(pipeline.stages)]
+    else:
+        listed = [_stage((node,), faults) for node in pipeline.stages]
+    stages = [stage for stage in listed if stage is not None]
+    keeper = _keeper([*outer, *(s.copy for s in stages if s.copy)], pipeline, faults)
+    if len(faults) > before:
+        return None
+    form = _settled(outer, stages, devices, per_node, hardware, faults)
+    if form is None:
+        return None
+    if pipeline is None:  # copies of the whole are copies of the whole, whoever asked for them
+        (stage,) = form.stages
+        both = form.copies * stage.copies
+        form = replace(form, copies=both, stages=(replace(stage, copies=1),))
+    form = replace(form, pipeline=pipeline, keeper=keeper)
+    _refuse_without_effect(form, keeper, faults)
+    return form if len(faults) == before else None
+
+
+def _outer(
+    nodes: tuple[Node, ...], faults: list[Fault]
+) -> tuple[list[Replicate], tuple[Node, ...]]:
+    """The replicates around everything, and what they copy."""
+    outer: list[Replicate] = []
+    while len(nodes) == 1:
+        (node,) = nodes
+        if not isinstance(node, Replicate) or not node.of:
+            break
+        outer.append(node)
+        _refuse_modules(node, faults)
+        nodes = node.of
+    return outer, nodes
+
+
+def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> _Open | None:
+    """One stage: (stage of) (replicate of) split, or a replicate beside a split of the head; each
+    of which may be missing."""
+    modules, recompute, path = None, "none", nodes[0].path
+    if isinstance(nodes[0], Stage):
+        (node,) = nodes
+        assert isinstance(node, Stage)
+        modules, recompute, nodes = node.modules, node.recompute, node.of
+    copies: int | None = 1
+    copy: Replicate | None = None
+    while len(nodes) == 1:
+        (inner,) = nodes
+        if not isinstance(inner, Replicate):
+            break
+        _refuse_modules(inner, faults)
+        both = copies is not None and inner.degree is not None
+        copies = copies * inner.degree if both and copies and inner.degree else None
+        copy, nodes = inner, inner.of
+    match nodes:
+        case ():
+            return _Open(path, copies, 1, None, copy, modules, recompute)
+        case (Split(of=()) as split,):
+            return _Open(path, copies, split.degree, split, copy, modules, recompute)
+        case (Split() as split,):
+            rule = "cuts again what a split has cut"
+            faults.append(Fault(f"{split.path}.of", "", rule, "multiply the degrees into one"))
+        case (Replicate() as body, Split() as split):
+            degrees = {node.degree for node in (body, split) if node.degree}
+            degree = next(iter(degrees), None)
+            if _is_head_beside_copies(body, split, path, faults):
+                return _Open(path, copies, degree, split, copy, modules, recompute, body)
+        case _:
+            faults.append(_colocated(nodes))
+    return None
+
+
+def _is_head_beside_copies(body: Replicate, split: Split, path: str, faults: list[Fault]) -> bool:
+    """Whether the list is one that is executed inside another node; else a fault says why not."""
+    degrees = {node.degree for node in (body, split) if node.degree}
+    if body.of or split.of or body.modules != ("*",) or len(degrees) > 1:
+        rule = "is not a replicate of all beside a split of the head, over the same devices"
+        remedy = "use [{replicate: {}}, {split: {modules: head}}]"
+        faults.append(Fault(path.rpartition("[")[0], "", rule, remedy))
+        return False
+    if body.zero:
+        rule = "partitions what is beside a split head inside another node"
+        remedy = "use 0, or the list at the top (strategy=hybrid_split_dp)"
+        faults.append(Fault(f"{body.path}.zero", str(body.zero), rule, remedy))
+        return False
+    return True
+
+
+def _colocated(nodes: tuple[Node, ...]) -> Fault:
+    path = nodes[0].path.rpartition("[")[0]
+    rule = "has parts that share devices, which are executed as a replicate and a split of the head"
+    remedy = "use strategy=hybrid_split_dp, or one node"
+    return Fault(path, f"{len(nodes)} nodes", rule, remedy)
+
+
+def _refuse_modules(node: Replicate, faults: list[Fault]) -> None:
+    if node.modules != ("*",):
+        rule = "names a part of the model, and nothing beside it covers the rest"
+        remedy = 'use "*"; parts are the stages of a pipeline, or nodes of a list at the top'
+        faults.append(Fault(f"{node.path}.modules", ", ".join(node.modules), rule, remedy))
+
+
+def _keeper(
+    copies: list[Replicate], pipeline: Pipeline | None, faults: list[Fault]
+) -> Replicate | None:
+    """The replicate that says how copies keep what they have in common: one set of engines has
+    one way."""
+    ways = [(c.zero, c.offload_optimizer, c.offload_parameters) for c in copies]
+    asked = [c for c, way in zip(copies, ways, strict=True) if way != (0, "none", "none")]
+    first = asked[0] if asked else (copies[0] if copies else None)
+    for other in asked[1:]:
+        if ways[copies.index(other)] != ways[copies.index(asked[0])]:
+            rule = f"differs from {asked[0].path}.zero={asked[0].zero}: all copies keep alike"
+            remedy = "give both the same"
+            faults.append(Fault(f"{other.path}.zero", str(other.zero), rule, remedy))
+    if first is None:
+        return None
+    for what in ("optimizer", "parameters"):
+        if getattr(first, f"offload_{what}") == "nvme":
+            rule, remedy = "is valid but not executed by this version", "use cpu"
+            faults.append(Fault(f"{first.path}.offload.{what}", "nvme", rule, remedy))
+    if first.zero > 1 and pipeline is not None:
+        does = {2: "reduces gradients with all copies at every backward",
+                3: "gathers parameters with all copies at every forward"}[first.zero]  # fmt: skip
+        rule = f"{does}, and in a pipeline copies take different micro-batches at different times"
+        remedy = "use 1 (a stage's optimizer state is what is largest), or no pipeline"
+        faults.append(Fault(f"{first.path}.zero", str(first.zero), rule, remedy))
+    return first
+
+
+def _settled(
+    outer: list[Replicate],
+    stages: list[_Open],
+    devices: int,
+    per_node: int,
+    hardware: str,
+    faults: list[Fault],
+) -> Form | None:
+    """All degrees as numbers."""
+    asked = 1
+    for node in outer:
+        asked *= node.degree or 1
+    is_open = any(node.degree is None for node in outer)
+    outermost = outer[0].path if outer else stages[0].path
+    widths = [stage.width for stage in stages]
+    if devices % asked:
+        faults.append(_not_dividing(f"{outermost}.degree", asked, devices, hardware))
+        return None
+    if any(width is None for width in widths):
+        if is_open:
+            stages = _narrowest(stages, devices // asked, per_node, faults)
+        else:
+            stages = _filled(stages, devices // asked, hardware, faults)
+        if not stages:
+            return None
+    total = sum(stage.width or 0 for stage in stages)
+    if devices % (asked * total):
+        faults.append(_not_dividing(outermost, asked * total, devices, hardware))
+        return None
+    copies = devices // total
+    settled = tuple(
+        StageForm(s.path, s.copies or 1, s.shards or 1, s.split, s.body, s.modules, s.recompute)
+        for s in stages
+    )
+    added = 1 if is_open else copies // asked
+    return Form(copies, settled, None, None, added)
+
+
+def _narrowest(
+    stages: list[_Open], devices: int, per_node: int, faults: list[Fault]
+) -> list[_Open]:
+    """Open degrees inside open copies: a lone split fills a node, a stage takes one device."""
+    if len(stages) == 1 and stages[0].split and stages[0].shards is None:
+        if per_node > 1 and devices % per_node == 0 and devices > per_node:
+            return [replace(stages[0], shards=per_node, copies=stages[0].copies or 1)]
+        rule = "is auto, and so is the replicate around it: nothing says which takes the devices"
+        remedy = "give one of them a number"
+        faults.append(Fault(f"{stages[0].split.path}.degree", "auto", rule, remedy))
+        return []
+    return [replace(s, copies=s.copies or 1, shards=s.shards or 1) for s in stages]
+
+
+def _filled(stages: list[_Open], devices: int, hardware: str, faults: list[Fault]) -> list[_Open]:
+    """Open stages share what the others leave, evenly; in a stage the split takes all it can."""
+    fixed = sum(stage.width or 0 for stage in stages)
+    open_count = sum(stage.width is None for stage in stages)
+    left = devices - fixed
+    each, over = divmod(left, open_count)
+    if each < 1 or over:
+        rule = f"leaves {left} of {devices} devices of hardware={hardware} to share"
+        rule += f" among {open_count} stages" if open_count > 1 else " with one stage"
+        remedy = f"use a multiple of {open_count} devices more than {fixed}"
+        if len(stages) == open_count:
+            remedy = f"use {_divisors(devices)} stages"
+        faults.append(Fault(stages[0].path.rpartition("[")[0] or stages[0].path, "", rule, remedy))
+        return []
+    found = []
+    for stage in stages:
+        if stage.width is None:
+            known = stage.copies or stage.shards or 1
+            if stage.copies is None and stage.shards is None:
+                known = 1
+            if each % known:
+                rule = f"does not divide the {each} devices of its stage"
+                path = f"{stage.path}"
+                faults.append(Fault(path, str(known), rule, f"use {_divisors(each)}"))
+                return []
+            if stage.shards is None:
+                stage = replace(stage, copies=stage.copies or 1, shards=each // (stage.copies or 1))
+            else:
+                stage = replace(stage, copies=each // stage.shards)
+        found.append(stage)
+    return found
+
+
+def _refuse_without_effect(form: Form, keeper: Replicate | None, faults: list[Fault]) -> None:
+    for stage in form.stages[:-1]:
+        if stage.body:
+            rule = "splits the head in a stage that is not the last, where the loss is"
+            faults.append(Fault(stage.path, "", rule, "move the list to the last stage"))
+    if keeper and keeper.zero and any(stage.body for stage in form.stages):
+        rule = "partitions among copies of what holds a split head beside the rest"
+        faults.append(Fault(f"{keeper.path}.zero", str(keeper.zero), rule, "use 0"))
+    for stage in form.stages:
+        if stage.split and stage.shards == 1:
+            rule, remedy = "has nothing to divide over 1 device", "use a degree of at least 2"
+            faults.append(Fault(stage.split.path, "", rule, f"{remedy}, or no split"))
+    if keeper and keeper.zero and all(form.copies * s.copies == 1 for s in form.stages):
+        rule = "partitions over the copies, and there is only one"
+        faults.append(
+            Fault(f"{keeper.path}.zero", str(keeper.zero), rule, "use 0, or more devices")
+        )
+
+
+def _not_dividing(key: str, number: int, devices: int, hardware: str) -> Fault:
+    rule = f"does not divide the {devices} devices of hardware={hardware}"
+    value = str(number) if key.endswith(".degree") else f"{number} devices"
+    return Fault(key, value, rule, f"use {_divisors(devices)}")
+
+
+def _divisors(devices: int) -> str:
+    """The divisors of `devices`, as a sentence's end: `1, 2, 4, 8 or 16`."""
+    divisors = [str(d) for d in range(1, devices + 1) if devices % d == 0]
+    return " or ".join([", ".join(divisors[:-1]), divisors[-1]]) if divisors[1:] else divisors[0]

@@ -1,0 +1,232 @@
+"""What a nested strategy costs: the seconds of its chunks, the bytes of its ranks.
+
+Peak rates and alpha-beta links, as `cost.py`; the time of a step is the schedule's own, simulated
+with these durations. Activations are kept for as many micro-batches as the schedule has in flight.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from whale_train.errors import Fault, PlanError
+from whale_train.strategies.cost import (
+    BACKWARD_OVER_FORWARD,
+    all_reduce_time_s,
+    flops_rate,
+    gather_time_s,
+    gradient_sync_time_s,
+    optimizer_time_s,
+    slowest_link,
+)
+from whale_train.strategies.layouts import Layout, Shard
+from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS, precision_bytes
+from whale_train.strategies.micro_batches import Batches
+from whale_train.strategies.operations import OperationGraph
+from whale_train.strategies.plan import MemoryEstimate, Prediction
+from whale_train.strategies.schedule import Instruction, in_flight
+from whale_train.strategies.stages import value_bytes
+from whale_train.strategies.staging import Axes, Chunk, Staging
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The instructions of a copy's positions, and the seconds their computations take."""
+
+    instructions: tuple[tuple[Instruction, ...], ...]
+    makespan: float
+
+
+def durations(
+    job: Staging, chunks: Sequence[Chunk], copy: int, batches: Batches
+) -> dict[tuple[int, int], tuple[float, float, float]]:
+    """Seconds of (forward, input gradient, weight gradient) of a micro-batch, by chunk and
+    the position that holds it."""
+    samples = max(stop - start for start, stop in batches.samples[copy])
+    precision, found = job.training.precision, {}
+    for number, chunk in enumerate(chunks):
+        for position in job.seats.of_stage(chunk.stage):
+            ranks = job.seats.positions[copy][position]
+            rates = [flops_rate(job.cluster.devices[rank], precision) for rank in ranks]
+            forward = chunk.slice.flops * samples / sum(rates)
+            sent = cast_time_s(job, chunk, ranks, samples)
+            half = BACKWARD_OVER_FORWARD / 2 * forward
+            found[number, position] = (forward + sent, half + sent, half)
+    return found
+
+
+def cast_time_s(job: Staging, chunk: Chunk, ranks: tuple[int, ...], samples: int) -> float:
+    """Collectives of one forward (a backward has as many)."""
+    if chunk.sharded is None:
+        return 0.0
+    link, total = slowest_link(job.cluster, ranks), 0.0
+    casts = chunk.sharded.assignment.casts
+    for value, kind, _ in dict.fromkeys((c.value, c.kind, c.target) for c in casts):
+        num_bytes = 4.0
+        for size in job.graph[value].shape or ():
+            num_bytes *= size.at(samples)
+        if kind in ("reduce", "reduce_enter", "reduce_slice"):
+            total += all_reduce_time_s(num_bytes, len(ranks), link)
+        elif kind in ("gather", "gather_enter", "reduce_scatter", "reshard"):
+            total += gather_time_s(num_bytes, len(ranks), link)
+    return total
+
+
+def memory_of_ranks(
+    job: Staging,
+    chunks: Sequence[Chunk],
+    axes: Axes,
+    batches: Batches,
+    timelines: Sequence[Timeline],
+    recomputed: Set[int],
+) -> dict[int, MemoryEstimate]:
+    """Of every rank: what it holds of its chunks, and the activations of as many micro-batches
+    as its schedule keeps in flight. `recomputed` are the stages that compute blocks again."""
+    found = {}
+    states = job.training.optimizer_states
+    sizes = precision_bytes(job.training.precision, job.zero)
+    for copy, of_copy in enumerate(job.seats.positions):
+        samples = max(stop - start for start, stop in batches.samples[copy])
+        for position, ranks in enumerate(of_copy):
+            stage = job.seats.stage_of[position]
+            mine = [chunk for chunk in chunks if chunk.stage == stage]
+            copies = job.form.copies * job.form.stages[stage].copies
+            kept = in_flight(timelines[copy].instructions[position])
+            for index, rank in enumerate(ranks):
+                elements = {
+                    path: _local_elements(job, path, chunk, axes, index)
+                    for chunk in mine
+                    for path in chunk.slice.parameters
+                }
+                held = sum(elements.values())
+                own = held / copies if job.zero else held
+                parts = [_kept_part(job.graph, chunk, axes, index) for chunk in mine]
+                activations = _kept_bytes(mine, parts, kept, stage in recomputed)
+                crossing = sum(
+                    value_bytes(job.graph[name])
+                    for chunk in mine
+                    for name in (*chunk.slice.takes, *chunk.slice.gives)
+                )
+                bucket = min(held, REDUCE_BUCKET_ELEMENTS) * 4 if copies > 1 else 0.0
+                gradients = sizes.gradients * held
+                if job.zero == 3:
+                    gradients = sizes.gradients * own
+                keeper = job.form.keeper
+                offloaded = keeper is not None and keeper.offload_optimizer == "cpu"
+                found[rank] = MemoryEstimate(
+                    parameters=sizes.weights * (own if job.zero == 3 else held)
+                    + sizes.casts * held
+                    + float(job.profile.buffer_bytes),
+                    gradients=float(gradients),
+                    optimizer=0.0 if offloaded else own * (4 * states + sizes.master),
+                    activations=activations * samples * sizes.activations,
+                    communication=float(bucket + 2 * samples * crossing),
+                )
+    return found
+
+
+def _kept_bytes(
+    chunks: Sequence[Chunk], parts: Sequence[float], in_flight: int, again: bool
+) -> float:
+    """What a rank's chunks keep of `in_flight` micro-batches of one sample; a part of each value
+    where it is cut. With blocks computed `again`: their inputs, and one block's whole."""
+    slices = [chunk.slice for chunk in chunks]
+    if again:
+        entering = sum(part.entering_bytes for part in slices) / len(slices)
+        largest = max(s.block_bytes * p for s, p in zip(slices, parts, strict=True))
+        return in_flight * entering + largest
+    whole = sum(s.activation_bytes * p for s, p in zip(slices, parts, strict=True))
+    return in_flight * whole / len(slices)
+
+
+def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set[int]:
+    """The stages that compute their blocks again: those told to, and of those left to choose
+    (auto), the ones whose activations do not fit as `memory` has them."""
+    found = set()
+    for stage, form in enumerate(job.form.stages):
+        ranks = [rank for group in job.replicas(stage) for rank in group]
+        over = any(memory[r].total > job.cluster.devices[r].memory_bytes for r in ranks)
+        if form.recompute == "full" or (form.recompute == "auto" and over):
+            found.add(stage)
+    return found
+
+
+def _local_elements(
+    job: Staging,
+    path: str,
+    chunk: Chunk,
+    axes: Axes,
+    index: int,
+) -> float:
+    elements = job.profile.parameter_by_path[path].elements
+    return elements * _fraction(chunk.shards.get(path), axes, index)
+
+
+def refuse_memory(job: Staging, memory: Mapping[int, MemoryEstimate]) -> None:
+    """Raise PlanError where some rank needs more than its device has: by how much, what helps."""
+    devices = job.cluster.devices
+    over = {r: m.total - devices[r].memory_bytes for r, m in memory.items()}
+    worst = max(over, key=lambda rank: (over[rank], -rank))
+    if over[worst] <= 0:
+        return
+    need = memory[worst]
+    rule = (
+        f"needs {need.total / 1e9:.1f} GB on rank {worst} ({devices[worst].name}), "
+        f"{over[worst] / 1e9:.1f} GB more than its {devices[worst].memory_bytes / 1e9:.1f} GB"
+    )
+    if need.activations > need.total / 2:
+        remedy = "use more micro-batches, recompute: full, or a smaller train.global_batch"
+    else:
+        remedy = "use more stages or a wider split, or zero: 1 among copies"
+    raise PlanError([Fault("strategy", job.strategy.name, rule, remedy)])
+
+
+def predict_nested(
+    job: Staging, memory: Mapping[int, MemoryEstimate], timelines: Sequence[Timeline]
+) -> Prediction:
+    """The schedule's own time, then gradients reduced and the update, of the slowest stage."""
+    compute = max(timeline.makespan for timeline in timelines)
+    sync = optimizer = 0.0
+    for stage, form in enumerate(job.form.stages):
+        copies = job.form.copies * form.copies
+        for position in job.seats.of_stage(stage):
+            ranks = [of_copy[position][0] for of_copy in job.seats.positions]
+            for rank in ranks:
+                held = memory[rank].gradients / 4
+                own = held / copies if job.zero else held
+                states = job.training.optimizer_states
+                taken = optimizer_time_s(own, states, job.cluster.devices[rank])
+                optimizer = max(optimizer, taken)
+            group = job.data_parallel(stage)[0]
+            link = slowest_link(job.cluster, group)
+            size = max(memory[rank].gradients for rank in group)
+            sync = max(sync, gradient_sync_time_s(size, len(group), link, job.zero))
+    step = compute + sync + optimizer
+    return Prediction(step, job.training.global_batch / step, compute, sync, optimizer)
+
+
+def _fraction(layout: Layout | None, axes: Axes, index: int) -> float:
+    if not isinstance(layout, Shard) or layout.axis not in axes:
+        return 1.0
+    start, stop = axes[layout.axis][index]
+    return (stop - start) / axes[layout.axis][-1][1]
+
+
+def _kept_part(
+    graph: OperationGraph,
+    chunk: Chunk,
+    axes: Axes,
+    index: int,
+) -> float:
+    """The part of a chunk's activations one member of its shard group keeps."""
+    if chunk.head is not None:  # of the samples or of the classes
+        return _fraction(next(iter(chunk.shards.values())), axes, index)
+    if chunk.sharded is None:
+        return 1.0
+    layouts = chunk.sharded.assignment.layouts
+    whole = local = 0.0
+    for name in chunk.slice.operations:
+        if graph[name].target in ("parameter", "buffer", "input"):
+            continue
+        size = value_bytes(graph[name])
+        whole += size
+        local += size * _fraction(layouts.get(name), axes, index)
+    return local / whole if whole else 1.0

@@ -1,0 +1,329 @@
+"""The resolver of nested strategies: copies of a pipeline of stages, of copies, of shards.
+
+The same decisions in the same order as `resolve.py`'s for flat strategies: which devices form
+which stage, where the model is cut, who takes which micro-batches, how each stage's tensors lie
+over its shard group, what that needs of memory. All on the operation graph; no torch.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from itertools import pairwise
+
+from whale_train.errors import Fault, PlanError
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.cut import CutRefused, HeadCut, cut_head
+from whale_train.strategies.grammar import Strategy
+from whale_train.strategies.head import find_heads, matching
+from whale_train.strategies.layouts import Layout, R
+from whale_train.strategies.micro_batches import (
+    Batches,
+    count_micro_batches,
+    refuse_batch_norm,
+    share_batch,
+)
+from whale_train.strategies.operations import ModelProfile, OperationGraph, Size
+from whale_train.strategies.patterns import Sharded, choose_patterns
+from whale_train.strategies.plan import Decision, Plan
+from whale_train.strategies.schedule import Durations, Position, makespan, schedule
+from whale_train.strategies.shape_check import shape_check
+from whale_train.strategies.shares import even_shares, optimal_shares, tile
+from whale_train.strategies.sharing import Training
+from whale_train.strategies.stage_costs import (
+    Timeline,
+    durations,
+    memory_of_ranks,
+    recomputed_stages,
+    refuse_memory,
+)
+from whale_train.strategies.staged_plan import Decided, written
+from whale_train.strategies.stages import (
+    Slice,
+    balanced,
+    is_inside,
+    sequenced,
+    sliced,
+    stage_of_modules,
+)
+from whale_train.strategies.staging import Axes, Chunk, Staging, nested_form
+
+_Edges = Mapping[tuple[int, int], bool]
+
+
+def resolve_nested(
+    strategy: Strategy, cluster: Cluster, profile: ModelProfile, training: Training
+) -> Plan:
+    """The plan of a nested strategy. Raises PlanError with all faults of a stage."""
+    job, decisions = _staging(strategy, cluster, profile, training), list[Decision]()
+    micro_batches = count_micro_batches(job, decisions)
+    refuse_batch_norm(job, micro_batches)
+    slices = _slices(job, decisions)
+    stages = len(job.form.stages)
+    shared = _shared_parameters(slices, stages)
+    chunks = tuple(_chunk(job, i % stages, part, shared) for i, part in enumerate(slices))
+    axes, edges = _axes(job, chunks), _edges(job, slices)
+    _check_shapes(job, chunks, axes)
+    batches = share_batch(job, micro_batches)
+    timelines = [_timeline(job, chunks, edges, batches, copy) for copy in range(job.form.copies)]
+    memory = memory_of_ranks(job, chunks, axes, batches, timelines, set())
+    recomputed = recomputed_stages(job, memory)
+    memory = memory_of_ranks(job, chunks, axes, batches, timelines, recomputed)
+    refuse_memory(job, memory)
+    _explain(job, chunks, recomputed, decisions)
+    parts = Decided(chunks, axes, batches, edges, shared, memory, timelines, recomputed)
+    return written(job, parts, decisions)
+
+
+def _staging(
+    strategy: Strategy, cluster: Cluster, profile: ModelProfile, training: Training
+) -> Staging:
+    faults: list[Fault] = []
+    form = nested_form(strategy, cluster, training, faults)
+    if profile.graph is None:
+        rule = f"needs the model's graph, and {profile.name} cannot be exported"
+        remedy = "use strategy=dp or a zero strategy, which run the model as it is"
+        path = strategy.graph[0].path
+        faults.append(Fault(path, "", f"{rule} ({profile.export_error})", remedy))
+    if faults or form is None:
+        raise PlanError(faults)
+    return Staging(strategy, cluster, profile, training, form)
+
+
+def _timeline(
+    job: Staging, chunks: Sequence[Chunk], edges: _Edges, batches: Batches, copy: int
+) -> Timeline:
+    taken = durations(job, chunks, copy, batches)
+    given = (
+        job.form.pipeline.schedule if job.form.pipeline else "1f1b",
+        [Position(held) for held in job.chunks_of_positions()],
+        batches.owners[copy],
+        edges,
+        len(batches.samples[copy]),
+        {place: Durations(*times) for place, times in taken.items()},
+    )
+    return Timeline(schedule(*given), makespan(*given))
+
+
+def _slices(job: Staging, decisions: list[Decision]) -> tuple[Slice, ...]:
+    order = sequenced(job.graph)
+    count = job.chunk_count
+    if count == 1:
+        return sliced(job.profile, order, (0, len(order.operations)))
+    stages = job.form.stages
+    faults: list[Fault] = []
+    asked = [(stage.path, stage.modules) for stage in stages]
+    if count > len(stages) and any(modules for _, modules in asked):
+        path = next(path for path, modules in asked if modules)
+        rule = "names modules, and interleaved_1f1b gives a stage several parts of the model"
+        faults.append(Fault(f"{path}.modules", "", rule, "use modules: auto, or 1f1b"))
+    fixed = stage_of_modules(order, job.graph, asked, faults)
+    if faults:
+        raise PlanError(faults)
+    speeds = [
+        min(job.stage_speeds(copy)[chunk % len(stages)] for copy in range(job.form.copies))
+        for chunk in range(count)
+    ]
+
+    def stage_time(chunk: int, first: int, last: int) -> float:
+        return (order.flops[last] - order.flops[first]) / speeds[chunk]
+
+    found = balanced(order, stage_time, count, fixed)
+    if found is None:
+        places = len(order.places) - 1
+        rule = f"has {places} blocks to cut between, too few for {count} stages in this order"
+        path = job.form.pipeline.path if job.form.pipeline else "strategy"
+        remedy = f"use at most {places} stages" if places < count else "name other modules"
+        raise PlanError([Fault(f"{path}.stages", str(len(stages)), rule, remedy)])
+    ends = [order.places[i] for i in found]
+    slices = sliced(job.profile, order, ends)
+    for chunk, (part, (first, last)) in enumerate(zip(slices, pairwise(found), strict=True)):
+        work = (order.flops[last] - order.flops[first]) / (order.flops[-1] or 1.0)
+        decisions.append(
+            Decision(
+                f"{stages[chunk % len(stages)].path}.modules",
+                f"{_span(part.modules)} ({100 * work:.0f}% of the work)",
+                "",
+                f"chunk {chunk} of {count}: the slowest stage is done first"
+                if not stages[chunk % len(stages)].modules
+                else "as the strategy says",
+            )
+        )
+    return slices
+
+
+def _edges(job: Staging, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]:
+    """Which chunks send to which, and whether a gradient comes back."""
+    maker = {name: chunk for chunk, part in enumerate(slices) for name in part.gives}
+    found: dict[tuple[int, int], bool] = {}
+    for chunk, part in enumerate(slices):
+        for name in part.takes:
+            edge = (maker[name], chunk)
+            found[edge] = found.get(edge, False) or _has_gradient(job.graph, name)
+    return found
+
+
+def _chunk(job: Staging, stage: int, part: Slice, shared: dict[str, tuple[int, ...]]) -> Chunk:
+    form = job.form.stages[stage]
+    if form.body is not None:
+        return Chunk(stage, part, head=_head_cut(job, stage, part, shared))
+    if form.split is None or form.shards == 1:
+        return Chunk(stage, part)
+    return Chunk(stage, part, _sharded(job, stage, part, shared))
+
+
+def _head_cut(job: Staging, stage: int, part: Slice, shared: dict[str, tuple[int, ...]]) -> HeadCut:
+    """The stage's slice of the model cut where the head begins; what it takes is its input."""
+    form = job.form.stages[stage]
+    assert form.split is not None
+    inside = set(part.operations)
+    taken = [
+        replace(job.graph[name], target="input", args=(), kwargs=(), after=())
+        for name in part.takes
+    ]
+    rest = [op for op in job.graph if op.name in inside or op.target == "output"]
+    held = tuple(p for p in job.profile.parameters if p.path in part.parameters)
+    profile = replace(job.profile, graph=OperationGraph((*taken, *rest)), parameters=held)
+    heads = matching(find_heads(profile), form.split.modules)
+    key, value = f"{form.split.path}.modules", ", ".join(form.split.modules)
+    remedy = "use another stage for it, or a split of the whole stage"
+    for name in part.takes:
+        shape = job.graph[name].shape
+        if not shape or shape[0] != Size(0, 1):
+            rule = f"shares the samples, and {name}, which enters its stage, has no batch first"
+            raise PlanError([Fault(key, value, rule, remedy)])
+    if not heads:
+        rule = f"finds no output projection in {_span(part.modules)}"
+        raise PlanError([Fault(key, value, rule, remedy)])
+    if heads[0].weight in shared:
+        rule = f"is {heads[0].module or 'the output'}, whose weight another stage holds as well"
+        raise PlanError([Fault(key, value, rule, "untie it, or split whole stages")])
+    try:
+        return cut_head(profile, heads[0])
+    except CutRefused as refusal:
+        rule = f"is {heads[0].module or 'the output'}, which cannot be split: {refusal}"
+        raise PlanError([Fault(key, value, rule, remedy)]) from None
+
+
+def _sharded(job: Staging, stage: int, part: Slice, shared: dict[str, tuple[int, ...]]) -> Sharded:
+    form = job.form.stages[stage]
+    assert form.split is not None
+    given: dict[str, Layout] = dict.fromkeys(part.takes, R)
+    wanted: dict[str, Layout] = dict.fromkeys(part.gives, R)
+    named = set(form.split.modules)
+    if "head" in named:  # found, not configured
+        named |= {head.module for head in find_heads(job.profile)}
+    # What several stages hold keeps one form, so that their gradients can be added; what the
+    # strategy does not name is not cut.
+    whole = [
+        (path, "replicate")
+        for path in part.parameters
+        if path in shared or not any(is_inside(path.rpartition(".")[0], p) for p in named)
+    ]
+    found = choose_patterns(
+        job.graph,
+        part.operations,
+        parameters={
+            name: job.canonical[job.graph[name].path]
+            for name in part.operations
+            if job.graph[name].target == "parameter"
+        },
+        held={p.path: p.elements for p in job.profile.parameters},
+        group_size=form.shards,
+        given=given,
+        wanted=wanted,
+        by_hand=(*whole, *form.split.patterns),
+        dim=form.split.dim,
+        key=form.split.path,
+    )
+    if not found.weights:
+        rule = f"finds nothing to cut over {form.shards} devices in {_span(part.modules)}"
+        remedy = "use fewer devices, patterns for its weights, or another primitive"
+        raise PlanError([Fault(form.split.path, "", rule, remedy)])
+    return found
+
+
+def _axes(job: Staging, chunks: Sequence[Chunk]) -> Axes:
+    """Every axis' intervals over its shard group, in proportion to the members' speed; equal
+    in all copies, so that copies hold the same shards."""
+    found: dict[str, tuple[tuple[int, int], ...]] = {}
+    for chunk in chunks:
+        units = dict(chunk.sharded.axes) if chunk.sharded else {}
+        if chunk.head is not None:
+            weight, shard = next(iter(chunk.head.shards.items()))
+            units[shard.axis] = job.profile.parameter_by_path[weight].shape[shard.dim]
+        speeds = job.member_speeds(chunk.stage)
+        members = len(speeds)
+        for axis, count in units.items():
+            if job.strategy.balance == "even":
+                shares = even_shares(count, members, [count] * members)
+            else:
+                shares = optimal_shares(count, speeds, [count] * members, 1)
+            if shares is None:
+                path = job.form.stages[chunk.stage].path
+                rule = f"has {count} {axis}, too few to give each of {members} devices one"
+                raise PlanError([Fault(path, "", rule, "use fewer devices")])
+            assert found.get(axis, tile(count, shares)) == tile(count, shares), axis
+            found[axis] = tile(count, shares)
+    return found
+
+
+def _check_shapes(job: Staging, chunks: Sequence[Chunk], axes: Axes) -> None:
+    """Refuse a split whose local shapes do not agree on some member, before there are any."""
+    for chunk in chunks:
+        wrong = shape_check(job.graph, chunk.sharded.assignment, axes) if chunk.sharded else ()
+        if wrong:
+            form = job.form.stages[chunk.stage]
+            assert form.split is not None
+            rule = f"cannot be cut so: {wrong[0]}"
+            remedy = "give other patterns: or modules: for it, or use another primitive"
+            raise PlanError([Fault(form.split.path, "", rule, remedy)])
+
+
+def _explain(
+    job: Staging, chunks: Sequence[Chunk], recomputed: Set[int], decisions: list[Decision]
+) -> None:
+    form = job.form
+    if form.added > 1:
+        count = len(job.cluster.devices)
+        reason = f"an outer replicate of {form.added} uses all {count} devices"
+        decisions.append(Decision("strategy.graph", str(form.copies), "1", reason))
+    for stage, asked in enumerate(form.stages):
+        if asked.recompute == "auto":
+            chosen = "full" if stage in recomputed else "none"
+            rejected = "none" if stage in recomputed else "full"
+            reason = f"its activations {'do not fit' if stage in recomputed else 'fit'}"
+            decisions.append(Decision(f"{asked.path}.recompute", chosen, rejected, reason))
+    for chunk in chunks:
+        if chunk.sharded is None:
+            continue
+        path = form.stages[chunk.stage].path
+        for module in chunk.sharded.whole:
+            reason = "no pattern fits it: every device of the group holds it whole"
+            decisions.append(Decision(f"{path} {module}", "whole", "sharded", reason))
+        for name in chunk.sharded.assignment.gathered:
+            reason = "no rule for it: it is given whole tensors, which is slower"
+            decisions.append(Decision(f"operation {name}", "whole", "sharded", reason))
+    for path in job.profile.unused_parameters:
+        reason = "the loss does not depend on it"
+        decisions.append(Decision(path, "not trained", "", reason))
+
+
+def _shared_parameters(slices: Sequence[Slice], stages: int) -> dict[str, tuple[int, ...]]:
+    """Parameters that several stages hold (tied ones), and which stages."""
+    holders: dict[str, dict[int, None]] = {}
+    for chunk, part in enumerate(slices):
+        for path in part.parameters:
+            holders.setdefault(path, {})[chunk % stages] = None
+    return {path: tuple(sorted(found)) for path, found in holders.items() if len(found) > 1}
+
+
+def _has_gradient(graph: OperationGraph, name: str) -> bool:
+    """Whether a value may have a gradient: floating, and made from a parameter."""
+    if "float" not in graph[name].dtype:
+        return False
+    return any(graph[a].target == "parameter" for a in graph.ancestors({name}))
+
+
+def _span(modules: Sequence[str]) -> str:
+    """`a ... b` for a run of modules."""
+    named = [module or "(the model)" for module in modules]
+    return named[0] if len(named) == 1 else f"{named[0]} ... {named[-1]}" if named else "nothing"

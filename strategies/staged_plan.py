@@ -1,0 +1,256 @@
+"""The plan of a nested strategy, written down: TaskGraphs, groups, segments, ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whale_train.strategies.cut import Segment
+from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
+from whale_train.strategies.layouts import Shard
+from whale_train.strategies.micro_batches import Batches, member_shares
+from whale_train.strategies.plan import Decision, MemoryEstimate, Plan, RankPlan, TaskGraph
+from whale_train.strategies.rewrite_plan import segment_plan, shard_plan
+from whale_train.strategies.shares import tile
+from whale_train.strategies.stage_costs import Timeline, durations, predict_nested
+from whale_train.strategies.staging import Axes, Chunk, Staging
+
+
+@dataclass(frozen=True)
+class Decided:
+    """All that was decided, to be written down."""
+
+    chunks: Sequence[Chunk]
+    axes: Axes
+    batches: Batches
+    edges: Mapping[tuple[int, int], bool]
+    shared: Mapping[str, tuple[int, ...]]
+    memory: Mapping[int, MemoryEstimate]
+    timelines: Sequence[Timeline]
+    recomputed: Set[int]
+
+
+def written(job: Staging, decided: Decided, decisions: Sequence[Decision]) -> Plan:
+    """The plan of all that was decided."""
+    form, count = job.form, len(job.cluster.devices)
+    task_graphs = tuple(
+        t for stage in range(len(form.stages)) for t in _task_graphs(job, stage, decided)
+    )
+    groups: dict[str, tuple[tuple[int, ...], ...]] = {"world": (tuple(range(count)),)}
+    for stage, numbers in enumerate(job.task_graphs):
+        for number in numbers:
+            name = task_graphs[number].name
+            if form.stages[stage].body and number == numbers[0]:  # beside a split head
+                everyone = sorted(rank for group in job.replicas(stage) for rank in group)
+                groups[f"{name}.data_parallel"] = (tuple(everyone),)
+                continue
+            groups[f"{name}.data_parallel"] = job.data_parallel(stage)
+            groups[f"{name}.model_parallel"] = job.replicas(stage)
+    for path, stages in decided.shared.items():
+        members = sorted(r for s in stages for ranks in job.replicas(s) for r in ranks)
+        groups[f"shared.{path}"] = (tuple(members),)
+    segments = [tuple(_segments(job, chunk)) for chunk in decided.chunks]
+    pipeline = _pipeline(job, decided, [len(each) for each in segments])
+    return Plan(
+        cluster=job.cluster.name,
+        world_size=count,
+        global_batch=job.training.global_batch,
+        precision=job.training.precision,
+        task_graphs=task_graphs,
+        groups=groups,
+        schedule=pipeline["schedule"] if form.pipeline else "none",
+        ranks=tuple(_rank(job, rank, decided) for rank in range(count)),
+        predicted=predict_nested(job, decided.memory, decided.timelines),
+        decisions=tuple(decisions),
+        rewrite={
+            "axes": decided.axes,
+            "segments": tuple(segment_plan(x) for each in segments for x in each),
+        },
+        pipeline=pipeline,
+    )
+
+
+def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> dict[str, Any]:
+    """Who runs which chunk for which micro-batch; `segments` counts those of each chunk."""
+    form, chunks, batches = job.form, decided.chunks, decided.batches
+    first = [sum(segments[:number]) for number in range(len(segments))]
+    copies: list[dict[str, Any]] = []
+    for copy in range(form.copies):
+        copies.append(
+            {
+                "positions": job.seats.positions[copy],
+                "samples": batches.samples[copy],
+                "owners": batches.owners[copy],
+                "durations": tuple(
+                    (*place, *times)
+                    for place, times in durations(job, chunks, copy, batches).items()
+                ),
+            }
+        )
+        for stage, asked in enumerate(form.stages):
+            if asked.body:
+                copies[-1]["members"] = _members(job, stage, copy, decided)
+    return {
+        "schedule": form.pipeline.schedule if form.pipeline else "1f1b",
+        "positions": job.chunks_of_positions(),
+        "copies": tuple(copies),
+        "edges": tuple((*edge, gradient) for edge, gradient in decided.edges.items()),
+        "chunks": tuple(
+            {
+                "stage": chunk.stage,
+                "segments": tuple(range(first[number], first[number] + segments[number])),
+                "recompute": "full" if chunk.stage in decided.recomputed else "none",
+                "shares_samples": chunk.head is not None,
+            }
+            for number, chunk in enumerate(chunks)
+        ),
+        "shared": {
+            path: tuple(job.task_graphs[stage][0] for stage in stages)
+            for path, stages in decided.shared.items()
+        },
+    }
+
+
+def _members(job: Staging, stage: int, copy: int, decided: Decided) -> tuple[tuple[int, int], ...]:
+    """The part of a micro-batch each member beside a split head takes."""
+    start, stop = decided.batches.samples[copy][0]
+    return tile(stop - start, member_shares(job, stage, stop - start, copy))
+
+
+def _segments(job: Staging, chunk: Chunk) -> Iterator[Segment]:
+    numbers, part = job.task_graphs[chunk.stage], chunk.slice
+    if chunk.head is None:
+        assignment = chunk.sharded.assignment if chunk.sharded else None
+        yield Segment(numbers[0], part.operations, part.takes, part.gives, assignment)
+        return
+    entering = set(part.takes)
+    for segment in chunk.head.segments:
+        yield replace(
+            segment,
+            task_graph=numbers[segment.task_graph],
+            operations=tuple(name for name in segment.operations if name not in entering),
+            takes=(*(n for n in segment.operations if n in entering), *segment.takes),
+        )
+
+
+def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGraph]:
+    form, mine = job.form.stages[stage], [c for c in decided.chunks if c.stage == stage]
+    alone = len(job.form.stages) == 1
+    whole = TaskGraph(
+        id=job.task_graphs[stage][0],
+        name="model" if alone else f"stage_{stage}",
+        primitive="stage" if job.form.pipeline else "split",
+        path=form.path,
+        modules=tuple(dict.fromkeys(m for chunk in mine for m in chunk.slice.modules)),
+        parameters=_listed(job, {path for chunk in mine for path in chunk.slice.parameters}),
+        flops=sum(chunk.slice.flops for chunk in mine),
+        zero=job.zero,
+        offload=_offload(job),
+        replicas=job.replicas(stage),
+        shares=_shares(job, stage, decided.batches),
+    )
+    shards = {path: shard for chunk in mine for path, shard in chunk.shards.items()}
+    if form.body is None:
+        yield _cut(job, whole, shards, decided.axes)
+        return
+    (chunk,) = mine
+    assert chunk.head is not None
+    assert form.split is not None
+    members = [
+        (stop - start) * len(decided.batches.samples[copy])
+        for copy in range(job.form.copies)
+        for start, stop in _members(job, stage, copy, decided)
+    ]
+    body = replace(
+        whole,
+        name="backbone" if alone else f"stage_{stage}.backbone",
+        primitive="replicate",
+        path=form.body.path,
+        parameters=_listed(job, chunk.head.backbone_parameters),
+        flops=chunk.head.backbone_flops,
+        replicas=tuple((rank,) for group in whole.replicas for rank in group),
+        shares=tuple(members),
+    )
+    yield _cut(job, body, {}, decided.axes)
+    head = replace(
+        whole,
+        id=job.task_graphs[stage][1],
+        name="head" if alone else f"stage_{stage}.head",
+        primitive="split",
+        path=form.split.path,
+        parameters=_listed(job, shards),
+        flops=chunk.head.head_flops,
+    )
+    yield _cut(job, head, shards, decided.axes)
+
+
+def _listed(
+    job: Staging, parameters: Set[str] | Sequence[str] | Mapping[str, Any]
+) -> tuple[str, ...]:
+    """In the model's order."""
+    return tuple(p.path for p in job.profile.parameters if p.path in parameters)
+
+
+def _cut(job: Staging, task_graph: TaskGraph, shards: Mapping[str, Shard], axes: Axes) -> TaskGraph:
+    """The TaskGraph with its parameters' shards."""
+    unused = job.profile.unused_parameters
+    return replace(
+        task_graph,
+        trained=tuple(path for path in task_graph.parameters if path not in unused),
+        shards={path: axes[shard.axis] for path, shard in shards.items()},
+        shard_dims={path: shard.dim for path, shard in shards.items()},
+        shard_layouts={path: shard_plan(shard) for path, shard in shards.items()},
+    )
+
+
+def _shares(job: Staging, stage: int, batches: Batches) -> tuple[int, ...]:
+    """Samples of a step for every copy of a stage."""
+    return tuple(
+        sum(stop - start for start, stop in _owned(job, copy, stage, position, batches))
+        for copy in range(job.form.copies)
+        for position in job.seats.of_stage(stage)
+    )
+
+
+def _owned(
+    job: Staging, copy: int, stage: int, position: int, batches: Batches
+) -> tuple[tuple[int, int], ...]:
+    """The micro-batches a position owns, as intervals of the global batch."""
+    pairs = zip(batches.samples[copy], batches.owners[copy][stage], strict=True)
+    return tuple(interval for interval, owner in pairs if owner == position)
+
+
+def _offload(job: Staging) -> dict[str, str]:
+    keeper = job.form.keeper
+    return {
+        "optimizer": keeper.offload_optimizer if keeper else "none",
+        "parameters": keeper.offload_parameters if keeper else "none",
+    }
+
+
+def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
+    copy, position = job.place_of(rank)
+    stage = job.seats.stage_of[position]
+    samples = _owned(job, copy, stage, position, decided.batches)
+    largest = max((stop - start for start, stop in samples), default=0)
+    copies = job.form.copies * job.form.stages[stage].copies
+    keeper, config = job.form.keeper, None
+    if keeper is not None and keeper.zero and copies > 1:
+        offloaded = keeper.offload_optimizer == "cpu"
+        config = deepspeed_config(
+            keeper,
+            largest,
+            job.training.precision,
+            job.training.grad_clip,
+            deepspeed_optimizer(job.training.optimizer, job.training.optimizer_options, offloaded),
+        )
+    return RankPlan(
+        rank=rank,
+        node=job.cluster.node_of[rank],
+        device=job.cluster.devices[rank].name,
+        task_graphs=job.task_graphs[stage],
+        micro_batch_size=largest,
+        micro_batches=len(samples),
+        memory_bytes=decided.memory[rank],
+        deepspeed={str(number): config for number in job.task_graphs[stage]},
+        samples=samples,
+    )

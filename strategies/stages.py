@@ -1,0 +1,308 @@
+"""Cutting the exported graph into the stages of a pipeline.
+
+What depends on a parameter runs on exactly one stage; what does not (masks, positions, rotary
+angles) is computed again wherever it is read, instead of being sent. Values cross from any stage
+to any later one, skip edges included. Where to cut is exact: the cut whose slowest stage is done
+first, by dynamic programming over the places where one block of modules ends and the next begins.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from math import inf
+
+from whale_train.errors import Fault
+from whale_train.strategies.operations import ModelProfile, Operation, OperationGraph
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What one stage runs of the graph, in order: its own operations, the parameters, buffers and
+    inputs they read, and what it computes again. `takes` come from earlier stages, `gives` go to
+    later ones; the last stage gives the loss. `parameters` are canonical paths. Per sample: the
+    forward's `flops`; `activation_bytes`, all that backward wants; `entering_bytes`, what enters
+    its blocks, which is kept where they are computed again, one block's `block_bytes` at a time."""
+
+    operations: tuple[str, ...]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    parameters: tuple[str, ...]
+    modules: tuple[str, ...]
+    flops: float
+    activation_bytes: float
+    entering_bytes: float
+    block_bytes: float
+
+
+@dataclass(frozen=True)
+class Sequenced:
+    """The operations that depend on a parameter, in the order they run, and where between them a
+    stage may end. `places` are positions in `operations`, the first 0 and the last their number;
+    `flops[i]` is the work before place i, `bytes_crossing[i]` what is alive across it, `blocks[i]`
+    the module whose operations begin at place i."""
+
+    operations: tuple[str, ...]
+    places: tuple[int, ...]
+    flops: tuple[float, ...]
+    bytes_crossing: tuple[float, ...]
+    blocks: tuple[str, ...]
+
+
+def sequenced(graph: OperationGraph) -> Sequenced:
+    """The operations a pipeline hands out, and its possible cuts."""
+    listed = _owned(graph)
+    position = {name: i for i, name in enumerate(listed)}
+    blocks = [block_of(graph[name].module) for name in listed]
+    places = [0]
+    places += [i for i in range(1, len(listed)) if blocks[i] != blocks[i - 1]]
+    # A result that is no tensor is taken apart where it is made.
+    places = [i for i in places if graph[listed[i]].target != _GETITEM] if places else [0]
+    places.append(len(listed))
+    alive = [0.0] * (len(listed) + 1)  # by differences: a value lives from its maker to its users
+    for name, start in position.items():
+        users = [position[user] for user in graph.users[name] if user in position]
+        size = value_bytes(graph[name])
+        if users and size:
+            alive[start + 1] += size
+            alive[max(users) + 1 if max(users) + 1 <= len(listed) else len(listed)] -= size
+    crossing, total = [], 0.0
+    for change in alive:
+        total += change
+        crossing.append(total)
+    before = [0.0]
+    for name in listed:
+        before.append(before[-1] + graph[name].flops)
+    return Sequenced(
+        tuple(listed),
+        tuple(places),
+        tuple(before[i] for i in places),
+        tuple(crossing[i] for i in places),
+        tuple(blocks[i] if i < len(listed) else "" for i in places),
+    )
+
+
+_GETITEM = "<built-in function getitem>"
+
+
+def _owned(graph: OperationGraph) -> list[str]:
+    """What must run once: all that depends on a parameter, or on chance."""
+    roots = {op.name for op in graph if op.target == "parameter" or is_random(op)}
+    parameters = {op.name for op in graph if op.target == "parameter"}
+    depends = graph.descendants(roots) - parameters
+    return [op.name for op in graph if op.name in depends and op.target != "output"]
+
+
+def is_random(operation: Operation) -> bool:
+    """Whether it draws random numbers: dropout and the like."""
+    name = operation.target.removeprefix("aten.").partition(".")[0]
+    return "dropout" in name or name.rstrip("_") in _RANDOM
+
+
+_RANDOM = ("bernoulli", "rand", "randn", "rand_like", "randn_like", "randint", "randperm", "normal",
+           "uniform", "multinomial", "rrelu", "exponential")  # fmt: skip
+
+
+def block_of(module: str) -> str:
+    """The block a module belongs to: its path up to the last number (`encoder.layers.3`), which
+    is how lists of equal blocks are written; without one, the module itself."""
+    parts = module.split(".")
+    numbered = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbered[-1] + 1]) if numbered else module
+
+
+def is_repeated(block: str) -> bool:
+    """Whether a block is one of a list, as those of deep models are."""
+    return any(part.isdecimal() for part in block.split("."))
+
+
+def value_bytes(operation: Operation) -> float:
+    """Bytes of its value per sample; a value without a batch counts whole."""
+    if operation.shape is None:
+        return 0.0
+    total = float(_DTYPE_BYTES.get(operation.dtype, 4))
+    for size in operation.shape:
+        total *= size.at(1)
+    return total
+
+
+_DTYPE_BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
+
+
+def balanced(
+    order: Sequenced,
+    stage_time: Callable[[int, int, int], float],
+    count: int,
+    fixed: Mapping[int, int],
+) -> tuple[int, ...] | None:
+    """The places (indices into `order.places`) where stages begin and the last one ends.
+
+    `stage_time(stage, first, last)` is what stage `stage` takes for the operations between two
+    places; infinite where it must not hold them. `fixed` maps a position in `order.operations` to
+    the stage that must hold it. Minimises the slowest stage, then the bytes that cross. None when
+    no cut gives every stage something to run. O(stages x places^2).
+    """
+    places = len(order.places) - 1
+    wanted = sorted(fixed.items())
+    positions = [position for position, _ in wanted]
+
+    def allowed(stage: int, first: int, last: int) -> bool:
+        low = bisect_right(positions, order.places[first] - 1)
+        high = bisect_right(positions, order.places[last] - 1)
+        return all(owner == stage for _, owner in wanted[low:high])
+
+    worst = (inf, inf)
+    best: list[tuple[tuple[float, float], tuple[int, ...]] | None]
+    best = [((0.0, 0.0), (0,)), *([None] * places)]
+    for stage in range(count):
+        found: list[tuple[tuple[float, float], tuple[int, ...]] | None] = [None] * (places + 1)
+        for last in range(stage + 1, places + 1 - (count - stage - 1)):
+            if stage == count - 1 and last != places:
+                continue
+            choice: tuple[tuple[float, float], tuple[int, ...]] | None = None
+            for first in range(last - 1, stage - 1, -1):
+                before = best[first]
+                time = stage_time(stage, first, last)
+                if choice is not None and time > choice[0][0]:
+                    break  # an earlier beginning only makes this stage longer
+                if before is None or time == inf or not allowed(stage, first, last):
+                    continue
+                crossing = before[0][1] + order.bytes_crossing[first]
+                score = (max(before[0][0], time), crossing)
+                if score < (choice[0] if choice else worst):
+                    choice = (score, (*before[1], last))
+            found[last] = choice
+        best = found
+    chosen = best[places]
+    return chosen[1] if chosen else None
+
+
+def stage_of_modules(
+    order: Sequenced,
+    graph: OperationGraph,
+    asked: Sequence[tuple[str, tuple[str, ...] | None]],
+    faults: list[Fault],
+) -> dict[int, int]:
+    """Which operations the strategy gives to which stage. `asked` holds, per stage, the path of
+    its node and its module patterns (None: whatever balances)."""
+    fixed: dict[int, int] = {}
+    for stage, (path, patterns) in enumerate(asked):
+        for pattern in patterns or ():
+            matched = [
+                i
+                for i, name in enumerate(order.operations)
+                if is_inside(graph[name].module, pattern)
+            ]
+            if not matched:
+                known = sorted({block.split(".")[0] for block in order.blocks if block})
+                rule, remedy = (
+                    "names no module that computes",
+                    f"use a path below {', '.join(known)}",
+                )
+                faults.append(Fault(f"{path}.modules", pattern, rule, remedy))
+            for i in matched:
+                if fixed.get(i, stage) != stage:
+                    other = asked[fixed[i]][0]
+                    rule = f"is part of {other}.modules as well"
+                    faults.append(Fault(f"{path}.modules", pattern, rule, "name it in one stage"))
+                    break
+                fixed[i] = stage
+    highest = -1
+    for position in sorted(fixed):
+        stage = fixed[position]
+        if stage < highest:
+            path, patterns = asked[highest]
+            rule = f"runs before what {asked[stage][0]} holds"
+            listed = ", ".join(patterns or ())
+            faults.append(Fault(f"{path}.modules", listed, rule, "list stages in forward order"))
+            break
+        highest = stage
+    return fixed
+
+
+def is_inside(module: str, pattern: str) -> bool:
+    """Whether `module` is what `pattern` (a path or glob) names, or lies inside it."""
+    parts = module.split(".")
+    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+
+
+def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tuple[Slice, ...]:
+    """The stages between consecutive `ends` (positions in `order.operations`)."""
+    graph = profile.graph
+    assert graph is not None
+    canonical = {name: p.path for name, p in profile.parameter_by_path.items()}
+    loss = graph.operations[-1].inputs[0]
+    owner = {
+        name: stage
+        for stage, (first, last) in enumerate(pairwise(ends))
+        for name in order.operations[first:last]
+    }
+    parts = [_needed(graph, owner, stage) for stage in range(len(ends) - 1)]
+    crossing = {name for _, takes in parts for name in takes}
+    total_bytes = sum(value_bytes(graph[name]) for name in order.operations) or 1.0
+    slices = []
+    for stage, (inside, takes) in enumerate(parts):
+        own = order.operations[ends[stage] : ends[stage + 1]]
+        kept = profile.activation_bytes / total_bytes
+        inside_bytes = {
+            place: 0.0 for place in order.places if ends[stage] <= place < ends[stage + 1]
+        }
+        for position in range(ends[stage], ends[stage + 1]):
+            place = order.places[bisect_right(order.places, position) - 1]
+            inside_bytes[place] += kept * value_bytes(graph[order.operations[position]])
+        entering = dict(zip(order.places, order.bytes_crossing, strict=True))
+        gives = [op.name for op in graph if owner.get(op.name) == stage and op.name in crossing]
+        if stage == len(parts) - 1:
+            gives.append(loss)
+        held = {canonical[graph[n].path] for n in inside if graph[n].target == "parameter"}
+        slices.append(
+            Slice(
+                operations=tuple(op.name for op in graph if op.name in inside),
+                takes=tuple(op.name for op in graph if op.name in takes),
+                gives=tuple(gives),
+                parameters=tuple(p.path for p in profile.parameters if p.path in held),
+                modules=tuple(dict.fromkeys(block_of(graph[n].module) for n in own)),
+                flops=sum(graph[name].flops for name in own),
+                activation_bytes=sum(inside_bytes.values()),
+                entering_bytes=sum(entering[place] for place in inside_bytes),
+                block_bytes=max(inside_bytes.values(), default=0.0),
+            )
+        )
+    return tuple(slices)
+
+
+def _needed(
+    graph: OperationGraph, owner: Mapping[str, int], stage: int
+) -> tuple[set[str], set[str]]:
+    """What a stage runs, and what it takes from earlier ones."""
+    inside: set[str] = set()
+    takes: set[str] = set()
+    stack = [name for name, own in owner.items() if own == stage]
+    home = {graph[name].module: own for name, own in owner.items()}
+    stack += [name for name in _in_place(graph) if home.get(graph[name].module, 0) == stage]
+    while stack:
+        name = stack.pop()
+        if name in inside or name in takes:
+            continue
+        operation = graph[name]
+        # What is no tensor cannot be sent: it is made again from the tensors it was made of.
+        if owner.get(name, stage) != stage and operation.shape is not None:
+            takes.add(name)
+            continue
+        inside.add(name)
+        stack.extend(operation.inputs)
+        stack.extend(n for n in operation.after if owner.get(n, stage) == stage)
+    return inside, takes
+
+
+def _in_place(graph: OperationGraph) -> list[str]:
+    """Updates of buffers that nobody reads, such as BatchNorm counting its batches."""
+    return [
+        op.name
+        for op in graph
+        if op.target.startswith("aten.")
+        and op.target.split(".")[1].endswith("_")
+        and graph[op.inputs[0]].target == "buffer"
+        and not graph.users[op.name]
+    ]

@@ -1,0 +1,186 @@
+"""What a nested strategy is resolved from, and who sits where in it.
+
+Ranks follow each other: copies of the pipeline, stages, copies of a stage, shards of a copy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale_train.errors import Fault
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.cost import flops_rate
+from whale_train.strategies.cut import HeadCut
+from whale_train.strategies.forms import Form, read_form
+from whale_train.strategies.grammar import Strategy
+from whale_train.strategies.layouts import Shard
+from whale_train.strategies.operations import ModelProfile, OperationGraph
+from whale_train.strategies.patterns import Sharded
+from whale_train.strategies.sharing import Training
+from whale_train.strategies.stages import Slice
+
+VIRTUAL_STAGES = 2  # chunks a device holds under interleaved_1f1b
+
+Axes = Mapping[str, tuple[tuple[int, int], ...]]  # every axis' intervals, by member of a group
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Which rank sits where. `positions[copy][p]` are the ranks of position p, a shard group;
+    `stage_of[p]` its stage."""
+
+    positions: tuple[tuple[tuple[int, ...], ...], ...]
+    stage_of: tuple[int, ...]
+
+    def of_stage(self, stage: int) -> list[int]:
+        return [p for p, own in enumerate(self.stage_of) if own == stage]
+
+
+def seats(form: Form) -> Seats:
+    stage_of = tuple(s for s, stage in enumerate(form.stages) for _ in range(stage.copies))
+    listed, rank = [], 0
+    for _ in range(form.copies):
+        of_copy = []
+        for stage in stage_of:
+            of_copy.append(tuple(range(rank, rank + form.stages[stage].shards)))
+            rank += form.stages[stage].shards
+        listed.append(tuple(of_copy))
+    return Seats(tuple(listed), stage_of)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A slice of the model and the stage that runs it; typed where its stage is a split (`head`:
+    a split of the head beside copies of the rest)."""
+
+    stage: int
+    slice: Slice
+    sharded: Sharded | None = None
+    head: HeadCut | None = None
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """Its cut parameters, by canonical path."""
+        if self.sharded is not None:
+            return self.sharded.weights
+        return self.head.shards if self.head is not None else {}
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A nested strategy on its devices."""
+
+    strategy: Strategy
+    cluster: Cluster
+    profile: ModelProfile
+    training: Training
+    form: Form
+
+    @cached_property
+    def seats(self) -> Seats:
+        return seats(self.form)
+
+    @property
+    def graph(self) -> OperationGraph:
+        assert self.profile.graph is not None
+        return self.profile.graph
+
+    @cached_property
+    def canonical(self) -> dict[str, str]:
+        """Every name of a parameter, and the path it is known by."""
+        return {name: p.path for name, p in self.profile.parameter_by_path.items()}
+
+    @property
+    def zero(self) -> int:
+        """How copies keep what they have in common."""
+        return self.form.keeper.zero if self.form.keeper else 0
+
+    @property
+    def chunk_count(self) -> int:
+        """Parts the model is cut into."""
+        pipeline = self.form.pipeline
+        interleaved = pipeline is not None and pipeline.schedule == "interleaved_1f1b"
+        return len(self.form.stages) * (VIRTUAL_STAGES if interleaved else 1)
+
+    @cached_property
+    def task_graphs(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of every stage's TaskGraphs: one, or one for the rest and one for a head."""
+        found, number = [], 0
+        for stage in self.form.stages:
+            count = 2 if stage.body else 1
+            found.append(tuple(range(number, number + count)))
+            number += count
+        return tuple(found)
+
+    def member_speeds(self, stage: int) -> list[float]:
+        """FLOP/s by place in the stage's shard group, over all its copies."""
+        speeds = [0.0] * self.form.stages[stage].shards
+        for group in self.replicas(stage):
+            for index, rank in enumerate(group):
+                device = self.cluster.devices[rank]
+                speeds[index] += flops_rate(device, self.training.precision)
+        return speeds
+
+    def stage_speeds(self, copy: int) -> list[float]:
+        """How fast every stage of a copy is: in FLOP/s, or in devices where all count alike."""
+        precision = self.training.precision
+        even = self.strategy.balance == "even"
+        speeds = [0.0] * len(self.form.stages)
+        for position, ranks in enumerate(self.seats.positions[copy]):
+            rates = [1.0 if even else flops_rate(self.cluster.devices[r], precision) for r in ranks]
+            speeds[self.seats.stage_of[position]] += sum(rates)
+        return speeds
+
+    def chunks_of_positions(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks every position holds."""
+        stages = len(self.form.stages)
+        chunks = range(self.chunk_count)
+        return tuple(tuple(chunks[stage::stages]) for stage in self.seats.stage_of)
+
+    def replicas(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """The shard groups that hold a stage."""
+        return tuple(
+            of_copy[position] for of_copy in self.seats.positions
+            for position in self.seats.of_stage(stage)
+        )  # fmt: skip
+
+    def data_parallel(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same shard, per shard."""
+        return tuple(zip(*self.replicas(stage), strict=True))
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """(copy, position) of a rank."""
+        for copy, of_copy in enumerate(self.seats.positions):
+            for position, ranks in enumerate(of_copy):
+                if rank in ranks:
+                    return copy, position
+        raise AssertionError(rank)
+
+
+def nested_form(
+    strategy: Strategy, cluster: Cluster, training: Training, faults: list[Fault]
+) -> Form | None:
+    """Its form on `cluster`, and all that can be said against it before there is a model."""
+    sizes = {len(node.devices) for node in cluster.nodes}
+    per_node = sizes.pop() if len(sizes) == 1 else 0
+    form = read_form(strategy, len(cluster.devices), per_node, cluster.name, faults)
+    if form is None:
+        return None
+    key, batch = "train.global_batch", training.global_batch
+    if batch < form.copies:
+        rule = f"leaves some of {form.copies} copies without a sample"
+        faults.append(Fault(key, str(batch), rule, f"use at least {form.copies}"))
+        return None
+    asked = form.pipeline.micro_batches if form.pipeline else None
+    widest = max(stage.copies for stage in form.stages)
+    most = batch // form.copies
+    if asked and asked > most:
+        path = f"{form.pipeline.path}.micro_batches" if form.pipeline else key
+        rule = f"cuts the {most} samples of a copy into micro-batches of none"
+        faults.append(Fault(path, str(asked), rule, f"use at most {most}"))
+    elif (asked or most) < widest:
+        rule = f"leaves some of a stage's {widest} copies without a micro-batch"
+        path = f"{form.pipeline.path}.micro_batches" if form.pipeline and asked else key
+        remedy = f"use at least {widest if asked else widest * form.copies}"
+        faults.append(Fault(path, str(asked or batch), rule, remedy))
+    return form

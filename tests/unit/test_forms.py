@@ -1,0 +1,207 @@
+"""Every nesting comes down to copies of stages of copies of shards, or is refused by name."""
+
+from typing import Any
+
+import pytest
+from tests.unit.plan_requests import strategy_of
+
+from whale_train.errors import Fault
+from whale_train.strategies.forms import Form, is_nested, read_form
+
+
+def form_of(graph: Any, devices: int, per_node: int = 0) -> tuple[Form | None, list[str]]:
+    faults: list[Fault] = []
+    form = read_form(strategy_of({"graph": graph}), devices, per_node, "cluster", faults)
+    return form, [str(fault) for fault in faults]
+
+
+def pipeline(*stages: Any, **keys: Any) -> Any:
+    return {"pipeline": {"stages": list(stages), **keys}}
+
+
+def split(degree: Any = "auto", **keys: Any) -> Any:
+    return {"split": {"degree": degree, **keys}}
+
+
+def replicate(degree: Any = "auto", **keys: Any) -> Any:
+    return {"replicate": {"degree": degree, **keys}}
+
+
+def stage(of: Any = None, **keys: Any) -> Any:
+    return {"stage": {"of": of, **keys}}
+
+
+@pytest.mark.parametrize(
+    ("graph", "devices", "copies", "stages"),
+    [
+        (split(), 4, 1, [(1, 4)]),
+        (split(2), 8, 4, [(1, 2)]),
+        (replicate(of=split(2)), 8, 4, [(1, 2)]),
+        (replicate(2, of=split()), 8, 2, [(1, 4)]),
+        (replicate(2, of=replicate(2, of=split(2))), 8, 4, [(1, 2)]),
+        ({"pipeline": {"stages": 4}}, 4, 1, [(1, 1)] * 4),
+        ({"pipeline": {"stages": 2}}, 8, 1, [(4, 1)] * 2),
+        (replicate(of={"pipeline": {"stages": 2}}), 8, 4, [(1, 1)] * 2),
+        (replicate(2, of={"pipeline": {"stages": 2}}), 8, 2, [(2, 1)] * 2),
+        (pipeline(split(2), split(2)), 4, 1, [(1, 2), (1, 2)]),
+        (pipeline(split(2), split(2)), 12, 3, [(1, 2), (1, 2)]),
+        (pipeline(stage(), split(), replicate(2)), 10, 1, [(1, 1), (1, 7), (2, 1)]),
+        (pipeline(replicate(3), split(2)), 5, 1, [(3, 1), (1, 2)]),
+        (pipeline(replicate(3), split(2)), 10, 2, [(3, 1), (1, 2)]),
+        (pipeline(stage(replicate(2, of=split(2))), stage()), 5, 1, [(2, 2), (1, 1)]),
+        (pipeline(stage(replicate(2, of=split())), split(2)), 8, 1, [(2, 3), (1, 2)]),
+    ],
+)
+def test_degrees(graph: Any, devices: int, copies: int, stages: Any) -> None:
+    form, faults = form_of(graph, devices)
+    assert form is not None, faults
+    assert form.copies == copies
+    assert [(s.copies, s.shards) for s in form.stages] == stages
+    assert form.copies * form.width == devices
+
+
+def test_a_lone_split_inside_open_copies_fills_a_node() -> None:
+    form, _ = form_of(replicate(of=split()), 16, per_node=8)
+    assert form is not None
+    assert (form.copies, form.stages[0].shards) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("graph", "nested"),
+    [
+        ("replicate", False),
+        (["replicate", "split"], False),
+        ("split", True),
+        (["split", "replicate"], True),
+        (replicate(of=split()), True),
+        ({"pipeline": {"stages": 1}}, True),
+    ],
+)
+def test_what_is_nested(graph: Any, nested: bool) -> None:
+    assert is_nested(strategy_of({"graph": graph})) == nested
+
+
+@pytest.mark.parametrize(
+    ("graph", "devices", "faults"),
+    [
+        (
+            split(3),
+            8,
+            [
+                "strategy.graph.split=3 devices does not divide the 8 devices of "
+                "hardware=cluster; use 1, 2, 4 or 8"
+            ],
+        ),
+        (
+            replicate(3, of=split(2)),
+            8,
+            [
+                "strategy.graph.replicate.degree=3 does not divide the 8 devices of "
+                "hardware=cluster; use 1, 2, 4 or 8"
+            ],
+        ),
+        (
+            pipeline(replicate(3), split(2)),
+            8,
+            [
+                "strategy.graph.pipeline.stages[0].replicate=5 devices does not divide the 8 "
+                "devices of hardware=cluster; use 1, 2, 4 or 8"
+            ],
+        ),
+        (
+            {"pipeline": {"stages": 3}},
+            8,
+            [
+                "strategy.graph.pipeline.stages leaves 8 of 8 devices of hardware=cluster to "
+                "share among 3 stages; use 1, 2, 4 or 8 stages"
+            ],
+        ),
+        (
+            pipeline(split(2), split()),
+            2,
+            [
+                "strategy.graph.pipeline.stages leaves 0 of 2 devices of hardware=cluster to "
+                "share with one stage; use a multiple of 1 devices more than 2"
+            ],
+        ),
+        (
+            replicate(of=split()),
+            8,
+            [
+                "strategy.graph.replicate.of.split.degree=auto is auto, and so is the replicate "
+                "around it: nothing says which takes the devices; give one of them a number"
+            ],
+        ),
+        (
+            {"split": {"of": {"split": {"degree": 2}}}},
+            8,
+            [
+                "strategy.graph.split.of cuts again what a split has cut; multiply the degrees "
+                "into one"
+            ],
+        ),
+        (
+            replicate(2, zero=3, of={"pipeline": {"stages": 2}}),
+            4,
+            [
+                "strategy.graph.replicate.zero=3 gathers parameters with all copies at every "
+                "forward, and in a pipeline copies take different micro-batches at different "
+                "times; use 1 (a stage's optimizer state is what is largest), or no pipeline"
+            ],
+        ),
+        (
+            replicate(2, zero=2, of={"pipeline": {"stages": 2}}),
+            4,
+            [
+                "strategy.graph.replicate.zero=2 reduces gradients with all copies at every "
+                "backward, and in a pipeline copies take different micro-batches at different "
+                "times; use 1 (a stage's optimizer state is what is largest), or no pipeline"
+            ],
+        ),
+        (
+            replicate(2, zero=1, of=pipeline(replicate(2, zero=2), stage())),
+            6,
+            [
+                "strategy.graph.replicate.of.pipeline.stages[0].replicate.zero=2 differs from "
+                "strategy.graph.replicate.zero=1: all copies keep alike; give both the same"
+            ],
+        ),
+        (
+            pipeline(replicate(1, zero=1), stage()),
+            2,
+            [
+                "strategy.graph.pipeline.stages[0].replicate.zero=1 partitions over the copies, "
+                "and there is only one; use 0, or more devices"
+            ],
+        ),
+        (
+            pipeline(split(1), stage()),
+            2,
+            [
+                "strategy.graph.pipeline.stages[0].split has nothing to divide over 1 device; "
+                "use a degree of at least 2, or no split"
+            ],
+        ),
+        (
+            replicate(2, modules="encoder.*", of=split(2)),
+            4,
+            [
+                "strategy.graph.replicate.modules=encoder.* names a part of the model, and "
+                'nothing beside it covers the rest; use "*"; parts are the stages of a pipeline, '
+                "or nodes of a list at the top"
+            ],
+        ),
+        (
+            ["replicate", "replicate"],
+            4,
+            [
+                "strategy.graph=2 nodes has parts that share devices, which are executed as a "
+                "replicate and a split of the head; use strategy=hybrid_split_dp, or one node"
+            ],
+        ),
+    ],
+)
+def test_refusals(graph: Any, devices: int, faults: list[str]) -> None:
+    form, said = form_of(graph, devices)
+    assert form is None
+    assert said == faults
