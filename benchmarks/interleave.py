@@ -104,9 +104,15 @@ class Result:
     loss: float
 
 
-def interleaved(sides: Sequence[Side], ranks: int, threads: int, turns: Turns) -> list[Result]:
-    """Run all sides on `ranks` ranks each, with `threads` threads a rank, taking turns. Ends the
-    program when a rank fails."""
+def interleaved(
+    sides: Sequence[Side],
+    ranks: int,
+    threads: int,
+    turns: Turns,
+    move: Callable[[int], None] = lambda rank: None,
+) -> list[Result]:
+    """Run all sides on `ranks` ranks each, with `threads` threads a rank, taking turns; every
+    rank calls `move(rank)` before it meets the others. Ends the program when a rank fails."""
     # Rank r of a side hands its turn to rank r of the next one through a pipe.
     pipes = [[os.pipe() for _ in range(ranks)] for _ in sides]
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as name:
@@ -121,6 +127,7 @@ def interleaved(sides: Sequence[Side], ranks: int, threads: int, turns: Turns) -
                 forgo_huge_pages()
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            move(rank)
             join(f"file://{folder}/meet_{index}", rank, ranks, torch.device("cpu"))
             running = side.start(rank)
             if index == 0:

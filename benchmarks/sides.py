@@ -19,12 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from whale_train.config import Request, read_request
 from whale_train.data.open import open_dataset
-from whale_train.launcher.compose import composed
+from whale_train.launcher.compose import composed, rewritten
 from whale_train.launcher.resolve import resolve_request
 from whale_train.models.class_head import ClassHead
 from whale_train.runtime import worker
-from whale_train.runtime.assemble import Seat, assemble
+from whale_train.runtime.assemble import assemble
 from whale_train.runtime.groups import make_groups
+from whale_train.runtime.pipeline import PipelineModel
+from whale_train.runtime.seat import Seat
+from whale_train.runtime.trace import Trace
 from whale_train.runtime.train import Batches, Loop, Metrics
 from whale_train.strategies.plan import Plan
 
@@ -34,13 +37,23 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Ours:
-    """A rank of ours: what runtime/worker.py does, its loop taken step by step."""
+    """A rank of ours: what runtime/worker.py does, its loop taken step by step. A `trace` sees
+    what it does when."""
 
-    def __init__(self, run_dir: Path, plan: Plan, prepared: worker.Prepared, rank: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        plan: Plan,
+        prepared: worker.Prepared,
+        rank: int,
+        trace: Trace | None = None,
+    ) -> None:
         request = prepared.request
         seat = Seat(rank, CPU, make_groups(plan, rank))
         torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
         program = assemble(request, plan, prepared.module, prepared.graph, seat)
+        if isinstance(program, PipelineModel):
+            program.trace = trace
         batches = Batches(request, plan, prepared.dataset, rank, CPU)
         metrics = Metrics(run_dir, False, CPU) if rank == 0 else None
         # Two loops over one program, which differ in whether they measure the norm.
@@ -48,7 +61,7 @@ class Ours:
         for grad_norm in (False, True):
             train = request.train.model_copy(update={"grad_norm": grad_norm})
             changed = request.model_copy(update={"train": train})
-            self._loops.append(Loop(changed, plan, program, batches, metrics))
+            self._loops.append(Loop(changed, plan, program, batches, metrics, trace))
         self._last = self._loops[0]
 
     def step(self, number: int, grad_norm: bool) -> None:
@@ -68,7 +81,7 @@ def resolved(overrides: Sequence[str], steps: int) -> tuple[Request, Plan]:
     arguments = [*overrides, f"train.steps={steps}"]
     choices = (text.split("=", 1) for text in overrides)
     names = {key: value for key, value in choices if "." not in key}
-    request = read_request(composed(arguments), names)
+    request = read_request(composed(rewritten(arguments)), names)
     return request, resolve_request(request).plan
 
 
@@ -76,16 +89,26 @@ def ours(name: str, request: Request, plan: Plan, folder: Path) -> Side:
     """Our side, prepared here, so that its ranks inherit model and data as they do from a host.
     Its run directory is made in `folder`."""
     run_dir = Path(tempfile.mkdtemp(dir=folder))
+    return Side(name, partial(Ours, run_dir, plan, prepared(request, run_dir)), huge_pages=True)
+
+
+def prepared(request: Request, run_dir: Path) -> worker.Prepared:
+    """What a host prepares for its ranks."""
     (run_dir / "request.json").write_text(request.to_json())
-    prepared = worker.prepare(run_dir)
-    return Side(name, partial(Ours, run_dir, plan, prepared), huge_pages=True)
+    return worker.prepare(run_dir)
 
 
 def all_batches(request: Request, plan: Plan, count: int) -> list[list[Batch]]:
-    """The first `count` batches of every rank, as our side would read them."""
+    """The first `count` batches of every rank, as our side would read them; for plans in which a
+    rank's part of a global batch is one micro-batch."""
     dataset = open_dataset(request.data)
     sources = [Batches(request, plan, dataset, rank, CPU) for rank in range(plan.world_size)]
-    return [[source.training(step) for step in range(count)] for source in sources]
+    found: list[list[Batch]] = [[] for _ in sources]
+    for source, batches in zip(sources, found, strict=True):
+        for step in range(count):
+            (batch,) = source.training(step)
+            batches.append(batch)
+    return found
 
 
 class DataParallel:

@@ -1,0 +1,199 @@
+"""Where the time of a step of ours goes: compute, bridges, waiting for others, and the rest.
+
+The ranks write a timeline (runtime/trace.py), to which this adds the collectives. All ranks of a
+run are on one machine and read one clock, so that a wait has two parts: until the last of those
+it takes has come (*waiting*: the bubble of a pipeline, or a rank that is slower than another),
+and from then until the data is there (*bridges*: what moving it costs). Inside of forward,
+backward and update everything else is *compute*; what is in none of them is *outside*: reading
+data, metrics, the bookkeeping between instructions.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import sides
+from interleave import Running, Side
+from torch import distributed as dist
+
+from whale_train.config import Request
+from whale_train.runtime import casts
+from whale_train.runtime.trace import Trace
+from whale_train.runtime.transport import Transport
+from whale_train.strategies.plan import Plan
+
+COMPUTE = {"forward", "backward", "backward_input", "backward_weight"}
+RECEIVES = {"receive": "send", "receive_gradient": "send_gradient"}
+SENDS = set(RECEIVES.values())
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of a step, of 1: means over ranks and steps."""
+
+    compute: float
+    bridges: float
+    waiting: float
+    outside: float
+
+
+class Watched:
+    """A rank of ours, its timeline with the collectives in it written when it is done."""
+
+    def __init__(self, start: Callable[..., Running], folder: Path, rank: int) -> None:
+        self._trace, self._folder = Trace(rank, "cpu"), folder
+        watch_collectives(self._trace)
+        self._running = start(rank, trace=self._trace)
+
+    def step(self, number: int, grad_norm: bool) -> None:
+        self._running.step(number, grad_norm)
+
+    def loss(self) -> float:
+        self._trace.write(self._folder)
+        return self._running.loss()
+
+
+def watched(request: Request, plan: Plan, folder: Path) -> Side:
+    """Our side with a timeline, in `folder`."""
+    start = partial(sides.Ours, folder, plan, sides.prepared(request, folder))
+    return Side("ours, watched", partial(Watched, start, folder), huge_pages=True)
+
+
+def watch_collectives(trace: Trace) -> None:
+    """In this process from here on: every collective is a span `collective N`, or `post N` and
+    `wait N`, N being its number, and the end of a step's sends one called `settle`."""
+    numbers = iter(range(10**9))
+
+    def watching(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(collective)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            number = next(numbers)
+            if not kwargs.get("async_op"):
+                with trace.span(f"collective {number}"):
+                    return collective(*args, **kwargs)
+            with trace.span(f"post {number}"):
+                work = collective(*args, **kwargs)
+            return _Work(work, trace, number)
+
+        return run
+
+    for module, name in (
+        (dist, "all_reduce"),
+        (dist, "reduce_scatter"),
+        (casts, "_all_gather_single"),
+        (casts, "_reduce_scatter_single"),
+    ):
+        setattr(module, name, watching(getattr(module, name)))
+    settle = Transport.settle
+
+    def settling(transport: Transport) -> None:
+        with trace.span("settle"):
+            settle(transport)
+
+    Transport.settle = settling  # type: ignore[method-assign, assignment]
+
+
+class _Work:
+    """A collective on its way, whose wait is seen."""
+
+    def __init__(self, work: dist.Work, trace: Trace, number: int) -> None:
+        self._work, self._trace, self._number = work, trace, number
+
+    def wait(self) -> None:
+        with self._trace.span(f"wait {self._number}"):
+            self._work.wait()
+
+
+def shares(folder: Path, ranks: int, skipped: int) -> Shares:
+    """Of the timelines in `folder`, the first `skipped` steps left out."""
+    timelines = []
+    for rank in range(ranks):
+        found = json.loads((folder / "trace" / f"rank_{rank}.json").read_text())["traceEvents"]
+        timelines.append([event for event in found if event["ph"] == "X"])
+    return shares_of(timelines, skipped)
+
+
+def shares_of(timelines: Sequence[Sequence[Event]], skipped: int) -> Shares:
+    """The same of one list of events a rank."""
+    posted = _posted(timelines)
+    totals = dict.fromkeys(("compute", "bridges", "waiting", "outside"), 0.0)
+    whole = 0.0
+    for events in timelines:
+        for number, step in enumerate(_steps(events)):
+            if number < skipped:
+                continue
+            parts = _parts(step, number, posted)
+            for name, amount in parts.items():
+                totals[name] += amount
+            whole += sum(parts.values())
+    return Shares(**{name: amount / whole for name, amount in totals.items()})
+
+
+def _steps(events: Sequence[Event]) -> Iterator[list[Event]]:
+    """The events of each step, which begins with reading data."""
+    step: list[Event] = []
+    for event in sorted(events, key=lambda event: float(event["ts"])):
+        if event["name"] == "data" and step:
+            yield step
+            step = []
+        step.append(event)
+    if step:
+        yield step
+
+
+def _posted(timelines: Sequence[Sequence[Event]]) -> dict[tuple[Any, ...], float]:
+    """When the last of those a wait takes had come, by what identifies it on all ranks."""
+    found: dict[tuple[Any, ...], float] = {}
+    for events in timelines:
+        for number, step in enumerate(_steps(events)):
+            for event in step:
+                kind, _, which = event["name"].partition(" ")
+                if kind in ("collective", "post"):
+                    key: tuple[Any, ...] = (which,)
+                elif event["cat"] in SENDS:
+                    at = event["args"]
+                    key = (number, event["cat"], at["chunk"], at["peer"], at["micro_batch"])
+                else:
+                    continue
+                found[key] = max(found.get(key, 0.0), event["ts"])
+    return found
+
+
+def _parts(step: Sequence[Event], number: int, posted: Mapping[Any, float]) -> dict[str, float]:
+    """Microseconds of one step of one rank."""
+    parts = dict.fromkeys(("compute", "bridges", "waiting"), 0.0)
+    end = max(event["ts"] + event["dur"] for event in step)
+    computed = [e for e in step if e["cat"] in COMPUTE or e["name"] == "update"]
+    for event in step:
+        kind, _, which = event["name"].partition(" ")
+        if event in computed:
+            parts["compute"] += event["dur"]
+            continue
+        if event["cat"] in RECEIVES:
+            at = event["args"]
+            sent = RECEIVES[event["cat"]]
+            ready = posted[number, sent, at["peer"], at["chunk"], at["micro_batch"]]
+        elif kind in ("collective", "wait"):
+            ready = posted[which,]
+        elif event["cat"] in SENDS or kind == "post":
+            ready = event["ts"]
+        elif kind == "settle":
+            ready = event["ts"] + event["dur"]
+        else:
+            continue
+        waiting = min(max(ready - event["ts"], 0.0), event["dur"])
+        parts["waiting"] += waiting
+        parts["bridges"] += event["dur"] - waiting
+        if any(_inside(event, outer) for outer in computed):
+            parts["compute"] -= event["dur"]
+    parts["outside"] = end - step[0]["ts"] - sum(parts.values())
+    return parts
+
+
+def _inside(event: Event, outer: Event) -> bool:
+    stop = outer["ts"] + outer["dur"]
+    return bool(outer["ts"] <= event["ts"] and event["ts"] + event["dur"] <= stop)

@@ -1,0 +1,264 @@
+"""Peak memory of ranks that hold a part of a model, and what a model of a billion parameters takes.
+
+python benchmarks/memory.py                 # every strategy against one process
+python benchmarks/memory.py --parts billion # needs some 20 GiB
+
+Every line is a run of the command, whose processes are looked at from outside while it lasts
+(/proc/PID/smaps_rollup). *Own* is what a rank has written and shares with nobody: its weights,
+gradients, optimizer state, activations. Memory a rank has only inherited from the host that forked
+it is not in it. *With files* adds the pages of mapped files it has read: those of the initial
+weights, which the host keeps in one file for all ranks and of which a rank reads its part. RSS
+would count both, and the host's besides. What the same run takes with a tiny model (Python,
+torch, DeepSpeed) is subtracted.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+PARTS = ("shares", "billion")
+MIB, GIB = 2**20, 2**30
+STRATEGIES = {
+    "split": "{split: {}}",
+    "pipeline": "{pipeline: {stages: RANKS, schedule: 1f1b, micro_batches: RANKS}}",
+    "zero3": "{replicate: {zero: 3}}",
+}
+TINY = ("model.width=64", "model.depth=4")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Bytes of one process. `part` is its part of all memory that processes share (PSS), which
+    may be added up over processes."""
+
+    own: int
+    with_files: int
+    part: int
+
+
+@dataclass
+class Watch:
+    """What the processes of a run take, looked at over and over until `stop`.
+
+    `ranks` has, for each rank, the times (ns since the epoch) and amounts; `low_bytes` is the
+    least memory the machine had available.
+    """
+
+    command: int
+    interval_s: float
+    ranks: dict[int, list[tuple[int, Amount]]] = field(default_factory=dict)
+    highest_total_bytes: int = 0
+    low_bytes: int = 0
+    first_bytes: int = 0
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        self.first_bytes = self.low_bytes = available_bytes()
+        while not self._ended.wait(self.interval_s):
+            total = 0
+            for pid in descendants(self.command):
+                with suppress(OSError):  # it has just ended
+                    amount, name = amount_of(pid), Path(f"/proc/{pid}/comm").read_text().strip()
+                    total += amount.part
+                    if name.startswith("whale-rank-"):
+                        seen = self.ranks.setdefault(int(name.rpartition("-")[2]), [])
+                        seen.append((time.time_ns(), amount))
+            self.highest_total_bytes = max(self.highest_total_bytes, total)
+            self.low_bytes = min(self.low_bytes, available_bytes())
+
+    def stop(self) -> None:
+        self._ended.set()
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Of the rank that takes most: before the first step, and from there on. For the machine: the
+    most that all processes of the run took together, and by how much what it had available fell."""
+
+    start: Amount
+    steps: Amount
+    total_bytes: int
+    fell_bytes: int
+
+
+def main() -> None:
+    words = argparse.ArgumentDefaultsHelpFormatter
+    summary = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=summary, formatter_class=words)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["shares"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--billion-width", type=int, default=2048)
+    parser.add_argument("--billion-depth", type=int, default=20)
+    parser.add_argument("--interval", type=float, default=0.02, help="seconds between looks")
+    options = parser.parse_args()
+    console = Console(width=130)
+    with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
+        if "shares" in options.parts:
+            compare_shares(options, Path(folder), console)
+        if "billion" in options.parts:
+            measure_billion(options, Path(folder), console)
+
+
+def compare_shares(options: argparse.Namespace, folder: Path, console: Console) -> None:
+    """A rank of n against one process that holds everything."""
+    model = (f"model.width={options.width}", f"model.depth={options.depth}", "model.heads=8")
+    table = Table(title=f"GPT of {elements(options.width, options.depth)}, AdamW, MiB a rank")
+    table.title_justify = "left"
+    columns = [
+        name
+        for phase in ("start-up", "steps")
+        for what in ("own", "with files")
+        for name in (f"{phase}, {what}", "of the whole")
+    ]
+    table.add_column("ours")
+    for name in columns:
+        table.add_column(name, justify="right")
+    whole: list[int] = []
+    lines = [("single", 1)]
+    lines += [(name, ranks) for ranks in options.ranks for name in options.strategies]
+    for name, ranks in lines:
+        given = measure(name, ranks, model, options, folder)
+        empty = measure(name, ranks, TINY, options, folder)
+        amounts = [
+            given.start.own - empty.start.own,
+            given.start.with_files - empty.start.with_files,
+            given.steps.own - empty.steps.own,
+            given.steps.with_files - empty.steps.with_files,
+        ]
+        whole = whole or amounts
+        cells = []
+        for mine, theirs in zip(amounts, whole, strict=True):
+            cells += [f"{mine / MIB:.0f}", f"{mine / theirs:.2f}"]
+        table.add_row(f"{name}, {ranks} rank{'s' * (ranks > 1)}", *cells)
+    console.print(table)
+
+
+def measure_billion(options: argparse.Namespace, folder: Path, console: Console) -> None:
+    """One step of a model of a billion parameters on two ranks."""
+    width, depth = options.billion_width, options.billion_depth
+    model = (f"model.width={width}", f"model.depth={depth}", "model.heads=16")
+    table = Table(title=f"GPT of {elements(width, depth)} on 2 ranks, AdamW, one step, GiB")
+    table.title_justify = "left"
+    for name in ("ours", "largest rank, own", "all processes, with files", "available fell by"):
+        table.add_column(name, justify="left" if name == "ours" else "right")
+    for name in options.strategies:
+        if name == "split":
+            continue
+        found = measure(name, 2, model, options, folder, steps=1)
+        own = max(found.start.own, found.steps.own)
+        table.add_row(name, *(f"{x / GIB:.1f}" for x in (own, found.total_bytes, found.fell_bytes)))
+    console.print(table)
+
+
+def measure(
+    strategy: str,
+    ranks: int,
+    model: tuple[str, ...],
+    options: argparse.Namespace,
+    folder: Path,
+    steps: int | None = None,
+) -> Peaks:
+    """Run the command and watch it. Exits where it fails."""
+    run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    graph = STRATEGIES.get(strategy, "").replace("RANKS", str(ranks))
+    command = [
+        *(sys.executable, "-m", "whale_train.launcher.cli", "model=gpt", *model),
+        f"strategy.graph={graph}" if graph else f"strategy={strategy}",
+        *("hardware=cpu", f"hardware.devices={ranks}", "optimizer=adamw"),
+        *(f"train.steps={steps or options.steps}", "train.global_batch=4", "train.trace=true"),
+        f"hydra.run.dir={run_dir}",
+    ]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+        watch = Watch(process.pid, options.interval)
+        looking = threading.Thread(target=watch.run)
+        looking.start()
+        try:
+            status = process.wait()
+        except BaseException:
+            process.terminate()  # as Ctrl-C would: it ends its ranks
+            process.wait()
+            raise
+        finally:
+            watch.stop()
+            looking.join()
+        if status:
+            output.seek(0)
+            sys.exit(f"{' '.join(command)} failed:\n{output.read()}")
+    return peaks(watch, run_dir)
+
+
+def peaks(watch: Watch, run_dir: Path) -> Peaks:
+    before, after = [], []
+    for rank, seen in watch.ranks.items():
+        first = first_step_ns(run_dir, rank)
+        before.append(highest([amount for at, amount in seen if at < first]))
+        after.append(highest([amount for at, amount in seen if at >= first]))
+    return Peaks(
+        highest(before),
+        highest(after),
+        watch.highest_total_bytes,
+        watch.first_bytes - watch.low_bytes,
+    )
+
+
+def highest(amounts: list[Amount]) -> Amount:
+    """The highest of each, perhaps not at the same time."""
+    rows = [(amount.own, amount.with_files, amount.part) for amount in amounts]
+    return Amount(*(max(column) for column in zip((0, 0, 0), *rows, strict=True)))
+
+
+def first_step_ns(run_dir: Path, rank: int) -> int:
+    """When a rank began its first step, which its timeline says."""
+    events = json.loads((run_dir / "trace" / f"rank_{rank}.json").read_text())["traceEvents"]
+    return min(int(event["ts"] * 1e3) for event in events if event["ph"] == "X")
+
+
+def amount_of(pid: int) -> Amount:
+    """Raises OSError when it has ended."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    own = found["Private_Dirty"]
+    return Amount(own, own + found["Rss"] - found["Anonymous"], found["Pss"])
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """A process and all below it."""
+    yield pid
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                yield from descendants(int(child))
+
+
+def available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel does not say MemAvailable")
+
+
+def elements(width: int, depth: int) -> str:
+    """The parameters of a GPT's blocks, of which each has 12 x width^2 in its products."""
+    count = 12 * width * width * depth
+    return f"{count / 1e9:.2f} B" if count > 5e8 else f"{count / 1e6:.0f} M"
+
+
+if __name__ == "__main__":
+    main()

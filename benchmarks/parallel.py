@@ -1,0 +1,221 @@
+"""A Hugging Face Llama split and pipelined: ours against torch's own ways, written by hand.
+
+python benchmarks/parallel.py --ranks 2 4
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import breakdown
+import sides
+import torch
+from interleave import Running, Side, Turns, interleaved, show
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from whale_train.config import Request
+from whale_train.runtime.host import num_threads, preload
+from whale_train.strategies.plan import Plan
+
+LEARNING_RATE = 0.001
+PARTS = ("split", "pipeline", "breakdown")
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
+WATCHED = ("split", "1f1b")
+HUGE = ", huge pages"
+
+
+def main() -> None:
+    words = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=words)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8, help="samples over all ranks")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=8, help="turns a side")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps a turn")
+    parser.add_argument("--sides", nargs="+", help="only those whose name has one of these words")
+    options = parser.parse_args()
+    preload()
+    console = Console(width=170)
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
+            if "split" in options.parts:
+                compare_split(ranks, options, Path(folder), console)
+            if "pipeline" in options.parts:
+                compare_pipeline(ranks, options, Path(folder), console)
+            if "breakdown" in options.parts:
+                break_down(ranks, options, Path(folder), console)
+
+
+def compare_split(ranks: int, options: argparse.Namespace, folder: Path, console: Console) -> None:
+    """Ours against DTensor and one process."""
+    import parallel_sides as by_hand  # after `preload`, as all that imports torch's distributed
+
+    turns = Turns(options.rounds, options.steps)
+    request, plan = ours("split", ranks, options, turns)
+    found = [sides.ours("ours, split", request, plan, folder)]
+    batches = whole_batches(options, turns)
+    for name, sharded_loss in (("DTensor", False), ("DTensor, loss_parallel", True)):
+        start = partial(written, by_hand.DTensorSplit, options, batches, sharded_loss)
+        found += in_both_pages(name, start)
+    for threads in sorted({num_threads(ranks), num_threads(1)}):
+        start = partial(written, by_hand.OneProcess, options, batches, threads)
+        words = f"one process, {threads} thread{'s' * (threads > 1)}"
+        found.append(Side(f"{words}{HUGE}", start, True))
+    run(f"split, {title(ranks, options)}", found, ranks, options, turns, console)
+
+
+def compare_pipeline(
+    ranks: int, options: argparse.Namespace, folder: Path, console: Console
+) -> None:
+    """Our schedules against torch.distributed.pipelining, cut where ours is cut."""
+    import parallel_sides as by_hand
+
+    turns = Turns(options.rounds, options.steps)
+    found = []
+    cuts: list[int] = []
+    for schedule in SCHEDULES:
+        if schedule == "interleaved_1f1b" and options.layers < 2 * ranks:
+            continue
+        request, plan = ours(schedule, ranks, options, turns)
+        found.append(sides.ours(f"ours, {schedule}", request, plan, folder))
+        if schedule == "1f1b":
+            cuts = layers_cut(plan)
+    batches = whole_batches(options, turns)
+    for schedule, kind in by_hand.SCHEDULES.items():
+        more = (cuts, schedule, options.micro_batches)
+        start = partial(written, by_hand.Pipelined, options, batches, *more)
+        found += in_both_pages(kind.__name__, start)
+    words = f"pipeline of {options.micro_batches} micro-batches, layers cut at {cuts[1:-1]}"
+    run(f"{words}, {title(ranks, options)}", found, ranks, options, turns, console)
+
+
+def break_down(ranks: int, options: argparse.Namespace, folder: Path, console: Console) -> None:
+    """Print where the time of a step of ours goes."""
+    turns = Turns(rounds=4, steps=options.steps)
+    table = Table(title=f"where a step goes, {title(ranks, options)}", title_justify="left")
+    table.add_column("ours")
+    for name in ("compute", "bridges", "waiting for others", "outside of these"):
+        table.add_column(name, justify="right")
+    for strategy in WATCHED:
+        run_dir = Path(tempfile.mkdtemp(dir=folder))
+        request, plan = ours(strategy, ranks, options, turns)
+        side = breakdown.watched(request, plan, run_dir)
+        interleaved([side], ranks, num_threads(ranks), turns)
+        found = breakdown.shares(run_dir, ranks, skipped=turns.total_steps // (turns.rounds + 1))
+        amounts = (found.compute, found.bridges, found.waiting, found.outside)
+        table.add_row(strategy, *(f"{amount:.1%}" for amount in amounts))
+    console.print(table)
+
+
+def ours(
+    strategy: str, ranks: int, options: argparse.Namespace, turns: Turns
+) -> tuple[Request, Plan]:
+    graph = "{split: {}}"
+    if strategy in SCHEDULES:
+        what = f"stages: {ranks}, schedule: {strategy}, micro_batches: {options.micro_batches}"
+        graph = f"{{pipeline: {{{what}}}}}"
+    overrides = (f"strategy.graph={graph}", f"hardware.devices={ranks}")
+    return sides.resolved([*asked(options), *overrides], turns.total_steps)
+
+
+def asked(options: argparse.Namespace) -> list[str]:
+    """What all plans have in common."""
+    config = ", ".join(f"{key}: {str(value).lower()}" for key, value in shape(options).items())
+    return [
+        "model=hf",
+        "model.architecture=LlamaForCausalLM",
+        f"model.config={{{config}}}",
+        f"data.sequence_length={options.sequence}",
+        "hardware=cpu",
+        "optimizer=adamw",
+        f"optimizer.lr={LEARNING_RATE}",
+        f"train.global_batch={options.batch}",
+    ]
+
+
+def shape(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of LlamaConfig. The inner width is Llama's: 8/3 of the width, rounded up to a
+    multiple of 32; heads are 64 wide."""
+    return {
+        "hidden_size": options.width,
+        "intermediate_size": -(-options.width * 8 // (3 * 32)) * 32,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": max(options.width // 64, 4),
+        "num_key_value_heads": max(options.width // 64, 4),
+        "vocab_size": options.vocabulary,
+        "max_position_embeddings": options.sequence,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
+
+
+def whole_batches(options: argparse.Namespace, turns: Turns) -> list[sides.Batch]:
+    """The global batches, as one process reads them."""
+    overrides = [*asked(options), "strategy=single", "hardware.devices=1"]
+    (batches,) = sides.all_batches(*sides.resolved(overrides, turns.total_steps), turns.total_steps)
+    return batches
+
+
+def layers_cut(plan: Plan) -> list[int]:
+    """Where the layers are cut, from 0 to their number."""
+    cuts = [0]
+    for task_graph in plan.task_graphs:
+        layers = (path.split("layers.")[1] for path in task_graph.parameters if "layers." in path)
+        cuts.append(max((int(path.split(".")[0]) + 1 for path in layers), default=cuts[-1]))
+    return cuts
+
+
+def in_both_pages(name: str, start: Callable[[int], Running]) -> list[Side]:
+    """A side as torch runs by default, and with the huge pages that ours asks for."""
+    return [Side(name, start, False), Side(name + HUGE, start, True)]
+
+
+def written(
+    kind: Any,
+    options: argparse.Namespace,
+    batches: Sequence[sides.Batch],
+    *more: Any,
+) -> Running:
+    """A side written by hand, on the rank that is the last of `more`."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape(options)))
+    make = partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    running: Running = kind(model, make, batches, *more[:-1])
+    return running
+
+
+def run(
+    words: str,
+    found: Sequence[Side],
+    ranks: int,
+    options: argparse.Namespace,
+    turns: Turns,
+    console: Console,
+) -> None:
+    if options.sides:
+        found = [side for side in found if any(word in side.name for word in options.sides)]
+    results = interleaved(found, ranks, num_threads(ranks), turns)
+    baselines = [side.name for side in found if side.name.endswith(HUGE)]
+    show(words, results, baselines, console)
+
+
+def title(ranks: int, options: argparse.Namespace) -> str:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape(options)))
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    tokens = f"{options.batch} x {options.sequence} tokens"
+    return f"Llama of {elements / 1e6:.1f} M, {ranks} ranks, {tokens}, AdamW"
+
+
+if __name__ == "__main__":
+    main()

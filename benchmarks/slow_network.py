@@ -1,0 +1,178 @@
+"""Four hosts on a network of 1 Gbit/s: ours against DistributedDataParallel written by hand.
+
+sudo python benchmarks/slow_network.py
+
+The hosts are network namespaces of this machine (hosts.py), with one rank each.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import sides
+import torch
+from class_split import by_hand as class_head_by_hand
+from hosts import Hosts
+from interleave import Running, Side, Turns, interleaved, show
+from rich.console import Console
+from transformers import BertConfig, BertForMaskedLM
+
+from whale_train.config import Request
+from whale_train.runtime.host import num_threads, preload
+from whale_train.strategies.plan import Plan
+
+LEARNING_RATE = 0.001
+PARTS = ("bert", "classes")
+
+
+def main() -> None:
+    words = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=words)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--gbit", type=float, default=1.0, help="rate of a host's link, Gbit/s")
+    parser.add_argument("--layers", type=int, default=6, help="of BERT-Large's 24")
+    parser.add_argument("--width", type=int, default=1024, help="of BERT: BERT-Large's")
+    parser.add_argument("--vocabulary", type=int, default=30522, help="of BERT")
+    parser.add_argument("--sequence", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=2, help="sequences a host")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--classes", type=int, default=100_000)
+    parser.add_argument("--class-batch", type=int, default=8, help="samples a host, class_head")
+    parser.add_argument("--optimizers", nargs="+", choices=("sgd", "adamw"), default=["adamw"])
+    parser.add_argument("--rounds", type=int, default=4, help="turns a side")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps a turn")
+    options = parser.parse_args()
+    hosts = Hosts.make(options.hosts, options.gbit)  # before there are threads
+    preload()
+    console = Console(width=150)
+    measured = hosts.measured_gbit_s()
+    console.print(f"{options.hosts} hosts at {options.gbit:g} Gbit/s; measured {measured:.2f}")
+    compare = {"bert": compare_bert, "classes": compare_classes}
+    for part in options.parts:
+        for optimizer in options.optimizers:
+            with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
+                compare[part](optimizer, hosts, options, Path(folder), console)
+
+
+def compare_bert(
+    optimizer: str, hosts: Hosts, options: argparse.Namespace, folder: Path, console: Console
+) -> None:
+    """Pipelines, with and without copies of them, against whole copies."""
+    turns = Turns(options.rounds, options.steps)
+    config = shape(options)
+    written = ", ".join(f"{key}: {str(value).lower()}" for key, value in config.items())
+    asked = [
+        "model=hf",
+        "model.architecture=BertForMaskedLM",
+        f"model.config={{{written}}}",
+        # Every token is a target, so that equal batches have equally many and DDP's mean of
+        # means is the mean.
+        f"data.sequence_length={options.sequence}",
+        f"train.global_batch={options.batch * options.hosts}",
+    ]
+    half = max(options.hosts // 2, 1)
+    several = f"{{replicate: {{degree: 2, of: {pipeline(half, options)}}}}}"
+    graphs = {
+        f"2 copies of a pipeline of {half}": several,
+        f"a pipeline of {options.hosts}": pipeline(options.hosts, options),
+    }
+    found = []
+    for name, graph in graphs.items():
+        request, plan = resolved([*asked, f"strategy.graph={graph}"], optimizer, options, turns)
+        found.append(sides.ours(f"ours, {name}", request, plan, folder))
+    request, plan = resolved([*asked, "strategy=dp"], optimizer, options, turns)
+    batches = sides.all_batches(request, plan, turns.total_steps)
+    found.append(Side("DDP by hand", partial(bert_by_hand, config, optimizer, batches), True))
+    with torch.device("meta"):
+        elements = sum(p.numel() for p in BertForMaskedLM(BertConfig(**config)).parameters())
+    words = f"BERT-Large of {options.layers} layers ({elements / 1e6:.0f} M)"
+    words += f", {options.batch} x {options.sequence} tokens a host, {optimizer}"
+    run(words, found, hosts, options, turns, console)
+
+
+def pipeline(stages: int, options: argparse.Namespace) -> str:
+    what = f"stages: {stages}, schedule: 1f1b, micro_batches: {options.micro_batches}"
+    return f"{{pipeline: {{{what}}}}}"
+
+
+def shape(options: argparse.Namespace) -> dict[str, Any]:
+    """Settings of BertConfig: BERT-Large's widths (Devlin et al. 2019, section 3); no dropout, so
+    that all sides compute the same."""
+    return {
+        "vocab_size": options.vocabulary,
+        "hidden_size": options.width,
+        "intermediate_size": 4 * options.width,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": max(options.width // 64, 1),
+        "max_position_embeddings": 512,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
+def bert_by_hand(
+    config: dict[str, Any],
+    optimizer: str,
+    batches: Sequence[Sequence[sides.Batch]],
+    rank: int,
+) -> Running:
+    torch.manual_seed(0)
+    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    make = partial(kinds[optimizer], lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    return sides.DataParallel(BertForMaskedLM(BertConfig(**config)), make, batches[rank])
+
+
+def compare_classes(
+    optimizer: str, hosts: Hosts, options: argparse.Namespace, folder: Path, console: Console
+) -> None:
+    """A head of many classes, split and copied; both by hand as well."""
+    turns = Turns(options.rounds, options.steps)
+    asked = [
+        "model=class_head",
+        f"model.num_classes={options.classes}",
+        "data=classes",
+        f"train.global_batch={options.class_batch * options.hosts}",
+        "strategy=hybrid_split_dp",
+    ]
+    request, plan = resolved(asked, optimizer, options, turns)
+    found = [sides.ours("ours, hybrid_split_dp", request, plan, folder)]
+    batches = sides.all_batches(request, plan, turns.total_steps)
+    kinds = (("split by hand", sides.SplitHead), ("DDP by hand", sides.DataParallel))
+    for name, kind in kinds:
+        start = partial(class_head_by_hand, kind, optimizer, options.classes, batches)
+        found.append(Side(name, start, True))
+    words = f"{options.classes} classes, {options.class_batch} samples a host, {optimizer}"
+    run(words, found, hosts, options, turns, console)
+
+
+def resolved(
+    asked: Sequence[str], optimizer: str, options: argparse.Namespace, turns: Turns
+) -> tuple[Request, Plan]:
+    more = (
+        "hardware=cpu",
+        f"hardware.devices={options.hosts}",
+        f"optimizer={optimizer}",
+        f"optimizer.lr={LEARNING_RATE}",
+    )
+    return sides.resolved([*asked, *more], turns.total_steps)
+
+
+def run(
+    words: str,
+    found: Sequence[Side],
+    hosts: Hosts,
+    options: argparse.Namespace,
+    turns: Turns,
+    console: Console,
+) -> None:
+    results = interleaved(found, options.hosts, num_threads(options.hosts), turns, hosts.move)
+    words += f", {options.hosts} hosts at {hosts.rate_gbit_s:g} Gbit/s"
+    show(words, results, [side.name for side in found if "by hand" in side.name], console)
+
+
+if __name__ == "__main__":
+    main()
