@@ -23,6 +23,7 @@ from whale_train.strategies.plan import Decision, Plan, RankPlan
 from whale_train.strategies.plan import TaskGraph as PlannedTaskGraph
 from whale_train.strategies.prediction import predict
 from whale_train.strategies.rewrite_plan import rewrite_plan, shard_plan
+from whale_train.strategies.samples import refuse_shared_batch
 from whale_train.strategies.shares import even_shares, tile
 from whale_train.strategies.sharing import (
     Sharing,
@@ -54,6 +55,8 @@ def resolve(
     if is_nested(strategy):
         plan = resolve_nested(strategy, cluster, profile, training)
         return replace(plan, decisions=(*decisions, *plan.decisions))
+    if len(cluster.devices) > 1 or training.accumulate > 1:
+        refuse_shared_batch(profile, faults)
     graph = bind(strategy, profile, len(cluster.devices), cluster.name, faults)
     if graph is not None:
         _refuse_tied_batch_norm(graph, profile, faults)

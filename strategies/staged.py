@@ -24,6 +24,7 @@ from whale_train.strategies.micro_batches import (
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Size
 from whale_train.strategies.patterns import Sharded, choose_patterns
 from whale_train.strategies.plan import Decision, Plan
+from whale_train.strategies.samples import refuse_shared_batch
 from whale_train.strategies.schedule import Durations, Position, makespan, schedule
 from whale_train.strategies.shape_check import shape_check
 from whale_train.strategies.shares import even_shares, optimal_shares, tile
@@ -56,6 +57,7 @@ def resolve_nested(
     job, decisions = _staging(strategy, cluster, profile, training), list[Decision]()
     micro_batches = count_micro_batches(job, decisions)
     refuse_batch_norm(job, micro_batches)
+    _refuse_pieces(job, job.form.copies * micro_batches)
     slices = _slices(job, decisions)
     stages = len(job.form.stages)
     shared = _shared_parameters(slices, stages)
@@ -86,6 +88,14 @@ def _staging(
     if faults or form is None:
         raise PlanError(faults)
     return Staging(strategy, cluster, profile, training, form)
+
+
+def _refuse_pieces(job: Staging, pieces: int) -> None:
+    faults: list[Fault] = []
+    if pieces > 1 or any(stage.body for stage in job.form.stages):
+        refuse_shared_batch(job.profile, faults)
+    if faults:
+        raise PlanError(faults)
 
 
 def _timeline(

@@ -31,3 +31,31 @@ class Picks(nn.Module):
         hidden = torch.relu(self.second(hidden * torch.tensor([1.0, 0.5, 2.0, 1.0, 3.0, 0.1])))
         logits: Tensor = self.head(hidden)
         return logits
+
+
+class Contrastive(nn.Module):
+    """Its loss compares every sample with every other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, points: Tensor, labels: Tensor) -> Tensor:
+        left, right = self.first(points[:, 0]), self.second(points[:, 1])
+        likeness = left @ right.t()
+        targets = torch.arange(points.shape[0], device=points.device)
+        return nn.functional.cross_entropy(likeness, targets)
+
+
+class Balanced(nn.Module):
+    """Its loss has a product of two means over the batch, as that of a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(32, 8), nn.Linear(8, 11)
+
+    def forward(self, points: Tensor, labels: Tensor) -> Tensor:
+        gates = torch.softmax(self.first(points.mean(1)), -1)
+        used = nn.functional.one_hot(gates.argmax(-1), 8).float().mean(0)
+        loss = nn.functional.cross_entropy(self.head(gates), labels)
+        return loss + (used * gates.mean(0)).sum()

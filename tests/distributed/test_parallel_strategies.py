@@ -287,3 +287,39 @@ def test_a_pipeline_of_one_micro_batch_has_the_whole_batch(jobs: Jobs, arrays: P
     place = overrides.index("strategy=single")
     overrides[place : place + 3] = [f"strategy.graph={graph}", *hardware(2, ())]
     assert_equal(jobs.run(overrides), jobs.run(case.overrides(arrays)), TOLERANCE)
+
+
+MEETING = (
+    "lets the samples of a batch meet in its own forward ({}), so that its loss is no mean over "
+    "samples, which copies and micro-batches could share; use strategy=single, strategy=split, or "
+    "a pipeline of one micro-batch"
+)
+
+
+@pytest.mark.parametrize(("name", "operation"), [("Contrastive", "matmul"), ("Balanced", "mul")])
+@pytest.mark.parametrize("strategy", ["dp", "pipeline", "hybrid"])
+def test_samples_that_meet_are_not_shared(
+    name: str, operation: str, strategy: str, jobs: Jobs, arrays: Path
+) -> None:
+    graph = {"dp": "{replicate: {}}", "pipeline": pipeline(2), "hybrid": _HYBRID}[strategy]
+    with pytest.raises(JobFailed, match=re.escape(f"model={name} {MEETING.format(operation)}")):
+        jobs.run(meeting(name, arrays, graph, 2))
+
+
+@pytest.mark.parametrize("name", ["Contrastive", "Balanced"])
+@pytest.mark.parametrize("graph", ["{split: {}}", pipeline(2, micro_batches=1)])
+def test_samples_that_meet_in_one_place_are_one_device(
+    name: str, graph: str, jobs: Jobs, arrays: Path
+) -> None:
+    single = jobs.run(meeting(name, arrays, "{replicate: {}}", 1))
+    assert_equal(jobs.run(meeting(name, arrays, graph, 2)), single, TOLERANCE)
+
+
+def meeting(name: str, arrays: Path, graph: str, devices: int) -> list[str]:
+    return [
+        f"model._target_=parallel_models.{name}",
+        *("data=arrays", f"data.path={arrays / 'sequences'}.npz", "data.shuffle=false"),
+        *(f"strategy.graph={graph}", *hardware(devices, ())),
+        *OPTIMIZERS["sgd"],
+        *(f"train.steps={STEPS}", f"train.global_batch={GLOBAL_BATCH}"),
+    ]
