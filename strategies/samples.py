@@ -8,7 +8,7 @@ product of two means, as routers' balancing losses have). BatchNorm is known and
 
 from whale_train.errors import Fault
 from whale_train.strategies.layouts import differentiable
-from whale_train.strategies.operations import ModelProfile, Operation, OperationGraph
+from whale_train.strategies.operations import ModelProfile, Operation, OperationGraph, Ref
 
 
 def refuse_shared_batch(profile: ModelProfile, faults: list[Fault]) -> None:
@@ -64,9 +64,9 @@ def _is_linear(operation: Operation, pooled: list[str]) -> bool:
 def _is_first(operation: Operation, name: str, kind: str) -> bool:
     """Whether it is a product of `name` with something else, or its quotient by something."""
     if kind == "mul":
-        return sum(getattr(argument, "name", "") == name for argument in operation.args) == 1
+        return operation.args.count(Ref(name)) == 1
     first = operation.args[0] if operation.args else None
-    return getattr(first, "name", "") == name
+    return isinstance(first, Ref) and first.name == name
 
 
 # fmt: off
