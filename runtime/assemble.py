@@ -1,6 +1,5 @@
 """One rank's program, put together: its weights, its engines, its segments."""
 
-from torch import distributed as dist
 from torch import fx, nn
 
 from whale_train.config import Request
@@ -9,8 +8,7 @@ from whale_train.models.profile import model_path
 from whale_train.runtime.batch_norm import synchronise_batch_norm
 from whale_train.runtime.chunk import Chunk, Part, Segments
 from whale_train.runtime.engine import Copies, DeepSpeedEngine, Engine, TorchEngine, make_optimizer
-from whale_train.runtime.loss_means import Pieces, TargetCounter
-from whale_train.runtime.losses import targets_graph
+from whale_train.runtime.loss_means import Pieces, target_counter
 from whale_train.runtime.own_tensors import own_tensors, tensor_paths
 from whale_train.runtime.programs import CutModel, Program, WholeModel
 from whale_train.runtime.rewrite import Counts, Place, Segment, write_segment_graph
@@ -55,18 +53,9 @@ def _whole_model(
     if not samples:
         return WholeModel(engine, group, [task_graph.shares[seat.rank]], plan.global_batch)
     assert graph is not None
-    counter = _target_counter(module, graph, group, seat)
+    counter = target_counter(module, graph, group, seat.device)
     sizes = [stop - start for start, stop in samples]
     return WholeModel(engine, group, sizes, plan.global_batch, counter)
-
-
-def _target_counter(
-    module: LossModule, graph: fx.GraphModule, group: dist.ProcessGroup, seat: Seat
-) -> TargetCounter:
-    buffers = {model_path(k): b for k, b in module.named_buffers(remove_duplicate=False)}
-    targets = targets_graph(graph, seat.device, buffers)
-    assert targets is not None, "the resolver refuses targets that parameters have a part in"
-    return TargetCounter(targets, group)
 
 
 def _cut_model(
@@ -81,7 +70,7 @@ def _cut_model(
     batches = _micro_batches(plan)
     pieces = None
     if len(batches) > 1:
-        counter = _target_counter(module, graph, seat.groups["world"], seat)
+        counter = target_counter(module, graph, seat.groups["world"], seat.device)
         pieces = Pieces([shared[-1][1] for shared in batches], counter)
     # A chunk for every micro-batch that is shared otherwise than those before it.
     of_chunk = {shared: number for number, shared in enumerate(dict.fromkeys(batches))}

@@ -24,6 +24,10 @@ from torch import distributed as dist
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from whale_train.models.loss import LossModule
+from whale_train.models.profile import model_path
+from whale_train.runtime.losses import targets_graph
+
 _PLAIN = ("weight", "size_average", "ignore_index", "reduce", "reduction")
 # The losses that are means over targets, and the names of their arguments after these.
 _LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {
@@ -118,17 +122,36 @@ class TargetCounter:
         self.losses: tuple[str, ...] = graph.meta["losses"]
 
     @torch.no_grad()
+    def mine(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Of one micro-batch, fp64 [losses]; not added up over anybody."""
+        counts = self._graph(*(batch[name] for name in self._inputs))
+        return torch.stack(list(counts)) if counts else torch.zeros(0, dtype=torch.float64)
+
+    @torch.no_grad()
     def count(self, batches: Sequence[Mapping[str, Tensor]]) -> list[Targets]:
         """Of each of my micro-batches. One all-reduce; all replicas call it."""
         device = next(iter(batches[0].values())).device
         mine = torch.zeros(len(batches), len(self.losses), dtype=torch.float64, device=device)
         if self.losses:
             for row, batch in zip(mine, batches, strict=True):
-                row += torch.stack(list(self._graph(*(batch[x] for x in self._inputs))))
+                row += self.mine(batch)
         whole = mine.sum(0)
         if self.losses and self._group.size() > 1:
             dist.all_reduce(whole, group=self._group)
         return [Targets(row, whole) for row in mine]
+
+
+def target_counter(
+    module: LossModule, graph: fx.GraphModule, group: dist.ProcessGroup, device: torch.device
+) -> TargetCounter:
+    """Of the losses of `graph`, which is `module` exported."""
+    held = (
+        *module.named_buffers(remove_duplicate=False),
+        *(p for p in module.named_parameters(remove_duplicate=False) if not p[1].requires_grad),
+    )
+    targets = targets_graph(graph, device, {model_path(path): tensor for path, tensor in held})
+    assert targets is not None, "the resolver refuses targets that parameters have a part in"
+    return TargetCounter(targets, group)
 
 
 class Pieces:

@@ -101,7 +101,7 @@ def targets_graph(
     `meta["losses"]`.
 
     Its placeholders are named after the inputs it is called with, in order. It runs on `device`
-    (the CPU if not said); `tensors` are the buffers and constants it may read, by their path in
+    (the CPU if not said); `tensors` are what training leaves as it is and it may read, by path in
     the model. None when a parameter has a part in a target. Raises KeyError for a tensor that is
     read, is not given and has no values in `source`.
     """

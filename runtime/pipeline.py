@@ -4,16 +4,17 @@ The order of the instructions is `strategies/schedule.py`'s; what they do is her
 without a pipeline that splits the model is one chunk on every rank, and goes the same way.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch import distributed as dist
 
 from whale_train.runtime.chunk import Batch, Chunk, Passed
 from whale_train.runtime.engine import Engine
+from whale_train.runtime.loss_means import TargetCounter
 from whale_train.runtime.programs import Evaluation, PendingLoss
 from whale_train.runtime.rewrite import Counts
 from whale_train.runtime.trace import Trace
@@ -126,7 +127,7 @@ class PipelineModel:
 
     def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
         run = _Run(self, batches, self.instructions, loss_scale)
-        self._loss.begin(self._piece_batches(batches), training=True)
+        self._loss.begin(self._piece_batches(batches))
         run.run()
         for engine in self.engines:
             engine.finish_backward()
@@ -137,7 +138,7 @@ class PipelineModel:
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
         forwards = [x for x in self.instructions if x.kind in _FORWARDS]
         run = _Run(self, batches, forwards)
-        self._loss.begin(self._piece_batches(batches), training=False)
+        self._loss.begin(self._piece_batches(batches))
         with ExitStack() as stack:
             for chunk in self._chunks.values():
                 stack.enter_context(chunk.evaluating())
@@ -149,11 +150,9 @@ class PipelineModel:
             return self._loss.evaluation({}, (0.0, 0.0))
         return self._loss.evaluation(run.losses, counts)
 
-    def _piece_batches(self, batches: Sequence[Batch]) -> dict[int, Batch]:
-        """The micro-batches whose loss this rank computes and counts."""
-        if self._last not in self._chunks or self.place.index:
-            return {}
-        return {m: batches[i] for m, i in self._batch_of.items()}
+    def _piece_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """The micro-batches whose targets this rank counts."""
+        return () if self._last not in self._chunks or self.place.index else batches
 
 
 _FORWARDS = (Kind.FORWARD, Kind.RECEIVE, Kind.SEND)
@@ -358,36 +357,30 @@ class LossOfPieces:
     A micro-batch of n samples has the weight n / N of the global batch's N. A cross-entropy is a
     mean over targets, of which micro-batches hold different numbers: it becomes a sum, scaled so
     that the weighted pieces add up to the mean over all targets. They are counted before the
-    first forward, by the part of the graph (`targets`) that makes them from the inputs.
+    first forward (`counter`; None where one piece is all there is).
     """
 
     def __init__(
         self,
         samples: Sequence[tuple[int, int]],
         global_batch: int,
-        targets: fx.GraphModule | None,
+        counter: TargetCounter | None,
         device: torch.device,
     ) -> None:
         self._samples, self._global_batch = samples, global_batch
-        self._targets, self._device = targets, device
+        self._counter, self._device = counter, device
         self._pending: tuple[Tensor, dist.Work | None] | None = None
         self._now = 0
-        self._names: dict[str, int] = {}
-        self._count = len(_outputs(targets)) if targets is not None else 0
-        if targets is not None:
-            self._names = {name: i for i, name in enumerate(_outputs(targets))}
+        losses = counter.losses if counter is not None else ()
+        self._numbers = {name: i for i, name in enumerate(losses)}
 
-    def begin(self, batches: Mapping[int, Batch], *, training: bool) -> None:
+    def begin(self, batches: Iterable[Batch]) -> None:
         """Count the targets of the step; `batches` are those whose loss is counted here."""
-        if not self._count:
+        if self._counter is None or not self._numbers:
             return
-        assert self._targets is not None
-        inputs = [
-            str(node.target) for node in self._targets.graph.nodes if node.op == "placeholder"
-        ]
-        total = torch.zeros(self._count, dtype=torch.float64, device=self._device)
-        for batch in batches.values():
-            total += torch.stack(list(self._targets(*(batch[name] for name in inputs))))
+        total = torch.zeros(len(self._numbers), dtype=torch.float64, device=self._device)
+        for batch in batches:
+            total += self._counter.mine(batch)
         self._pending = (total, dist.all_reduce(total, async_op=True))
 
     def enter(self, micro_batch: int) -> None:
@@ -406,7 +399,7 @@ class LossOfPieces:
         if work is not None:
             work.wait()
             self._pending = (total, None)
-        return 1.0 / (total[self._names[name]] * self.weight(self._now))
+        return 1.0 / (total[self._numbers[name]] * self.weight(self._now))
 
     def total(self, losses: Mapping[int, Tensor]) -> PendingLoss:
         """The loss of the global batch, on every rank; `losses` are this rank's pieces, if it is
@@ -421,9 +414,3 @@ class LossOfPieces:
         sums = torch.tensor([value, *counts], dtype=torch.float64, device=self._device)
         dist.all_reduce(sums)
         return Evaluation(*sums.tolist())
-
-
-def _outputs(targets: fx.GraphModule) -> tuple[str, ...]:
-    """The names of the losses whose targets are counted, in the order of the results."""
-    names: tuple[str, ...] = targets.meta["losses"]
-    return names

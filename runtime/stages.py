@@ -14,6 +14,7 @@ from whale_train.config import Request
 from whale_train.models.loss import LossModule
 from whale_train.runtime.chunk import Chunk, Part, Segments, SharingChunk
 from whale_train.runtime.engine import Copies, DeepSpeedEngine, Engine, TorchEngine, make_optimizer
+from whale_train.runtime.loss_means import target_counter
 from whale_train.runtime.own_tensors import own_tensors, tensor_paths
 from whale_train.runtime.pipeline import LossOfPieces, PipelineModel
 from whale_train.runtime.pipeline import Place as PipelinePlace
@@ -21,7 +22,6 @@ from whale_train.runtime.rewrite import (
     Counts,
     Place,
     Segment,
-    targets_graph,
     write_segment_graph,
 )
 from whale_train.runtime.seat import Seat
@@ -43,8 +43,9 @@ def assemble_stages(
     copy = plan.pipeline["copies"][place.copy]
     held = plan.pipeline["positions"][place.position]
     pieces = sum(len(each["samples"]) for each in plan.pipeline["copies"])
-    targets = targets_graph(graph, seat.device) if pieces > 1 else None
-    loss = LossOfPieces(copy["samples"], plan.global_batch, targets, seat.device)
+    world = seat.groups["world"]
+    counter = target_counter(module, graph, world, seat.device) if pieces > 1 else None
+    loss = LossOfPieces(copy["samples"], plan.global_batch, counter, seat.device)
     counts = Counts()
     deferred = WeightGradients() if plan.schedule == "zero_bubble" else None
     written = plan.rewrite["segments"]

@@ -23,7 +23,7 @@ from whale_train.strategies.plan import Decision, Plan, RankPlan
 from whale_train.strategies.plan import TaskGraph as PlannedTaskGraph
 from whale_train.strategies.prediction import predict
 from whale_train.strategies.rewrite_plan import rewrite_plan, shard_plan
-from whale_train.strategies.samples import refuse_shared_batch
+from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
 from whale_train.strategies.shares import even_shares, tile
 from whale_train.strategies.sharing import (
     Sharing,
@@ -36,10 +36,6 @@ from whale_train.strategies.staged import resolve_nested
 from whale_train.strategies.staging import nested_form
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
-_MEANS_OVER_TARGETS = (
-    "aten.cross_entropy_loss.default",
-    *(f"aten.{name}.default" for name in ("nll_loss", "nll_loss_nd", "nll_loss2d")),
-)
 
 
 def resolve(
@@ -158,13 +154,7 @@ def _refuse_accumulation(profile: ModelProfile, training: Training, faults: list
         )
         faults.append(Fault(key, value, f"{rule} ({profile.export_error})", "use 1"))
         return
-    trained = {p.path for p in profile.parameters}
-    for operation in profile.graph:
-        if operation.target in _MEANS_OVER_TARGETS:
-            made = profile.graph.ancestors(set(operation.inputs[1:]))
-            if any(profile.graph[x].path in trained for x in made if profile.graph[x].path):
-                rule = f"counts targets before it runs, and those of {operation.name} are computed"
-                faults.append(Fault(key, value, f"{rule} from parameters", "use 1"))
+    refuse_learned_targets(profile, key, value, "use 1", faults)
 
 
 def _refuse_degrees(strategy: Strategy, degree: int, devices: int, faults: list[Fault]) -> None:

@@ -24,6 +24,27 @@ def refuse_shared_batch(profile: ModelProfile, faults: list[Fault]) -> None:
         faults.append(Fault("model", profile.name, rule, remedy))
 
 
+def refuse_learned_targets(
+    profile: ModelProfile, key: str, value: str, remedy: str, faults: list[Fault]
+) -> None:
+    """Faults for means over targets that parameters have a part in, for a plan whose steps have
+    several pieces: `key` is what cuts them, `remedy` the way out."""
+    assert profile.graph is not None
+    trained = {p.path for p in profile.parameters}
+    for operation in profile.graph:
+        if operation.target in _MEANS_OVER_TARGETS:
+            made = profile.graph.ancestors(set(operation.inputs[1:]))
+            if not trained.isdisjoint(profile.graph[name].path for name in made):
+                rule = f"counts targets before it runs, and those of {operation.name} are computed"
+                faults.append(Fault(key, value, f"{rule} from parameters", remedy))
+
+
+_MEANS_OVER_TARGETS = (
+    "aten.cross_entropy_loss.default",
+    *(f"aten.{name}.default" for name in ("nll_loss", "nll_loss_nd", "nll_loss2d")),
+)
+
+
 def where_samples_meet(graph: OperationGraph) -> Operation | None:
     """The first operation in which samples of a batch meet on the way to the loss, if any does."""
     loss = set(graph.operations[-1].inputs[:1])

@@ -24,7 +24,7 @@ from whale_train.strategies.micro_batches import (
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Size
 from whale_train.strategies.patterns import Sharded, choose_patterns
 from whale_train.strategies.plan import Decision, Plan
-from whale_train.strategies.samples import refuse_shared_batch
+from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
 from whale_train.strategies.schedule import Durations, Position, makespan, schedule
 from whale_train.strategies.shape_check import shape_check
 from whale_train.strategies.shares import even_shares, optimal_shares, tile
@@ -94,6 +94,13 @@ def _refuse_pieces(job: Staging, pieces: int) -> None:
     faults: list[Fault] = []
     if pieces > 1 or any(stage.body for stage in job.form.stages):
         refuse_shared_batch(job.profile, faults)
+    each, pipeline = pieces // job.form.copies, job.form.pipeline
+    if pipeline is not None and each > 1:
+        key = f"{pipeline.path}.micro_batches"
+        refuse_learned_targets(job.profile, key, str(each), "use 1, and one copy", faults)
+    elif pieces > 1:
+        key = job.strategy.graph[0].path
+        refuse_learned_targets(job.profile, key, "", "use one copy, or strategy=dp", faults)
     if faults:
         raise PlanError(faults)
 
@@ -246,6 +253,8 @@ def _sharded(job: Staging, stage: int, part: Slice, shared: dict[str, tuple[int,
     )
     if not found.weights:
         rule = f"finds nothing to cut over {form.shards} devices in {_span(part.modules)}"
+        if any(path in shared for path in part.parameters):
+            rule += ", beside what another stage holds as well"
         remedy = "use fewer devices, patterns for its weights, or another primitive"
         raise PlanError([Fault(form.split.path, "", rule, remedy)])
     return found

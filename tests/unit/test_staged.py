@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.unit.plan_requests import strategy_of, training
 from tests.unit.test_stages import model
@@ -103,6 +103,7 @@ def test_every_plan_is_whole(
     tied: bool,
 ) -> None:
     graph, devices = shape
+    assume(not tied or "split" not in str(graph.get("pipeline")))  # see the test of its refusal
     profile = model([float(w) for w in work], tied=tied, skip=True)
     there = cluster(*speeds[:devices])
     plan = planned(graph, there, profile, batch, balance=balance)
@@ -133,6 +134,19 @@ def test_tied_weights_stay_whole_and_are_summed_over_their_stages() -> None:
     assert plan.pipeline["shared"] == {"blocks.0.weight": (0, 1)}
     assert plan.groups["shared.blocks.0.weight"] == ((0, 1, 2, 3),)
     assert all("blocks.0.weight" not in t.shards for t in plan.task_graphs)
+
+
+def test_a_split_stage_of_nothing_but_a_tied_weight_is_refused() -> None:
+    (fault,) = refused(
+        {"pipeline": {"stages": [SPLIT, SPLIT]}},
+        cluster(1, 1, 1, 1),
+        model([9.0, 1.0, 1.0], tied=True),
+    )
+    assert fault == (
+        "strategy.graph.pipeline.stages[0].split finds nothing to cut over 2 devices in blocks.0, "
+        "beside what another stage holds as well; use fewer devices, patterns for its weights, or "
+        "another primitive"
+    )
 
 
 def test_recompute_is_chosen_where_activations_do_not_fit() -> None:
