@@ -79,7 +79,7 @@ def cut_head(profile: ModelProfile, head: Head) -> HeadCut:
         raise CutRefused("nothing before it has a parameter to copy")
     features = tuple(crossing)
     middle, taken = _upstream_of(graph, features, tied)
-    middle |= _in_place(graph, last)
+    middle |= graph.ancestors(set(graph.unread_updates) - last)
     first = _upstream_of(graph, tuple(taken), set())[0] if taken else set()
     _refuse_shared_parameters(
         *(
@@ -190,20 +190,6 @@ def _upstream_of(
             inside.add(name)
             stack.extend((*graph[name].inputs, *graph[name].after))
     return inside, [op.name for op in graph if op.name in reached]
-
-
-def _in_place(graph: OperationGraph, elsewhere: set[str]) -> set[str]:
-    """Updates of buffers that nobody reads (BatchNorm's counters), and what they need."""
-    updates = {
-        op.name
-        for op in graph
-        if op.target.startswith("aten.")
-        and op.target.split(".")[1].endswith("_")
-        and graph[op.inputs[0]].target == "buffer"
-        and not graph.users[op.name]
-        and op.name not in elsewhere
-    }
-    return graph.ancestors(updates) if updates else set()
 
 
 def _parameters_to_shard(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from whale_train.errors import Fault
 from whale_train.strategies.grammar import Node, Pipeline, Replicate, Split, Stage, Strategy
+from whale_train.strategies.graph import legal_degrees
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ def _filled(stages: list[_Open], devices: int, hardware: str, faults: list[Fault
         rule += f" among {open_count} stages" if open_count > 1 else " with one stage"
         remedy = f"use a multiple of {open_count} devices more than {fixed}"
         if len(stages) == open_count:
-            remedy = f"use {_divisors(devices)} stages"
+            remedy = f"use {legal_degrees(devices)} stages"
         faults.append(Fault(stages[0].path.rpartition("[")[0] or stages[0].path, "", rule, remedy))
         return []
     found = []
@@ -293,7 +294,7 @@ def _filled(stages: list[_Open], devices: int, hardware: str, faults: list[Fault
             if each % known:
                 rule = f"does not divide the {each} devices of its stage"
                 path = f"{stage.path}"
-                faults.append(Fault(path, str(known), rule, f"use {_divisors(each)}"))
+                faults.append(Fault(path, str(known), rule, f"use {legal_degrees(each)}"))
                 return []
             if stage.shards is None:
                 stage = replace(stage, copies=stage.copies or 1, shards=each // (stage.copies or 1))
@@ -325,10 +326,4 @@ def _refuse_without_effect(form: Form, keeper: Replicate | None, faults: list[Fa
 def _not_dividing(key: str, number: int, devices: int, hardware: str) -> Fault:
     rule = f"does not divide the {devices} devices of hardware={hardware}"
     value = str(number) if key.endswith(".degree") else f"{number} devices"
-    return Fault(key, value, rule, f"use {_divisors(devices)}")
-
-
-def _divisors(devices: int) -> str:
-    """The divisors of `devices`, as a sentence's end: `1, 2, 4, 8 or 16`."""
-    divisors = [str(d) for d in range(1, devices + 1) if devices % d == 0]
-    return " or ".join([", ".join(divisors[:-1]), divisors[-1]]) if divisors[1:] else divisors[0]
+    return Fault(key, value, rule, f"use {legal_degrees(devices)}")

@@ -110,6 +110,18 @@ class OperationGraph:
     def __iter__(self) -> Iterator[Operation]:
         return iter(self.operations)
 
+    @cached_property
+    def unread_updates(self) -> tuple[str, ...]:
+        """Writes into buffers whose result nobody reads, such as BatchNorm counting its batches."""
+        return tuple(
+            op.name
+            for op in self.operations
+            if op.target.startswith("aten.")
+            and op.target.split(".")[1].endswith("_")
+            and self[op.inputs[0]].target == "buffer"
+            and not self.users[op.name]
+        )
+
     def ancestors(self, names: set[str]) -> set[str]:
         """Everything `names` are computed from, themselves included."""
         found = set(names)

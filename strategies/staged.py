@@ -8,6 +8,7 @@ over its shard group, what that needs of memory. All on the operation graph; no 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.cluster import Cluster
@@ -141,11 +142,13 @@ def _slices(job: Staging, decisions: list[Decision]) -> tuple[Slice, ...]:
     ]
 
     def stage_time(chunk: int, first: int, last: int) -> float:
+        if order.weights[last] == order.weights[first]:
+            return inf  # a stage with nothing to train is no stage
         return (order.flops[last] - order.flops[first]) / speeds[chunk]
 
     found = balanced(order, stage_time, count, fixed)
     if found is None:
-        places = len(order.places) - 1
+        places = sum(a < b for a, b in pairwise(order.weights))
         rule = f"has {places} blocks to cut between, too few for {count} stages in this order"
         path = job.form.pipeline.path if job.form.pipeline else "strategy"
         remedy = f"use at most {places} stages" if places < count else "name other modules"

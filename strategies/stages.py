@@ -40,12 +40,14 @@ class Slice:
 class Sequenced:
     """The operations that depend on a parameter, in the order they run, and where between them a
     stage may end. `places` are positions in `operations`, the first 0 and the last their number;
-    `flops[i]` is the work before place i, `bytes_crossing[i]` what is alive across it, `blocks[i]`
-    the module whose operations begin at place i."""
+    `flops[i]` is the work before place i, `weights[i]` how many operations before it read a
+    parameter, `bytes_crossing[i]` what is alive across it, `blocks[i]` the module whose operations
+    begin at place i."""
 
     operations: tuple[str, ...]
     places: tuple[int, ...]
     flops: tuple[float, ...]
+    weights: tuple[int, ...]
     bytes_crossing: tuple[float, ...]
     blocks: tuple[str, ...]
 
@@ -71,13 +73,16 @@ def sequenced(graph: OperationGraph) -> Sequenced:
     for change in alive:
         total += change
         crossing.append(total)
-    before = [0.0]
+    before, weights = [0.0], [0]
     for name in listed:
         before.append(before[-1] + graph[name].flops)
+        reads = any(graph[x].target == "parameter" for x in graph[name].inputs)
+        weights.append(weights[-1] + reads)
     return Sequenced(
         tuple(listed),
         tuple(places),
         tuple(before[i] for i in places),
+        tuple(weights[i] for i in places),
         tuple(crossing[i] for i in places),
         tuple(blocks[i] if i < len(listed) else "" for i in places),
     )
@@ -280,7 +285,7 @@ def _needed(
     takes: set[str] = set()
     stack = [name for name, own in owner.items() if own == stage]
     home = {graph[name].module: own for name, own in owner.items()}
-    stack += [name for name in _in_place(graph) if home.get(graph[name].module, 0) == stage]
+    stack += [name for name in graph.unread_updates if home.get(graph[name].module, 0) == stage]
     while stack:
         name = stack.pop()
         if name in inside or name in takes:
@@ -294,15 +299,3 @@ def _needed(
         stack.extend(operation.inputs)
         stack.extend(n for n in operation.after if owner.get(n, stage) == stage)
     return inside, takes
-
-
-def _in_place(graph: OperationGraph) -> list[str]:
-    """Updates of buffers that nobody reads, such as BatchNorm counting its batches."""
-    return [
-        op.name
-        for op in graph
-        if op.target.startswith("aten.")
-        and op.target.split(".")[1].endswith("_")
-        and graph[op.inputs[0]].target == "buffer"
-        and not graph.users[op.name]
-    ]

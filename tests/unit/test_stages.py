@@ -206,5 +206,7 @@ def test_modules_that_cannot_be(
 
 
 def test_a_stage_that_may_hold_nothing_is_not_cut() -> None:
-    order = Sequenced(("a", "b"), (0, 1, 2), (0.0, 1.0, 2.0), (0.0, 1.0, 0.0), ("a", "b", ""))
+    order = Sequenced(
+        ("a", "b"), (0, 1, 2), (0.0, 1.0, 2.0), (0, 1, 2), (0.0, 1.0, 0.0), ("a", "b", "")
+    )
     assert balanced(order, lambda stage, *_: inf if stage else 1.0, 2, {}) is None
