@@ -192,7 +192,7 @@ def test_recompute_is_chosen_where_activations_do_not_fit() -> None:
             cluster(1, 1, 1, 1),
             model([1.0, 1.0]),
             [
-                "strategy.graph.pipeline.stages=4 has 3 blocks to cut between, too few for 4 "
+                "strategy.graph.pipeline.stages=4 has 2 blocks to cut between, too few for 4 "
                 "stages in this order; use at most 2 stages"
             ],
         ),
