@@ -1,13 +1,14 @@
 """One rank's program, put together: its weights, its engines, its segments."""
 
-from torch import fx, nn
+from torch import fx
 
 from whale_train.config import Request
 from whale_train.models.loss import LossModule
 from whale_train.models.profile import model_path
 from whale_train.runtime.batch_norm import synchronise_batch_norm
-from whale_train.runtime.chunk import Chunk, Part, Segments
-from whale_train.runtime.engine import Copies, DeepSpeedEngine, Engine, TorchEngine, make_optimizer
+from whale_train.runtime.chunk import Chunk, Segments, parts_of
+from whale_train.runtime.engine import Copies, Engine
+from whale_train.runtime.engines import make_engine
 from whale_train.runtime.loss_means import Pieces, target_counter
 from whale_train.runtime.own_tensors import own_tensors, tensor_paths
 from whale_train.runtime.programs import CutModel, Program, WholeModel
@@ -16,7 +17,7 @@ from whale_train.runtime.seat import Seat
 from whale_train.runtime.stages import assemble_stages
 from whale_train.runtime.weights import own_copy
 from whale_train.strategies.layout_types import BATCH
-from whale_train.strategies.plan import Plan, TaskGraph
+from whale_train.strategies.plan import Plan
 from whale_train.strategies.shares import tile
 
 
@@ -48,7 +49,10 @@ def _whole_model(
     if task_graph.zero != 3:  # ZeRO 3 reads its partition straight out of the shared copy
         own_copy(module.parameters(), seat.device)
     copies = Copies(group)
-    engine = _engine(request, plan, task_graph, module, copies, seat, exported=False)
+    may_skip = not plan.exported
+    engine = make_engine(
+        request, plan, task_graph, module, copies, seat, may_skip_parameters=may_skip
+    )
     samples = plan.ranks[seat.rank].samples
     if not samples:
         return WholeModel(engine, group, [task_graph.shares[seat.rank]], plan.global_batch)
@@ -105,15 +109,8 @@ def _cut_model(
             sharded = frozenset(p for p in mine.parameters() if id(p) in of_head)
             group = seat.groups[f"{task_graph.name}.model_parallel"]
             copies = Copies(None, group, sharded)
-        engines[number] = _engine(request, plan, task_graph, mine, copies, seat, exported=True)
-    seen = dict.fromkeys(engines, 0)
-    made = []
-    for segments in chunks:
-        parts = []
-        for owner, segment in segments:
-            parts.append(Part(segment, engines[owner], seen[owner]))
-            seen[owner] += 1
-        made.append(Chunk(parts, parts[-1].segment.gives))
+        engines[number] = make_engine(request, plan, task_graph, mine, copies, seat)
+    made = [Chunk(parts, parts[-1].segment.gives) for parts in parts_of(chunks, engines)]
     return CutModel([made[of_chunk[shared]] for shared in batches], counts, pieces)
 
 
@@ -125,27 +122,3 @@ def _micro_batches(plan: Plan) -> list[tuple[tuple[int, int], ...]]:
         return [plan.rewrite["axes"][BATCH]]
     sizes = [[stop - start for start, stop in samples] for samples in listed]
     return [tile(sum(each), each) for each in zip(*sizes, strict=True)]
-
-
-def _engine(
-    request: Request,
-    plan: Plan,
-    task_graph: TaskGraph,
-    module: nn.Module,
-    copies: Copies,
-    seat: Seat,
-    exported: bool,
-) -> Engine:
-    config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
-    if config is not None and copies.group is not None:
-        return DeepSpeedEngine(module, copies, config, seat.device, plan.precision)
-    options = request.optimizer
-    optimizer = make_optimizer(options.name, options.arguments())
-    return TorchEngine(
-        module,
-        copies,
-        optimizer,
-        plan.precision,
-        seat.device,
-        may_skip_parameters=not exported and not plan.exported,
-    )

@@ -39,6 +39,22 @@ class Part:
     number: int
 
 
+def parts_of(
+    chunks: Sequence[Sequence[tuple[int, Segment]]], engines: Mapping[int, Engine]
+) -> list[list[Part]]:
+    """The parts of each of `chunks`, given by their TaskGraph and in the order in which that
+    TaskGraph's engine of `engines` has its segments."""
+    seen = dict.fromkeys(engines, 0)
+    found = []
+    for segments in chunks:
+        parts = []
+        for owner, segment in segments:
+            parts.append(Part(segment, engines[owner], seen[owner]))
+            seen[owner] += 1
+        found.append(parts)
+    return found
+
+
 @dataclass(frozen=True)
 class Passed:
     """What a forward leaves to its backward: every value made or taken, and, per segment, those it

@@ -4,7 +4,7 @@ import fcntl
 import os
 
 from whale_train.kernel_cache import CPU_ADAM, VARIABLE, kernel_cache
-from whale_train.runtime.engine import import_deepspeed
+from whale_train.runtime.deepspeed_engine import import_deepspeed
 
 
 def load_cpu_adam() -> None:

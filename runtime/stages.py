@@ -12,11 +12,13 @@ from torch import distributed as dist
 
 from whale_train.config import Request
 from whale_train.models.loss import LossModule
-from whale_train.runtime.chunk import Chunk, Part, Segments, SharingChunk
-from whale_train.runtime.engine import Copies, DeepSpeedEngine, Engine, TorchEngine, make_optimizer
+from whale_train.runtime.chunk import Chunk, Segments, SharingChunk, parts_of
+from whale_train.runtime.engine import Copies, Engine
+from whale_train.runtime.engines import make_engine
 from whale_train.runtime.loss_means import target_counter
+from whale_train.runtime.loss_of_pieces import LossOfPieces
 from whale_train.runtime.own_tensors import own_tensors, tensor_paths
-from whale_train.runtime.pipeline import LossOfPieces, PipelineModel
+from whale_train.runtime.pipeline import PipelineModel
 from whale_train.runtime.pipeline import Place as PipelinePlace
 from whale_train.runtime.rewrite import (
     Counts,
@@ -84,28 +86,26 @@ def assemble_stages(
             if again or plan.task_graphs[there["task_graph"]].zero == 3:
                 segment.divide(partial(_recomputed, here.random if again else None))
             segments[number] = segment
-    engines = {
-        task_graph.id: _engine(
-            request,
-            plan,
-            task_graph,
-            Segments([x for n, x in segments.items() if written[n]["task_graph"] == task_graph.id]),
-            _copies(plan, task_graph, tensors, seat),
-            seat,
+    engines: dict[int, Engine] = {}
+    for task_graph in task_graphs:
+        owned = [n for n in segments if written[n]["task_graph"] == task_graph.id]
+        mine = Segments([segments[n] for n in owned])
+        copies = _copies(plan, task_graph, tensors, seat)
+        once = _has_one_backward(plan, mine, seat.rank)
+        engines[task_graph.id] = make_engine(
+            request, plan, task_graph, mine, copies, seat, overlap=once
         )
-        for task_graph in task_graphs
-    }
-    seen = dict.fromkeys(engines, 0)
+    listed = [
+        [
+            (written[n]["task_graph"], segments[n])
+            for n in plan.pipeline["chunks"][chunk]["segments"]
+        ]
+        for chunk in held
+    ]
     chunks: dict[int, Chunk] = {}
-    for chunk in held:
-        parts = []
-        described = plan.pipeline["chunks"][chunk]
-        for number in described["segments"]:
-            owner = written[number]["task_graph"]
-            parts.append(Part(segments[number], engines[owner], seen[owner]))
-            seen[owner] += 1
+    for chunk, parts in zip(held, parts_of(listed, engines), strict=True):
         gives = parts[-1].segment.gives
-        if described["shares_samples"]:
+        if plan.pipeline["chunks"][chunk]["shares_samples"]:
             head = places[task_graphs[-1].id]
             chunks[chunk] = SharingChunk(parts, gives, head.along({"axis": BATCH, "outer": 1}))
         else:
@@ -152,30 +152,12 @@ def _recomputed(random: SharedRandom | None, block: str) -> SharedRandom | None:
     return random if is_repeated(block) else None
 
 
-def _engine(
-    request: Request,
-    plan: Plan,
-    task_graph: TaskGraph,
-    module: Segments,
-    copies: Copies,
-    seat: Seat,
-) -> Engine:
-    config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
-    if config is not None:
-        return DeepSpeedEngine(module, copies, config, seat.device, plan.precision)
+def _has_one_backward(plan: Plan, module: Segments, rank: int) -> bool:
+    """Whether a step has one forward and one backward of all `module` holds, which is what
+    DistributedDataParallel wants."""
     assert plan.pipeline is not None
-    # DistributedDataParallel wants one forward and one backward a step of all it holds.
     one_part = len(module.parts) == 1 and len(plan.pipeline["chunks"]) == 1
-    once = one_part and plan.ranks[seat.rank].micro_batches == 1
-    return TorchEngine(
-        module,
-        copies,
-        make_optimizer(request.optimizer.name, request.optimizer.arguments()),
-        plan.precision,
-        seat.device,
-        may_skip_parameters=False,
-        overlap=once,
-    )
+    return one_part and plan.ranks[rank].micro_batches == 1
 
 
 def _channels(plan: Plan, seat: Seat) -> dict[tuple[int, int, int], dist.ProcessGroup]:

@@ -18,11 +18,11 @@ from torch import distributed as dist
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.order import rank_slice, step_indices
-from whale_train.runtime.engine import update
 from whale_train.runtime.learning_rate import learning_rate
 from whale_train.runtime.loss_scale import START, LossScale
 from whale_train.runtime.programs import Evaluation, PendingLoss, Program
 from whale_train.runtime.trace import Trace
+from whale_train.runtime.update import update
 from whale_train.strategies.plan import Plan
 
 

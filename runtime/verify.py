@@ -23,10 +23,11 @@ from torch.overrides import TorchFunctionMode
 from whale_train.config import OptimizerOptions, Request
 from whale_train.models.profile import model_path
 from whale_train.runtime.chunk import Batch
-from whale_train.runtime.engine import Engine, TorchEngine
+from whale_train.runtime.engine import Engine
 from whale_train.runtime.learning_rate import learning_rate
 from whale_train.runtime.programs import Evaluation, PendingLoss, Program
 from whale_train.runtime.rewrite import Segment
+from whale_train.runtime.torch_engine import TorchEngine
 from whale_train.runtime.train import Batches, Loop, Metrics
 from whale_train.strategies.plan import Plan
 

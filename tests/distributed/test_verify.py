@@ -36,7 +36,8 @@ from whale_train.launcher.verify import Verification, compare
 from whale_train.models.build import build_model
 from whale_train.models.loss import LossModule
 from whale_train.runtime import host, worker
-from whale_train.runtime.engine import Copies, make_optimizer
+from whale_train.runtime.engine import Copies
+from whale_train.runtime.optimizers import make_optimizer
 from whale_train.runtime.verify import DropoutOff, part_of, slope_of
 from whale_train.strategies.inventory import MachineFacts
 from whale_train.strategies.plan import Plan, TaskGraph

@@ -1,0 +1,76 @@
+"""The loss of a step whose micro-batches several ranks compute."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from whale_train.runtime.chunk import Batch
+from whale_train.runtime.loss_means import TargetCounter
+from whale_train.runtime.programs import Evaluation, PendingLoss
+
+
+class LossOfPieces:
+    """The loss of the global batch, of which every rank of a last stage has pieces.
+
+    A micro-batch of n samples has the weight n / N of the global batch's N. A cross-entropy is a
+    mean over targets, of which micro-batches hold different numbers: it becomes a sum, scaled so
+    that the weighted pieces add up to the mean over all targets. They are counted before the
+    first forward (`counter`; None where one piece is all there is).
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[tuple[int, int]],
+        global_batch: int,
+        counter: TargetCounter | None,
+        device: torch.device,
+    ) -> None:
+        self._samples, self._global_batch = samples, global_batch
+        self._counter, self._device = counter, device
+        self._pending: tuple[Tensor, dist.Work | None] | None = None
+        self._now = 0
+        losses = counter.losses if counter is not None else ()
+        self._numbers = {name: i for i, name in enumerate(losses)}
+
+    def begin(self, batches: Iterable[Batch]) -> None:
+        """Count the targets of the step; `batches` are those whose loss is counted here."""
+        if self._counter is None or not self._numbers:
+            return
+        total = torch.zeros(len(self._numbers), dtype=torch.float64, device=self._device)
+        for batch in batches:
+            total += self._counter.mine(batch)
+        self._pending = (total, dist.all_reduce(total, async_op=True))
+
+    def enter(self, micro_batch: int) -> None:
+        """What runs next is a piece of this micro-batch."""
+        self._now = micro_batch
+
+    def weight(self, micro_batch: int) -> float:
+        start, stop = self._samples[micro_batch]
+        return (stop - start) / self._global_batch
+
+    def scale(self, name: str) -> Tensor:
+        """What the sum of the cross-entropy `name` over the current micro-batch is multiplied by
+        to be its mean, weighted against the others."""
+        assert self._pending is not None
+        total, work = self._pending
+        if work is not None:
+            work.wait()
+            self._pending = (total, None)
+        return 1.0 / (total[self._numbers[name]] * self.weight(self._now))
+
+    def total(self, losses: Mapping[int, Tensor]) -> PendingLoss:
+        """The loss of the global batch, on every rank; `losses` are this rank's pieces, if it is
+        one that counts."""
+        value = torch.zeros((), device=self._device)
+        for m, loss in losses.items():
+            value += loss.float() * self.weight(m)
+        return PendingLoss(value, dist.all_reduce(value, async_op=True))
+
+    def evaluation(self, losses: Mapping[int, Tensor], counts: tuple[float, float]) -> Evaluation:
+        value = sum(float(loss) * self.weight(m) for m, loss in losses.items())
+        sums = torch.tensor([value, *counts], dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums)
+        return Evaluation(*sums.tolist())
