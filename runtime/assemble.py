@@ -98,6 +98,7 @@ def _cut_model(
             segment = Segment(tuple(written["takes"]), tuple(written["gives"]), held)
             for counted in (None, counts):
                 write_segment_graph(segment, written, graph, canonical, place, counted)
+            segment.overlap_weight_gradients()
             segments.append((written["task_graph"], segment))
         chunks.append(segments)
     engines: dict[int, Engine] = {}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, fx, nn
 
 from whale_train.runtime.blocks import Blocks
+from whale_train.runtime.entered_products import join_products
 from whale_train.runtime.shared_random import SharedRandom
 from whale_train.runtime.weight_gradients import WeightGradients
 
@@ -77,11 +78,19 @@ class Segment(nn.Module):
 
     def defer_weight_gradients(self, deferred: WeightGradients) -> None:
         """Let `deferred` take over the products of the training graph that have weights."""
+        deferred.replace(self._graphs[True][0], self._parameter_arguments())
+
+    def overlap_weight_gradients(self) -> None:
+        """Compute weights' gradients, in the training graph, while those of entered values are
+        summed."""
+        join_products(self._graphs[True][0], self._parameter_arguments())
+
+    def _parameter_arguments(self) -> frozenset[str]:
+        """The training graph's placeholders that get parameters."""
         graph, names = self._graphs[True]
         arguments = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         tensors = zip(arguments[len(arguments) - len(names) :], names, strict=True)
-        parameters = {n for n, attribute in tensors if attribute in self._parameters}
-        deferred.replace(graph, frozenset(parameters))
+        return frozenset(n for n, attribute in tensors if attribute in self._parameters)
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
         if self.blocks is not None:

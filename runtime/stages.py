@@ -82,6 +82,8 @@ def assemble_stages(
                 write_segment_graph(segment, there, graph, canonical, here, counted)
             if deferred is not None:
                 segment.defer_weight_gradients(deferred)
+            else:
+                segment.overlap_weight_gradients()
             again = described["recompute"] == "full"
             if again or plan.task_graphs[there["task_graph"]].zero == 3:
                 segment.divide(partial(_recomputed, here.random if again else None))

@@ -8,13 +8,13 @@ input's gradient and notes what the weight's needs.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
+
+from whale_train.runtime.products import Kind, product_of
 
 Key = tuple[int, int]  # chunk, micro-batch
 _Gradients = Callable[[], None]
@@ -52,54 +52,23 @@ class WeightGradients:
     def replace(self, graph: fx.GraphModule, parameters: frozenset[str]) -> None:
         """Replace the products of `graph` whose weight is one of its placeholders `parameters`."""
         for node in list(graph.graph.nodes):
-            kind = _KINDS.get(node.target) if node.op == "call_function" else None
-            if kind is None:
-                continue
-            args = list(node.args) + [None] * (3 - len(node.args))
-            weight, bias = args[kind.weight], args[kind.bias]
-            if not isinstance(weight, fx.Node) or weight.name not in parameters or node.kwargs:
-                continue
-            if isinstance(bias, fx.Node) and bias.name not in parameters:
+            product = product_of(node, parameters)
+            if product is None:
                 continue
             name = f"deferred_{node.name}"
-            graph.add_module(name, _Deferred(self, kind))
+            graph.add_module(name, _Deferred(self, product.kind))
             with graph.graph.inserting_before(node):
-                new = graph.graph.call_module(name, (args[kind.input], weight, bias))
+                args = (product.input, product.weight, product.bias)
+                new = graph.graph.call_module(name, args)
             node.replace_all_uses_with(new)
             graph.graph.erase_node(node)
         graph.recompile()
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A product: where its input, weight and bias stand, and whether the weight is [in, out]."""
-
-    operation: Any
-    input: int
-    weight: int
-    bias: int
-    transposed: bool
-
-    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """grad [.., out] times the weight: [.., in]."""
-        return grad @ (weight.t() if self.transposed else weight)
-
-    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-        return x.t() @ grad if self.transposed else grad.t() @ x
-
-
-_aten = torch.ops.aten
-_KINDS = {
-    _aten.linear.default: _Kind(_aten.linear.default, 0, 1, 2, transposed=False),
-    _aten.addmm.default: _Kind(_aten.addmm.default, 1, 2, 0, transposed=True),
-}
-
-
 class _Deferred(nn.Module):
     """One product, its weight's gradient deferred when a backward is in two parts."""
 
-    def __init__(self, owner: WeightGradients, kind: _Kind) -> None:
+    def __init__(self, owner: WeightGradients, kind: Kind) -> None:
         super().__init__()
         self.owner, self.kind = owner, kind
 
@@ -120,7 +89,7 @@ class _Product(torch.autograd.Function):
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return functional.linear(x, weight.t() if deferred.kind.transposed else weight, bias)
+            return deferred.kind.value(x, weight, bias)
 
     @staticmethod
     @once_differentiable

@@ -132,6 +132,8 @@ def write(
     )
     written = json.loads(json.dumps(plan))
     write_segment_graph(segment, written, graph, canonical, here, counts)
+    if counts is None:
+        segment.overlap_weight_gradients()
     segment.train(counts is None)
     return Written(segment, module, sharded, axes, loss, by_path)
 
