@@ -3,14 +3,16 @@
 The ranks write a timeline (runtime/trace.py), to which this adds the collectives. All ranks of a
 run are on one machine and read one clock, so that a wait has two parts: until the last of those
 it takes has come (*waiting*: the bubble of a pipeline, or a rank that is slower than another),
-and from then until the data is there (*bridges*: what moving it costs). Inside of forward,
+and from then until the data is there: what moving it costs. Between TaskGraphs on other devices
+or shared otherwise (a pipeline's messages, what gathers a batch for a split head and takes its
+gradient back) that is *bridges*, inside of one (a split's sums) *collectives*. Inside of forward,
 backward and update everything else is *compute*; what is in none of them is *outside*: reading
 data, metrics, the bookkeeping between instructions.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ class Shares:
 
     compute: float
     bridges: float
+    collectives: float
     waiting: float
     outside: float
 
@@ -64,16 +67,18 @@ def watched(request: Request, plan: Plan, folder: Path) -> Side:
 
 
 def watch_collectives(trace: Trace) -> None:
-    """In this process from here on: every collective is a span `collective N`, or `post N` and
-    `wait N`, N being its number, and the end of a step's sends one called `settle`."""
+    """In this process from here on: every collective is a span `collective N` (`bridge N` where
+    it gathers a batch or takes the gradient of a gathered one back), or `post N` and `wait N`, N
+    being its number, and the end of a step's sends one called `settle`."""
     numbers = iter(range(10**9))
+    kind = "collective"
 
     def watching(collective: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(collective)
         def run(*args: Any, **kwargs: Any) -> Any:
             number = next(numbers)
             if not kwargs.get("async_op"):
-                with trace.span(f"collective {number}"):
+                with trace.span(f"{kind} {number}"):
                     return collective(*args, **kwargs)
             with trace.span(f"post {number}"):
                 work = collective(*args, **kwargs)
@@ -88,6 +93,21 @@ def watch_collectives(trace: Trace) -> None:
         (casts, "_reduce_scatter_single"),
     ):
         setattr(module, name, watching(getattr(module, name)))
+
+    def bridging(cast: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(cast)
+        def run(x: Any, place: Any) -> Any:
+            nonlocal kind
+            kind = "bridge" if place.dim == 0 else "collective"  # the dimension of the batch
+            try:
+                return cast(x, place)
+            finally:
+                kind = "collective"
+
+        return run
+
+    for name in ("_all_gather", "_sum_slice"):
+        setattr(casts, name, bridging(getattr(casts, name)))
     settle = Transport.settle
 
     def settling(transport: Transport) -> None:
@@ -120,7 +140,7 @@ def shares(folder: Path, ranks: int, skipped: int) -> Shares:
 def shares_of(timelines: Sequence[Sequence[Event]], skipped: int) -> Shares:
     """The same of one list of events a rank."""
     posted = _posted(timelines)
-    totals = dict.fromkeys(("compute", "bridges", "waiting", "outside"), 0.0)
+    totals = dict.fromkeys((field.name for field in fields(Shares)), 0.0)
     whole = 0.0
     for events in timelines:
         for number, step in enumerate(_steps(events)):
@@ -152,7 +172,7 @@ def _posted(timelines: Sequence[Sequence[Event]]) -> dict[tuple[Any, ...], float
         for number, step in enumerate(_steps(events)):
             for event in step:
                 kind, _, which = event["name"].partition(" ")
-                if kind in ("collective", "post"):
+                if kind in ("collective", "bridge", "post"):
                     key: tuple[Any, ...] = (which,)
                 elif event["cat"] in SENDS:
                     at = event["args"]
@@ -165,7 +185,7 @@ def _posted(timelines: Sequence[Sequence[Event]]) -> dict[tuple[Any, ...], float
 
 def _parts(step: Sequence[Event], number: int, posted: Mapping[Any, float]) -> dict[str, float]:
     """Microseconds of one step of one rank."""
-    parts = dict.fromkeys(("compute", "bridges", "waiting"), 0.0)
+    parts = dict.fromkeys(("compute", "bridges", "collectives", "waiting"), 0.0)
     end = max(event["ts"] + event["dur"] for event in step)
     computed = [e for e in step if e["cat"] in COMPUTE or e["name"] == "update"]
     for event in step:
@@ -177,7 +197,7 @@ def _parts(step: Sequence[Event], number: int, posted: Mapping[Any, float]) -> d
             at = event["args"]
             sent = RECEIVES[event["cat"]]
             ready = posted[number, sent, at["peer"], at["chunk"], at["micro_batch"]]
-        elif kind in ("collective", "wait"):
+        elif kind in ("collective", "bridge", "wait"):
             ready = posted[which,]
         elif event["cat"] in SENDS or kind == "post":
             ready = event["ts"]
@@ -187,7 +207,8 @@ def _parts(step: Sequence[Event], number: int, posted: Mapping[Any, float]) -> d
             continue
         waiting = min(max(ready - event["ts"], 0.0), event["dur"])
         parts["waiting"] += waiting
-        parts["bridges"] += event["dur"] - waiting
+        inside = kind in ("collective", "wait", "post")
+        parts["collectives" if inside else "bridges"] += event["dur"] - waiting
         if any(_inside(event, outer) for outer in computed):
             parts["compute"] -= event["dur"]
     parts["outside"] = end - step[0]["ts"] - sum(parts.values())

@@ -6,6 +6,7 @@ python benchmarks/parallel.py --ranks 2 4
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from whale_train.strategies.plan import Plan
 LEARNING_RATE = 0.001
 PARTS = ("split", "pipeline", "breakdown")
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
-WATCHED = ("split", "1f1b")
+CLASSES = 100_000  # of the head that hybrid_split_dp splits
+WATCHED = ("split", "1f1b", "zero_bubble", "hybrid_split_dp")
 HUGE = ", huge pages"
 
 
@@ -102,18 +104,21 @@ def compare_pipeline(
 def break_down(ranks: int, options: argparse.Namespace, folder: Path, console: Console) -> None:
     """Print where the time of a step of ours goes."""
     turns = Turns(rounds=4, steps=options.steps)
-    table = Table(title=f"where a step goes, {title(ranks, options)}", title_justify="left")
+    words = f"where a step goes, {title(ranks, options)}; hybrid_split_dp: {CLASSES} classes"
+    table = Table(title=words, title_justify="left")
     table.add_column("ours")
-    for name in ("compute", "bridges", "waiting for others", "outside of these"):
+    for name in ("compute", "bridges", "collectives", "waiting for others", "outside of these"):
         table.add_column(name, justify="right")
     for strategy in WATCHED:
         run_dir = Path(tempfile.mkdtemp(dir=folder))
-        request, plan = ours(strategy, ranks, options, turns)
+        if strategy == "hybrid_split_dp":
+            request, plan = split_head(ranks, options, turns)
+        else:
+            request, plan = ours(strategy, ranks, options, turns)
         side = breakdown.watched(request, plan, run_dir)
         interleaved([side], ranks, num_threads(ranks), turns)
         found = breakdown.shares(run_dir, ranks, skipped=turns.total_steps // (turns.rounds + 1))
-        amounts = (found.compute, found.bridges, found.waiting, found.outside)
-        table.add_row(strategy, *(f"{amount:.1%}" for amount in amounts))
+        table.add_row(strategy, *(f"{amount:.1%}" for amount in astuple(found)))
     console.print(table)
 
 
@@ -126,6 +131,20 @@ def ours(
         graph = f"{{pipeline: {{{what}}}}}"
     overrides = (f"strategy.graph={graph}", f"hardware.devices={ranks}")
     return sides.resolved([*asked(options), *overrides], turns.total_steps)
+
+
+def split_head(ranks: int, options: argparse.Namespace, turns: Turns) -> tuple[Request, Plan]:
+    """A backbone copied and its head of many classes split: the bridges of a hybrid strategy."""
+    overrides = [
+        "model=class_head",
+        f"model.num_classes={CLASSES}",
+        "data=classes",
+        "strategy=hybrid_split_dp",
+        "hardware=cpu",
+        f"hardware.devices={ranks}",
+        f"train.global_batch={options.batch * ranks}",
+    ]
+    return sides.resolved(overrides, turns.total_steps)
 
 
 def asked(options: argparse.Namespace) -> list[str]:

@@ -25,7 +25,6 @@ from whale_train.models.class_head import ClassHead
 from whale_train.runtime import worker
 from whale_train.runtime.assemble import assemble
 from whale_train.runtime.groups import make_groups
-from whale_train.runtime.pipeline import PipelineModel
 from whale_train.runtime.seat import Seat
 from whale_train.runtime.trace import Trace
 from whale_train.runtime.train import Batches, Loop, Metrics
@@ -52,8 +51,6 @@ class Ours:
         seat = Seat(rank, CPU, make_groups(plan, rank))
         torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
         program = assemble(request, plan, prepared.module, prepared.graph, seat)
-        if isinstance(program, PipelineModel):
-            program.trace = trace
         batches = Batches(request, plan, prepared.dataset, rank, CPU)
         metrics = Metrics(run_dir, False, CPU) if rank == 0 else None
         # Two loops over one program, which differ in whether they measure the norm.

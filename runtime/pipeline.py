@@ -16,7 +16,7 @@ from whale_train.runtime.engine import Engine
 from whale_train.runtime.loss_of_pieces import LossOfPieces
 from whale_train.runtime.programs import Evaluation, PendingLoss
 from whale_train.runtime.rewrite import Counts
-from whale_train.runtime.trace import Trace
+from whale_train.runtime.trace import Trace, span
 from whale_train.runtime.transport import Transport, Wire
 from whale_train.runtime.weight_gradients import WeightGradients
 from whale_train.strategies.plan import Plan
@@ -211,11 +211,8 @@ class _Run:
         for place, instruction in enumerate(self.instructions):
             for upcoming in ahead[place]:
                 self.expect(upcoming)
-            if trace is None:
+            with span(trace, instruction):
                 self.carry_out(instruction)
-            else:
-                with trace.span(instruction):
-                    self.carry_out(instruction)
 
     def carry_out(self, instruction: Instruction) -> None:
         match instruction.kind:

@@ -18,6 +18,8 @@ from whale_train.runtime.chunk import Batch, Chunk
 from whale_train.runtime.engine import Engine
 from whale_train.runtime.loss_means import GlobalMeans, Pieces, TargetCounter, Targets
 from whale_train.runtime.rewrite import Counts
+from whale_train.runtime.trace import Trace, span
+from whale_train.strategies.schedule import Instruction, Kind
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,10 @@ class PendingLoss:
 
 
 class Program(Protocol):
-    """`engines` hold all of this rank's parameters; `backward` leaves their gradients."""
+    """`engines` hold all of this rank's parameters; `forward_backward` leaves their gradients, and
+    writes what it does to `trace`, if there is one."""
+
+    trace: Trace | None
 
     @property
     def engines(self) -> Sequence[Engine]: ...
@@ -73,6 +78,7 @@ class WholeModel:
         self._engine, self._group = engine, group
         self._sizes, self._global_batch = sizes, global_batch
         self._counter = counter
+        self.trace: Trace | None = None
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -84,9 +90,13 @@ class WholeModel:
             last = number == len(batches) - 1
             with nullcontext() if last else engine.accumulating():
                 size = self._sizes[number]
-                with GlobalMeans(self._group, size, self._global_batch, targets):
+                with (
+                    span(self.trace, Instruction(Kind.FORWARD, 0, number)),
+                    GlobalMeans(self._group, size, self._global_batch, targets),
+                ):
                     part = engine(**batch) * (size / self._global_batch)
-                engine.backward([part], [torch.full_like(part, loss_scale)])
+                with span(self.trace, Instruction(Kind.BACKWARD, 0, number)):
+                    engine.backward([part], [torch.full_like(part, loss_scale)])
             parts.append(part.detach().float())
         engine.finish_backward()
         value = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
@@ -131,6 +141,7 @@ class CutModel:
         self, chunks: Sequence[Chunk], counts: Counts, pieces: Pieces | None = None
     ) -> None:
         self._chunks, self._counts, self._pieces = chunks, counts, pieces
+        self.trace: Trace | None = None
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -143,10 +154,12 @@ class CutModel:
                 if number < len(batches) - 1:
                     for engine in self.engines:
                         stack.enter_context(engine.accumulating())
-                passed = chunk.forward({}, batch)
+                with span(self.trace, Instruction(Kind.FORWARD, 0, number)):
+                    passed = chunk.forward({}, batch)
                 (loss,) = (passed.made[name] for name in chunk.gives)
                 seed = torch.full_like(loss, weight * loss_scale)
-                chunk.backward(passed, {chunk.gives[0]: seed})
+                with span(self.trace, Instruction(Kind.BACKWARD, 0, number)):
+                    chunk.backward(passed, {chunk.gives[0]: seed})
             value = loss.detach().float() * weight
             total = value if total is None else total + value
         for engine in self.engines:

@@ -7,7 +7,7 @@ a span is the time its work took to be asked for, unless what is asked for waits
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,11 @@ class Trace:
         folder.mkdir(exist_ok=True)
         path = folder / f"rank_{self._rank}.json"
         path.write_text(json.dumps({"traceEvents": self._events}))
+
+
+def span(trace: Trace | None, what: Instruction | str) -> AbstractContextManager[None]:
+    """A span of `trace`, if there is one."""
+    return nullcontext() if trace is None else trace.span(what)
 
 
 def merge(run_dir: Path, ranks: int) -> None:

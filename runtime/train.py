@@ -5,7 +5,7 @@ import math
 import resource
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ from whale_train.data.order import rank_slice, step_indices
 from whale_train.runtime.learning_rate import learning_rate
 from whale_train.runtime.loss_scale import START, LossScale
 from whale_train.runtime.programs import Evaluation, PendingLoss, Program
-from whale_train.runtime.trace import Trace
+from whale_train.runtime.trace import Trace, span
 from whale_train.runtime.update import update
 from whale_train.strategies.plan import Plan
 
@@ -145,7 +145,7 @@ class Loop:
         trace: Trace | None = None,
     ) -> None:
         self.final_loss: float | None = None
-        self._trace = trace
+        self._trace = program.trace = trace
         self._request, self._plan, self._program = request, plan, program
         self._batches, self._metrics = batches, metrics
         self._pending: tuple[_Step, int] | None = None
@@ -188,7 +188,7 @@ class Loop:
         return seconds
 
     def _span(self, name: str) -> AbstractContextManager[None]:
-        return self._trace.span(name) if self._trace else nullcontext()
+        return span(self._trace, name)
 
     def settle(self) -> None:
         """Write the line of the step before."""

@@ -28,6 +28,7 @@ from whale_train.runtime.learning_rate import learning_rate
 from whale_train.runtime.programs import Evaluation, PendingLoss, Program
 from whale_train.runtime.rewrite import Segment
 from whale_train.runtime.torch_engine import TorchEngine
+from whale_train.runtime.trace import Trace
 from whale_train.runtime.train import Batches, Loop, Metrics
 from whale_train.strategies.plan import Plan
 
@@ -281,6 +282,7 @@ class _WithoutDropout:
     def __init__(self, program: Program) -> None:
         self._program = program
         self.mode = DropoutOff()
+        self.trace: Trace | None = None  # the loop says None as well
 
     @property
     def engines(self) -> Sequence[Engine]:

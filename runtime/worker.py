@@ -20,7 +20,6 @@ from whale_train.models.profile import export_model, with_constants
 from whale_train.runtime.assemble import assemble
 from whale_train.runtime.groups import file_rendezvous, join, leave, limit_waits, make_groups
 from whale_train.runtime.kernels import load_cpu_adam
-from whale_train.runtime.pipeline import PipelineModel
 from whale_train.runtime.programs import Program
 from whale_train.runtime.seat import Seat
 from whale_train.runtime.trace import Trace, merge
@@ -110,8 +109,6 @@ def train_as_planned(
         summary = verify(run_dir, request, plan, program, batches, metrics, rank)
     else:
         trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
-        if isinstance(program, PipelineModel):
-            program.trace = trace
         summary = train(request, plan, program, batches, metrics, trace)
         if trace is not None:
             trace.write(run_dir)
