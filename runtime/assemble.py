@@ -3,8 +3,8 @@
 from torch import fx
 
 from whale_train.config import Request
+from whale_train.models.export import model_path
 from whale_train.models.loss import LossModule
-from whale_train.models.profile import model_path
 from whale_train.runtime.batch_norm import synchronise_batch_norm
 from whale_train.runtime.chunk import Chunk, Segments, parts_of
 from whale_train.runtime.engine import Copies, Engine

@@ -24,8 +24,8 @@ from torch import distributed as dist
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from whale_train.models.export import model_path
 from whale_train.models.loss import LossModule
-from whale_train.models.profile import model_path
 from whale_train.runtime.losses import targets_graph
 
 _PLAIN = ("weight", "size_average", "ignore_index", "reduce", "reduction")

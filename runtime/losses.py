@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from whale_train.models.profile import model_path
+from whale_train.models.export import model_path
 
 LossScale = Callable[[str], Tensor | float]
 

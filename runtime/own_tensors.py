@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from whale_train.models.export import model_path
 from whale_train.models.loss import LossModule
-from whale_train.models.profile import model_path
 from whale_train.runtime.casts import shard_of
 from whale_train.runtime.rewrite import is_tensor
 from whale_train.runtime.seat import Seat

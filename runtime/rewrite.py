@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 
-from whale_train.models.profile import model_path, module_path
+from whale_train.models.export import model_path, module_path
 from whale_train.runtime.batch_norm import global_batch_norm
 from whale_train.runtime.blocks import BLOCK
 from whale_train.runtime.casts import (

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from whale_train.config import OptimizerOptions, Request
-from whale_train.models.profile import model_path
+from whale_train.models.export import model_path
 from whale_train.runtime.chunk import Batch
 from whale_train.runtime.engine import Engine
 from whale_train.runtime.learning_rate import learning_rate

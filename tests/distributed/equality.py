@@ -36,7 +36,7 @@ from whale_train.launcher.job import write_plan
 from whale_train.launcher.resolve import resolve_request
 from whale_train.launcher.run_dir import create_run_dir, write_text
 from whale_train.models import profile
-from whale_train.models.profile import model_path
+from whale_train.models.export import model_path
 from whale_train.runtime import host, worker
 from whale_train.runtime.chunk import Segments
 from whale_train.runtime.groups import file_rendezvous, leave

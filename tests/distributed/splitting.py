@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 
-from whale_train.models import profile
+from whale_train.models.export import export, model_path
 from whale_train.models.loss import LossModule
+from whale_train.models.operation_graph import operation_graph
 from whale_train.models.options import ModelOptions
 from whale_train.runtime.casts import shard_of
 from whale_train.runtime.rewrite import Counts, Place, Segment, is_tensor, write_segment_graph
@@ -91,13 +92,11 @@ def write(
     module = _wrapped(build().to(dtype))
     graph = _exported(build, module, batch, on_meta)
     canonical = _canonical(module)
-    operations = profile.operation_graph(graph, {})
+    operations = operation_graph(graph, {})
     region = tuple(op.name for op in operations if op.target != "output")
     loss = operations.operations[-1].inputs[0]
     parameters = {op.name: canonical[op.path] for op in operations if op.target == "parameter"}
-    by_path = {
-        profile.model_path(name): p for name, p in module.named_parameters(remove_duplicate=False)
-    }
+    by_path = {model_path(name): p for name, p in module.named_parameters(remove_duplicate=False)}
     sharded = choose_patterns(
         operations,
         region,
@@ -214,7 +213,7 @@ def _exported(
         batch = {k: torch.empty(x.shape, dtype=x.dtype, device="meta") for k, x in batch.items()}
     else:
         module = copy.deepcopy(module)
-    graph, error = profile._export(module, dict(batch))
+    graph, error = export(module, dict(batch))
     assert graph is not None, error
     return graph
 
@@ -222,7 +221,7 @@ def _exported(
 def _canonical(module: nn.Module) -> dict[str, str]:
     names: dict[int, str] = {}
     return {
-        profile.model_path(name): names.setdefault(id(p), profile.model_path(name))
+        model_path(name): names.setdefault(id(p), model_path(name))
         for name, p in module.named_parameters(remove_duplicate=False)
     }
 
@@ -234,12 +233,12 @@ def _tensors(
     written: Written,
     index: int,
 ) -> dict[str, Tensor]:
-    buffers = {profile.model_path(k): b for k, b in module.named_buffers(remove_duplicate=False)}
+    buffers = {model_path(k): b for k, b in module.named_buffers(remove_duplicate=False)}
     tensors: dict[str, Tensor] = {}
     for node in graph.graph.nodes:
         if node.op != "get_attr" or not is_tensor(graph, node):
             continue
-        path = profile.model_path(str(node.target))
+        path = model_path(str(node.target))
         path = canonical.get(path, path)
         parameter = written.parameters.get(path)
         whole = parameter if parameter is not None else buffers.get(path)

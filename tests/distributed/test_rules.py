@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 
-from whale_train.models import profile
+from whale_train.models.export import export
 from whale_train.runtime.rewrite import Counts, targets_graph
 
 BATCH, TOKENS, WIDTH = 4, 3, 12
@@ -406,7 +406,7 @@ class Shifted(nn.Module):
 def test_targets_are_counted_before_the_first_forward() -> None:
     x, labels = torch.randn(3, 5, 4), torch.arange(15).view(3, 5) % 6
     labels[0, 2] = -100
-    graph, error = profile._export(Shifted(learned=False), {"x": x, "labels": labels})
+    graph, error = export(Shifted(learned=False), {"x": x, "labels": labels})
     assert graph is not None, error
     counting = targets_graph(graph)
     assert counting is not None
@@ -415,6 +415,6 @@ def test_targets_are_counted_before_the_first_forward() -> None:
     assert (first.dtype, float(first)) == (torch.float64, 3 * 4 - 1)
     assert float(second) == float(labels[labels >= 0].sum())  # class i weighs i
     assert len(counting.meta["losses"]) == 2
-    graph, _ = profile._export(Shifted(learned=True), {"x": x, "labels": labels})
+    graph, _ = export(Shifted(learned=True), {"x": x, "labels": labels})
     assert graph is not None
     assert targets_graph(graph) is None

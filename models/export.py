@@ -1,0 +1,145 @@
+"""A model exported on the meta device, with a batch of unknown size (`torch.export`, design §7).
+
+The flat graph is what planning and the ranks' rewritten parts share: the same model gives the
+same graph, in any process.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+from whale_train.models.build import build_model
+from whale_train.models.loss import MODEL_PREFIX, LossModule, forward_fields
+from whale_train.models.options import ModelOptions
+from whale_train.strategies.operations import InputField
+
+# Any batch but 0 and 1, which torch.export would take for constants. Odd sizes, so that a
+# multiple of the batch is not mistaken for something else by the code being traced.
+EXPORT_BATCH = 3
+
+# Checks and bookkeeping that torch.export leaves in the graph: they compute nothing.
+_BOOKKEEPING = ("_assert", "sym_constrain_range", "_guards_fn")
+
+
+def export_model(
+    options: ModelOptions, fields: tuple[InputField, ...]
+) -> tuple[fx.GraphModule | None, str]:
+    """The flat exported graph a profile's operations name, its tensors on the meta device; or
+    None and the reason. The same model gives the same graph, in any process."""
+    module, inputs = on_meta(options, fields)
+    return export(module, example_batch(inputs, EXPORT_BATCH))
+
+
+def on_meta(
+    options: ModelOptions, fields: tuple[InputField, ...]
+) -> tuple[LossModule, tuple[InputField, ...]]:
+    """The model without weights, and those of `fields` its forward takes."""
+    with torch.device("meta"):
+        model = build_model(options)
+    taken = forward_fields(model, options, fields)
+    return LossModule(model, options), tuple(f for f in fields if f.name in taken)
+
+
+def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule | None, str]:
+    """The flat graph of `module`, called with tensors like `batch`; or None and the reason."""
+    samples = Dim("batch")
+    # What the forward makes without saying where is made where the batch is.
+    where = next((x.device for x in batch.values()), torch.device("cpu"))
+    with warnings.catch_warnings(), where:
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(
+                module,
+                (),
+                batch,
+                dynamic_shapes={name: {0: samples} for name in batch},
+                strict=False,
+            )
+        except Exception as error:  # whatever the user's forward raises while it is traced
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            return None, f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return flat_module(program), ""
+
+
+def with_constants(
+    graph: fx.GraphModule, module: LossModule, inputs: tuple[InputField, ...]
+) -> fx.GraphModule:
+    """`graph` with the constants of the forward (`x[:, [0, 2]]`), which have no values on the meta
+    device: found by exporting `module`, the same model with its weights. A graph that has none
+    is returned as it is."""
+    held = {
+        path for path, _ in (*module.named_parameters(remove_duplicate=False),
+                             *module.named_buffers(remove_duplicate=False))
+    }  # fmt: skip
+    lost = [
+        str(node.target)
+        for node in graph.graph.nodes
+        if node.op == "get_attr" and node.target not in held and _is_lost(graph, str(node.target))
+    ]
+    if not lost:
+        return graph
+    taken = {str(node.target) for node in graph.graph.nodes if node.op == "placeholder"}
+    fields = tuple(field for field in inputs if field.name in taken)
+    batch = {
+        name: torch.zeros_like(x, device="cpu")
+        for name, x in example_batch(fields, EXPORT_BATCH).items()
+    }
+    found, error = export(module, batch)
+    assert found is not None, error
+    for path in lost:
+        owner, _, name = path.rpartition(".")
+        parent = graph.get_submodule(owner)
+        delattr(parent, name)
+        parent.register_buffer(name, fetched(found, path).detach().clone())
+    return graph
+
+
+def _is_lost(graph: fx.GraphModule, path: str) -> bool:
+    value = fetched(graph, path)
+    return isinstance(value, Tensor) and value.is_meta and value.numel() > 0
+
+
+def fetched(module: nn.Module, path: str) -> Any:
+    """What `module` has at a dotted `path`."""
+    owner: Any = module
+    for part in path.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+def example_batch(inputs: tuple[InputField, ...], samples: int) -> dict[str, Tensor]:
+    """Meta tensors shaped like a batch. Each its own: export takes aliased inputs for one."""
+    return {
+        field.name: torch.empty(
+            (samples, *field.shape), dtype=getattr(torch, field.dtype), device="meta"
+        )
+        for field in inputs
+    }
+
+
+def flat_module(program: ExportedProgram) -> fx.GraphModule:
+    """The exported graph with parameters as attributes, without torch.export's bookkeeping."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = program.module()
+    assert isinstance(module, fx.GraphModule)
+    for node in reversed(list(module.graph.nodes)):
+        if any(mark in str(node.target) for mark in _BOOKKEEPING) and not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def model_path(path: str) -> str:
+    """A path inside `LossModule` as the user's model calls it."""
+    return path.removeprefix(MODEL_PREFIX)
+
+
+def module_path(node: fx.Node) -> str:
+    """The path, in the user's model, of the module whose forward a node belongs to."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return "" if path + "." == MODEL_PREFIX else model_path(path)

@@ -1,0 +1,126 @@
+"""The torch-free image of an exported graph, on which all planning works."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from whale_train.models.export import EXPORT_BATCH, fetched, model_path, module_path
+from whale_train.strategies.operations import (
+    Argument,
+    Operation,
+    OperationGraph,
+    Ref,
+    Shape,
+    Size,
+)
+
+
+def operation_graph(module: fx.GraphModule, flops: dict[str, float]) -> OperationGraph:
+    """The torch-free image of `module.graph`; `flops` per operation are for the export batch."""
+    # One that is frozen is a constant to all planning.
+    parameters = {
+        path: p for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
+    changes = _changes_in_place(module.graph)
+    return OperationGraph(
+        tuple(
+            Operation(
+                name=node.name,
+                target=_target(node, parameters),
+                args=tuple(_argument(x) for x in node.args),
+                kwargs=tuple((key, _argument(x)) for key, x in node.kwargs.items()),
+                shape=_shape(node, module),
+                dtype=_dtype(node, module),
+                module=module_path(node),
+                path=model_path(str(node.target)) if node.op == "get_attr" else "",
+                flops=flops.get(node.name, 0.0) / EXPORT_BATCH,
+                after=changes.get(node.name, ()),
+            )
+            for node in module.graph.nodes
+        )
+    )
+
+
+def _target(node: fx.Node, parameters: dict[str, nn.Parameter]) -> str:
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        if isinstance(node.meta.get("val"), nn.Module) or _is_graph(node):
+            return "graph"
+        return "parameter" if node.target in parameters else "buffer"
+    if node.op == "output":
+        return "output"
+    return str(node.target)
+
+
+def _argument(value: Any) -> Argument:
+    if isinstance(value, fx.Node):
+        return Ref(value.name)
+    if isinstance(value, list | tuple):
+        return tuple(_argument(x) for x in value)
+    if isinstance(value, dict):
+        return tuple(_argument(x) for x in value.values())
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+def _value(node: fx.Node, module: fx.GraphModule) -> Any:
+    if node.op != "get_attr":
+        return node.meta.get("val")
+    return fetched(module, str(node.target))
+
+
+def _shape(node: fx.Node, module: fx.GraphModule) -> Shape | None:
+    value = _value(node, module)
+    return tuple(_size(extent) for extent in value.shape) if isinstance(value, Tensor) else None
+
+
+def _size(extent: int | torch.SymInt) -> Size:
+    """The one symbol is the batch, and every exported extent is linear in it."""
+    if isinstance(extent, int):
+        return Size(extent)
+    expression = extent.node.expr
+    (symbol,) = expression.free_symbols
+    fixed = int(expression.subs(symbol, 0))
+    return Size(fixed, int(expression.subs(symbol, 1)) - fixed)
+
+
+def _dtype(node: fx.Node, module: fx.GraphModule) -> str:
+    value = _value(node, module)
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else ""
+
+
+def _is_graph(node: fx.Node) -> bool:
+    """Whether a `get_attr` fetches a graph (for a region without autocast or gradients)."""
+    assert node.graph.owning_module is not None
+    return isinstance(fetched(node.graph.owning_module, str(node.target)), fx.GraphModule)
+
+
+def _changes_in_place(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
+    """For each node, the earlier ones that wrote in place to memory it reads, which it does not
+    name: `x[1:] = y` is a copy into a view of x, and who reads x later must come after it."""
+    memory: dict[fx.Node, set[fx.Node]] = {}  # whose memory a value may share
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    for node in graph.nodes:
+        shared = {node}
+        read = {root for value in node.all_input_nodes for root in memory[value]}
+        seen = [w for root in read for w in writers.get(root, ())]
+        names = [w.name for w in dict.fromkeys(seen) if w not in node.all_input_nodes]
+        if names:
+            found[node.name] = tuple(names)
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None:
+            for argument, value in zip(schema.arguments, node.args, strict=False):
+                if argument.alias_info is None or not isinstance(value, fx.Node):
+                    continue
+                shared |= memory[value]
+                if argument.alias_info.is_write:
+                    for root in memory[value]:
+                        writers.setdefault(root, []).append(node)
+        elif node.op == "call_function":  # getitem, of a list that may be views
+            shared |= read
+        memory[node] = shared
+    return found
