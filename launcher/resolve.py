@@ -109,7 +109,12 @@ def _profile(request: Request, dataset: Dataset) -> ModelProfile:
     logging.disable(logging.ERROR)  # of what it cannot trace, torch logs and prints pages
     try:
         with redirect_stderr(StringIO()):
-            return profile_model(request.model, request.model.class_name, dataset.fields)
+            return profile_model(
+                request.model,
+                request.model.class_name,
+                dataset.fields,
+                by_folding=request.mode == "plan",
+            )
     except RequestError:
         raise
     except Exception as error:

@@ -4,7 +4,9 @@ The flat graph is what planning and the ranks' rewritten parts share: the same m
 same graph, in any process.
 """
 
+import re
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -120,8 +122,34 @@ def example_batch(inputs: tuple[InputField, ...], samples: int) -> dict[str, Ten
     }
 
 
+def canonical_names(operations: Iterable[tuple[str, str, bool]]) -> list[str]:
+    """Names for the operations of a graph, given by (name, path, is it a call): a tensor's is its
+    path, calls are numbered by kind in their order, and inputs and the output keep theirs. The
+    names torch.export gives depend on what it has traced and dropped as well."""
+    listed = list(operations)
+    taken = {name for name, path, call in listed if not path and not call}
+    counts: dict[str, int] = {}
+    found = []
+    for name, path, call in listed:
+        if not path and not call:
+            found.append(name)
+            continue
+        kind = path.replace(".", "_") if path else re.sub(r"_\d+$", "", name)
+        unique = kind
+        while unique in taken or kind in counts:
+            counts[kind] = counts.get(kind, 0) + 1
+            unique = f"{kind}_{counts[kind]}"
+            if unique not in taken:
+                break
+        counts.setdefault(kind, 0)
+        taken.add(unique)
+        found.append(unique)
+    return found
+
+
 def flat_module(program: ExportedProgram) -> fx.GraphModule:
-    """The exported graph with parameters as attributes, without torch.export's bookkeeping."""
+    """The exported graph with parameters as attributes, without torch.export's bookkeeping, its
+    operations named by `canonical_names`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = program.module()
@@ -129,6 +157,16 @@ def flat_module(program: ExportedProgram) -> fx.GraphModule:
     for node in reversed(list(module.graph.nodes)):
         if any(mark in str(node.target) for mark in _BOOKKEEPING) and not node.users:
             module.graph.erase_node(node)
+    names = canonical_names(
+        (
+            node.name,
+            model_path(str(node.target)) if node.op == "get_attr" else "",
+            node.op.startswith("call"),
+        )
+        for node in module.graph.nodes
+    )
+    for node, name in zip(list(module.graph.nodes), names, strict=True):
+        node.name = name
     module.recompile()
     return module
 

@@ -1,5 +1,6 @@
 """The torch-free image of an exported graph, on which all planning works."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from whale_train.strategies.operations import (
 )
 
 
-def operation_graph(module: fx.GraphModule, flops: dict[str, float]) -> OperationGraph:
-    """The torch-free image of `module.graph`; `flops` per operation are for the export batch."""
+def operation_graph(
+    module: fx.GraphModule, flops: Mapping[str, float], saved_bytes: Mapping[str, float]
+) -> OperationGraph:
+    """The torch-free image of `module.graph`; `flops` and `saved_bytes` of the operations are for
+    the export batch, those of others nothing."""
     # One that is frozen is a constant to all planning.
     parameters = {
         path: p for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
@@ -35,6 +39,7 @@ def operation_graph(module: fx.GraphModule, flops: dict[str, float]) -> Operatio
                 module=module_path(node),
                 path=model_path(str(node.target)) if node.op == "get_attr" else "",
                 flops=flops.get(node.name, 0.0) / EXPORT_BATCH,
+                saved_bytes=saved_bytes.get(node.name, 0.0) / EXPORT_BATCH,
                 after=changes.get(node.name, ()),
             )
             for node in module.graph.nodes

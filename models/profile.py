@@ -16,21 +16,31 @@ from torch.utils.flop_counter import FlopCounterMode
 from whale_train.errors import ConfigError
 from whale_train.models.build import build_model
 from whale_train.models.export import EXPORT_BATCH, example_batch, export, on_meta
+from whale_train.models.folding import CannotUnfold, fold, folds_of, unfold
 from whale_train.models.loss import LossModule
 from whale_train.models.operation_graph import operation_graph
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.operations import InputField, ModelProfile, OperationGraph, Parameter
 
 
-def profile_model(options: ModelOptions, name: str, fields: tuple[InputField, ...]) -> ModelProfile:
+def profile_model(
+    options: ModelOptions, name: str, fields: tuple[InputField, ...], *, by_folding: bool = False
+) -> ModelProfile:
     """Build on the meta device, export, and measure one training step.
 
-    Raises ConfigError for a class that cannot be built or does not take the data's fields.
+    `by_folding`, equal blocks are exported three times and not as often as they are there
+    (`models/folding.py`): for plans nobody runs, as a model might treat its blocks differently in
+    a way that does not show in them. Raises ConfigError for a class that cannot be built or does
+    not take the data's fields.
     """
     module, inputs = on_meta(options, fields)
     batch = example_batch(inputs, EXPORT_BATCH)
-    exported, error = export(module, batch)
-    if exported is None:
+    graph = _folded_graph(options, fields, batch) if by_folding else None
+    error = ""
+    if graph is None:
+        exported, error = export(module, batch)
+        graph = None if exported is None else _measured_graph(exported, batch)
+    if graph is None:
         branches = not _runs(module, batch)
         if branches:  # it looks at values, which the meta device has none of
             module = LossModule(build_model(options), options)
@@ -39,19 +49,19 @@ def profile_model(options: ModelOptions, name: str, fields: tuple[InputField, ..
         flops, activation_bytes = _measure(
             lambda batch: losses.append(module(**batch)), batch, module
         )
-        graph, unused = None, _without_gradient(module.model, losses[0])
+        flops, activation_bytes = flops / EXPORT_BATCH, activation_bytes / EXPORT_BATCH
+        unused = _without_gradient(module.model, losses[0])
     else:
-        interpreter = _CountingInterpreter(exported)
-        flops, activation_bytes = _measure(interpreter.run_batch, batch, exported)
-        graph = operation_graph(exported, interpreter.flops)
+        flops = sum(operation.flops for operation in graph)
+        activation_bytes = sum(operation.saved_bytes for operation in graph)
         branches, unused = False, _unused(module.model, graph)
     model = module.model
     return ModelProfile(
         name=name,
         parameters=_parameters(model),
         inputs=inputs,
-        forward_flops=flops / EXPORT_BATCH,
-        activation_bytes=activation_bytes / EXPORT_BATCH,
+        forward_flops=flops,
+        activation_bytes=activation_bytes,
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         graph=graph,
         export_error=error,
@@ -63,6 +73,33 @@ def profile_model(options: ModelOptions, name: str, fields: tuple[InputField, ..
         unused_parameters=() if branches else unused,
         perhaps_unused=unused if branches else (),
     )
+
+
+def _folded_graph(
+    options: ModelOptions, fields: tuple[InputField, ...], batch: dict[str, Tensor]
+) -> OperationGraph | None:
+    """The whole model's graph out of a few of its blocks; None where it has no runs of equal
+    blocks, or their graphs are not equal."""
+    module, _ = on_meta(options, fields)
+    folds = folds_of(module.model)
+    if not folds:
+        return None
+    fold(module.model, folds)
+    exported, _ = export(module, batch)
+    if exported is None:
+        return None
+    try:
+        return unfold(_measured_graph(exported, batch), folds)
+    except CannotUnfold:
+        return None
+
+
+def _measured_graph(exported: fx.GraphModule, batch: dict[str, Tensor]) -> OperationGraph:
+    """Its operations, with what each adds to the FLOPs and to what autograd keeps."""
+    with _counting_saved_tensors(exported) as saved:
+        interpreter = _CountingInterpreter(exported, saved)
+        interpreter.run_batch(batch)
+    return operation_graph(exported, interpreter.flops, interpreter.saved_bytes)
 
 
 def _measure(
@@ -94,11 +131,14 @@ def _counting_saved_tensors(module: nn.Module) -> Iterator[dict[int, int]]:
 
 
 class _CountingInterpreter(fx.Interpreter):
-    """Runs a graph on meta tensors and notes the FLOPs each operation adds."""
+    """Runs a graph on meta tensors and notes the FLOPs each operation adds, and the bytes it adds
+    to `saved`."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, saved: dict[int, int]) -> None:
         super().__init__(module, garbage_collect_values=False)
+        self._saved = saved
         self.flops: dict[str, float] = {}
+        self.saved_bytes: dict[str, float] = {}
 
     def run_batch(self, batch: dict[str, Tensor]) -> Any:
         # Placeholders are named after the arguments; the interpreter takes them in order.
@@ -107,9 +147,10 @@ class _CountingInterpreter(fx.Interpreter):
             return self.run(*(batch[name] for name in names))
 
     def run_node(self, n: fx.Node) -> Any:
-        before = self.counter.get_total_flops()
+        before, known = self.counter.get_total_flops(), set(self._saved)
         value = super().run_node(n)
         self.flops[n.name] = float(self.counter.get_total_flops() - before)
+        self.saved_bytes[n.name] = float(sum(self._saved[x] for x in self._saved.keys() - known))
         return value
 
 

@@ -52,7 +52,8 @@ class Operation:
     `graph` (one that a higher-order operation runs) or `output`; for a parameter or buffer `path`
     is its name in the model. `module` is the path of the module whose forward it belongs to.
     `shape` is None for values that are not tensors.
-    `flops` are the forward's, per sample. `after` are operations that changed in place what it
+    `flops` are the forward's, per sample; `saved_bytes` what autograd begins to keep for the
+    backward when it runs, per sample in fp32. `after` are operations that changed in place what it
     reads, under another name than the one it reads it by.
     """
 
@@ -65,6 +66,7 @@ class Operation:
     module: str = ""
     path: str = ""
     flops: float = 0.0
+    saved_bytes: float = 0.0
     after: tuple[str, ...] = ()
 
     @cached_property
