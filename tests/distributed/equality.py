@@ -277,10 +277,10 @@ def _ask_once() -> None:
         original = getattr(module, name)
 
         @functools.wraps(original)
-        def cached(*args: Any, made: Any = made, original: Any = original) -> Any:
-            key = repr(args)
+        def cached(*args: Any, made: Any = made, original: Any = original, **named: Any) -> Any:
+            key = repr((args, named))
             if key not in made:
-                made[key] = original(*args)
+                made[key] = original(*args, **named)
             return made[key]
 
         setattr(module, name, cached)
