@@ -69,18 +69,18 @@ class Chunk:
 
     def __init__(self, parts: Sequence[Part], gives: Sequence[str]) -> None:
         self.gives = tuple(gives)
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
 
     @property
     def engines(self) -> Sequence[Engine]:
-        return tuple({id(part.engine): part.engine for part in self._parts}.values())
+        return tuple({id(part.engine): part.engine for part in self.parts}.values())
 
     def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> Passed:
         """Run all segments; `taken` are the values of earlier chunks, which require a gradient
         where one is wanted."""
         made = dict(taken)
         detached = []
-        for part in self._parts:
+        for part in self.parts:
             segment = part.segment
             values = {name: made[name].detach() for name in segment.takes}
             for name, value in values.items():
@@ -95,7 +95,7 @@ class Chunk:
         """Accumulate the parameters' gradients, given those of the values of `gives` that have
         one; the gradients of what was taken from other chunks, by name."""
         known = dict(gradients)
-        for part, values in zip(reversed(self._parts), reversed(passed.taken), strict=True):
+        for part, values in zip(reversed(self.parts), reversed(passed.taken), strict=True):
             names = [
                 name
                 for name in part.segment.gives
@@ -140,7 +140,7 @@ class SharingChunk(Chunk):
 
     def backward(self, passed: Passed, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         known = super().backward(passed, gradients)
-        for part in self._parts:
+        for part in self.parts:
             for name in part.segment.takes:
                 if name in known and name not in self._made:
                     known[name] = gather(known[name], 0, 1, self._members)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from whale_train.runtime.engine import Copies, autocast, set_learning_rate, without_scale
-from whale_train.runtime.reduction import SharedGradients
+from whale_train.runtime.reduction import Reduction
 
 
 class DeepSpeedEngine:
@@ -17,6 +17,7 @@ class DeepSpeedEngine:
     DeepSpeed's own, fp16 autocast over its fp32 (docs/adr/007)."""
 
     loss_scale = 1.0
+    reduction = None
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class DeepSpeedEngine:
         self.on_gradients: Callable[[], None] | None = None
         self._is_first_copy = copies.is_first
         # DeepSpeed will average what is then the same on all copies.
-        self._shared = SharedGradients(copies.shared, copies.shards * copies.size)
+        self._shared = Reduction((), None, copies.shared, copies.shards * copies.size)
         for parameter in module.parameters():
             # What DeepSpeed's own norm goes by.
             parameter.tensor_model_parallel = parameter in copies.sharded  # type: ignore[attr-defined]
@@ -70,7 +71,7 @@ class DeepSpeedEngine:
         return nullcontext()  # ZeRO 1 reduces in the step, 2 and 3 partition every gradient
 
     def finish_backward(self) -> None:
-        self._shared.sum()
+        self._shared.finish()
 
     def set_learning_rate(self, lr: float) -> None:
         set_learning_rate(self._optimizer, lr)
@@ -80,6 +81,7 @@ class DeepSpeedEngine:
         norm. DeepSpeed knows the norm only inside its step, and only its own engine's, so its
         norm function is wrapped for the time of the step. It skips a step whose norm is not
         finite, and takes the loss scale out with the clipping."""
+        self._shared.wait()
         if global_norm is None:
             assert self.on_gradients is None, "gradients are seen where their norm is measured"
             self._engine.step()

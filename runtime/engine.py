@@ -3,7 +3,7 @@
 ZeRO 0 is torch's DistributedDataParallel and optimizer (`runtime/torch_engine.py`), ZeRO 1 to 3 a
 DeepSpeed engine (`runtime/deepspeed_engine.py`; docs/adr/003). Both average gradients over their
 copies, so a loss is scaled by the number of copies first; `backward` hides that. Where a step has
-several backwards, gradients are summed over the copies once, after the last
+several backwards, a gradient is summed over the copies once, when it is final
 (`runtime/reduction.py`). The global gradient norm spans the engines of a job, so an update is a
 matter of all of a rank's engines at once (`runtime/update.py`).
 """
@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+
+from whale_train.runtime.reduction import Reduction
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,17 @@ class Engine(Protocol):
     """What the training loop needs of an engine. `counts_norm` says whether this rank adds this
     engine's squared norm to the job's: a copied parameter is counted by one copy. `on_gradients`
     is called in every update, when the gradients are reduced and not yet clipped or used.
-    `loss_scale` is what the gradients of the step were multiplied by (fp16)."""
+    `loss_scale` is what the gradients of the step were multiplied by (fp16). `reduction` is what
+    wants to be told of every gradient that is final (None: nothing does)."""
 
     copies: int
     counts_norm: bool
     module: nn.Module
     on_gradients: Callable[[], None] | None
     loss_scale: float
+
+    @property
+    def reduction(self) -> Reduction | None: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from whale_train.runtime.chunk import Batch, Chunk, Passed
 from whale_train.runtime.engine import Engine
+from whale_train.runtime.finality import Finality
 from whale_train.runtime.loss_of_pieces import LossOfPieces
 from whale_train.runtime.programs import Evaluation, PendingLoss
 from whale_train.runtime.rewrite import Counts
@@ -115,6 +116,7 @@ class PipelineModel:
         self._last = len(gives) - 1
         self._counts = counts
         self._weight_gradients = weight_gradients
+        self._finality = Finality(chunks, self.instructions)
         owned = self.route.owners[min(chunks)]
         mine = [m for m, owner in enumerate(owned) if owner == self.place.position]
         self._batch_of = {m: i for i, m in enumerate(mine)}
@@ -219,7 +221,8 @@ class _Run:
             case Kind.FORWARD:
                 self.forward(instruction.chunk, instruction.micro_batch)
             case Kind.BACKWARD:
-                self.backward(instruction.chunk, instruction.micro_batch)
+                with self.program._finality.during(instruction):
+                    self.backward(instruction.chunk, instruction.micro_batch)
             case Kind.BACKWARD_INPUT:
                 deferred = self.program._weight_gradients
                 assert deferred is not None
@@ -228,7 +231,9 @@ class _Run:
             case Kind.BACKWARD_WEIGHT:
                 deferred = self.program._weight_gradients
                 assert deferred is not None
-                deferred.accumulate((instruction.chunk, instruction.micro_batch))
+                key = (instruction.chunk, instruction.micro_batch)
+                with self.program._finality.during(instruction, deferred.left(key)) as added:
+                    deferred.accumulate(key, added)
             case Kind.SEND:
                 self.send(instruction)
             case Kind.RECEIVE:

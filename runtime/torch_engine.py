@@ -17,7 +17,7 @@ from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
 
 class TorchEngine:
     """Copies kept whole. `overlap`: a step has one backward, under which gradients are reduced by
-    DistributedDataParallel; otherwise they are once all backwards are done. `precision` is that
+    DistributedDataParallel; otherwise `reduction` sums each when it is final. `precision` is that
     of every forward (autocast)."""
 
     loss_scale = 1.0
@@ -40,9 +40,9 @@ class TorchEngine:
         self.on_gradients: Callable[[], None] | None = None
         self._run: nn.Module = module
         self._counted = [p for p in self.parameters if copies.counts(p)]
-        self._reduction: Reduction | None = None
+        self.reduction: Reduction | None = None
         if not overlap:
-            self._reduction = Reduction(
+            self.reduction = Reduction(
                 [p for p in self.parameters if p not in copies.shared],
                 copies.group,
                 copies.shared,
@@ -83,8 +83,8 @@ class TorchEngine:
         return run.no_sync() if isinstance(run, DistributedDataParallel) else nullcontext()
 
     def finish_backward(self) -> None:
-        if self._reduction is not None:
-            self._reduction.begin()
+        if self.reduction is not None:
+            self.reduction.finish()
 
     def set_learning_rate(self, lr: float) -> None:
         set_learning_rate(self.optimizer, lr)
@@ -135,8 +135,8 @@ class TorchEngine:
             yield parameter, parameter.detach()
 
     def _settle(self) -> None:
-        if self._reduction is not None:
-            self._reduction.wait()
+        if self.reduction is not None:
+            self.reduction.wait()
 
 
 _CLIP_EPS = 1e-6  # that of torch's own clipping, and of DeepSpeed's

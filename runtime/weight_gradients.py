@@ -6,7 +6,8 @@ have weights (linear, addmm) are replaced by functions whose backward gives the
 input's gradient and notes what the weight's needs.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,14 +18,14 @@ from torch.autograd.function import once_differentiable
 from whale_train.runtime.products import Kind, product_of
 
 Key = tuple[int, int]  # chunk, micro-batch
-_Gradients = Callable[[], None]
+_Addition = tuple[nn.Parameter, Callable[[], Tensor]]  # and what makes its gradient
 
 
 class WeightGradients:
     """What backwards have left to do, by chunk and micro-batch."""
 
     def __init__(self) -> None:
-        self._left: dict[Key, list[_Gradients]] = {}
+        self._left: dict[Key, list[_Addition]] = {}
         self._now: Key | None = None
 
     @contextmanager
@@ -37,16 +38,23 @@ class WeightGradients:
         finally:
             self._now = None
 
-    def accumulate(self, key: Key) -> None:
-        """Add what was left into the weights' `.grad`."""
-        for gradients in self._left.pop(key):
-            gradients()
+    def left(self, key: Key) -> Mapping[nn.Parameter, int]:
+        """How many gradients `accumulate(key)` will add to each weight."""
+        return Counter(parameter for parameter, _ in self._left[key])
 
-    def take(self, gradients: _Gradients) -> bool:
-        """Leave `gradients` for later; False when they are wanted now."""
+    def accumulate(self, key: Key, added: Callable[[nn.Parameter], None]) -> None:
+        """Add what was left into the weights' `.grad`, and call `added` after every addition."""
+        for parameter, make in self._left.pop(key):
+            gradient = make().to(parameter.dtype)
+            known = parameter.grad
+            parameter.grad = gradient if known is None else known.add_(gradient)
+            added(parameter)
+
+    def take(self, additions: Sequence[_Addition]) -> bool:
+        """Leave `additions` for later; False when they are wanted now."""
         if self._now is None:
             return False
-        self._left[self._now].append(gradients)
+        self._left[self._now] += additions
         return True
 
     def replace(self, graph: fx.GraphModule, parameters: frozenset[str]) -> None:
@@ -98,7 +106,7 @@ class _Product(torch.autograd.Function):
         deferred: _Deferred = ctx.deferred
         (grad,), kind = grads, deferred.kind
         of_x = kind.of_input(grad, weight) if ctx.needs_input_grad[0] else None
-        wanted: list[tuple[nn.Parameter, Callable[[], Tensor]]] = [
+        wanted: list[_Addition] = [
             (parameter, make)
             for parameter, needed, make in zip(
                 ctx.parameters,
@@ -109,13 +117,7 @@ class _Product(torch.autograd.Function):
             if needed
         ]
 
-        def add_gradients() -> None:
-            for parameter, make in wanted:
-                gradient = make().to(parameter.dtype)
-                known = parameter.grad
-                parameter.grad = gradient if known is None else known.add_(gradient)
-
-        if deferred.owner.take(add_gradients):
+        if deferred.owner.take(wanted):
             return of_x, None, None, None
         made = {id(p): make().to(p.dtype) for p, make in wanted}
         of_weight, of_bias = (made.get(id(parameter)) for parameter in ctx.parameters)

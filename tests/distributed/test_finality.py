@@ -1,0 +1,151 @@
+"""A gradient is summed over its holders when it is final: not before, not twice, the same way
+on all of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.distributed.harness import run_ranks
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from whale_train.runtime import reduction
+from whale_train.runtime.chunk import Chunk
+from whale_train.runtime.finality import Finality
+from whale_train.runtime.reduction import Reduction
+from whale_train.runtime.weight_gradients import WeightGradients
+from whale_train.strategies.schedule import Kind, Position, schedule
+
+MICRO_BATCHES = 3
+
+
+class Heard:
+    """A reduction that notes what it is told, and the gradient there is at that time."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = set(parameters)
+        self.seen: dict[nn.Parameter, Tensor] = {}
+
+    def final(self, parameter: nn.Parameter) -> None:
+        assert parameter not in self.seen
+        assert parameter.grad is not None
+        self.seen[parameter] = parameter.grad.clone()
+
+
+@dataclass
+class Engine:
+    reduction: Heard | None
+
+
+@dataclass
+class Part:
+    segment: nn.ParameterList
+    engine: Engine
+
+
+@dataclass
+class FakeChunk:
+    """Of two parts, whose loss is the sum of the products of a part's parameters; the backward
+    of a part is one of autograd."""
+
+    parts: list[Part]
+
+    def losses(self, micro_batch: int) -> list[tuple[nn.ParameterList, Tensor]]:
+        return [
+            (part.segment, torch.stack(list(part.segment)).prod() * (micro_batch + 1.0))
+            for part in self.parts[::-1]
+        ]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_final_once_and_with_all_of_it(name: str) -> None:
+    p, q, tied, twice, frozen, alone = (
+        nn.Parameter(torch.tensor(x)) for x in (2.0, 3.0, 5.0, 7.0, 11.0, 13.0)
+    )
+    frozen.requires_grad_(False)
+    heard = Heard([p, q, tied, twice])
+    engine, other = Engine(heard), Engine(None)
+    chunks = {0: FakeChunk([Part(nn.ParameterList([p, tied, twice, frozen]), engine),
+                            Part(nn.ParameterList([twice]), engine)])}  # fmt: skip
+    count = 4 if name == "interleaved_1f1b" else 2
+    if count == 4:
+        chunks[2] = FakeChunk([Part(nn.ParameterList([q, tied]), engine),
+                               Part(nn.ParameterList([alone]), other)])  # fmt: skip
+    else:
+        heard.parameters.remove(q)
+    stages = [Position(tuple(range(s, count, 2))) for s in range(2)]
+    owners = [[chunk % 2] * MICRO_BATCHES for chunk in range(count)]
+    edges = {(chunk, chunk + 1): True for chunk in range(count - 1)}
+    instructions = schedule(name, stages, owners, edges, MICRO_BATCHES)[0]
+    finality = Finality(cast(dict[int, Chunk], chunks), instructions)
+    deferred = WeightGradients()
+    within = 0
+    for at in instructions:
+        key = (at.chunk, at.micro_batch)
+        if at.kind is Kind.BACKWARD:
+            with finality.during(at):
+                before = len(heard.seen)
+                for _, loss in chunks[at.chunk].losses(at.micro_batch):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                within += len(heard.seen) - before
+        elif at.kind is Kind.BACKWARD_INPUT:
+            with deferred.deferring(key), finality.during(at):
+                for part, loss in chunks[at.chunk].losses(at.micro_batch):
+                    wanted = [x for x in (p, twice) if any(x is held for held in part)]
+                    gradients = torch.autograd.grad(loss, wanted, retain_graph=True)
+                    made = zip(wanted, gradients, strict=True)
+                    deferred.take([(x, partial(torch.clone, g)) for x, g in made])
+                    if len(wanted) == 2:
+                        loss.backward(inputs=[tied])
+        elif at.kind is Kind.BACKWARD_WEIGHT:
+            with finality.during(at, deferred.left(key)) as added:
+                before = len(heard.seen)
+                deferred.accumulate(key, added)
+                within += len(heard.seen) - before
+    assert set(heard.seen) == heard.parameters
+    for parameter, gradient in heard.seen.items():
+        assert gradient == parameter.grad
+    # All while the last backward still ran, but for those known before a deferred part of it.
+    assert within == (2 if name == "zero_bubble" else len(heard.parameters))
+
+
+def reduced(order: Sequence[int], rounds: int) -> list[list[Any]]:
+    """Gradients of five parameters of which 1 has none and 3 and 4 are shared, rank 1 giving 4
+    none; what they are after each of `rounds` steps. `order[rank]` rotates who is final first."""
+    rank = dist.get_rank()
+    world = dist.group.WORLD
+    assert world is not None
+    reduction.REDUCE_BUCKET_ELEMENTS = 5
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (3,), (1,), (2,), (2,))]
+    shared = dist.new_group([0, 1])
+    assert isinstance(shared, dist.ProcessGroup)
+    reducing = Reduction(
+        parameters[:3], world, {parameters[3]: shared, parameters[4]: shared}, excess=2
+    )
+    found = []
+    for step in range(rounds):
+        for number, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, 10.0 * number + rank + 1 + step)
+        parameters[1].grad = None
+        if rank:
+            parameters[4].grad = None
+        turned = parameters[order[rank] :] + parameters[: order[rank]]
+        for parameter in turned[:-1]:  # of one nothing is heard before the end
+            reducing.final(parameter)
+        reducing.finish()
+        reducing.wait()
+        found.append([p.grad.unique().tolist() if p.grad is not None else p.grad
+                      for p in parameters])  # fmt: skip
+    return found
+
+
+def test_ranks_whose_gradients_are_final_in_another_order_agree() -> None:
+    of_ranks = run_ranks(reduced, 2, (0, 3), 2)
+    for found in of_ranks:
+        assert found == [
+            [[3.0], None, [43.0], [31.5], [20.5]],  # 1 + 2; 21 + 22; (31 + 32) / 2; 41 / 2
+            [[5.0], None, [45.0], [32.5], [21.0]],
+        ]
