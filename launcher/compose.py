@@ -304,13 +304,35 @@ def _without_hydra(config: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
+def compared_strategies(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The strategies of these names as their files have them, Hydra being initialised. Raises
+    ConfigError for those that are none."""
+    found: dict[str, dict[str, Any]] = {}
+    faults = []
+    for name in names:
+        config = _attempt("config", [f"strategy={name}"])
+        if isinstance(config, DictConfig):
+            plain = OmegaConf.to_container(config.strategy, resolve=True)
+            assert isinstance(plain, dict)
+            found[name] = {str(key): value for key, value in plain.items()}
+        elif isinstance(config, MissingConfigException) and config.options:
+            remedy = nearest(name, config.options)
+            faults.append(Fault("compare", name, "is not a strategy", remedy))
+        else:
+            faults.append(_file_fault(config))
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
 def _request_faults(config: DictConfig, wrong: Sequence[Fault]) -> list[Fault]:
     """What reading the request will find, but for the groups whose option is `wrong` already."""
     choices = config.hydra.runtime.choices
     names = {str(key): str(value) for key, value in choices.items() if value is not None}
     groups = {fault.key for fault in wrong}
     try:
-        read_request(_without_hydra(config), names)
+        request = read_request(_without_hydra(config), names)
+        compared_strategies(request.compare)
     except ConfigError as error:
         return [fault for fault in error.faults if fault.key.partition(".")[0] not in groups]
     return []

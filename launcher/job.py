@@ -14,11 +14,18 @@ from rich.console import Console
 from whale_train.config import Request, read_request
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
+from whale_train.launcher.compose import compared_strategies
 from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
 from whale_train.launcher.machine import machine_facts
 from whale_train.launcher.placement import Place
 from whale_train.launcher.progress import Progress, summary_line
-from whale_train.launcher.resolve import Resolved, offloads_adam, resolve_request
+from whale_train.launcher.resolve import (
+    Resolved,
+    offloads_adam,
+    resolve_each,
+    resolve_request,
+    training_of,
+)
 from whale_train.launcher.run_dir import (
     RUN_FILES,
     create_run_dir,
@@ -27,6 +34,7 @@ from whale_train.launcher.run_dir import (
     write_json,
     write_text,
 )
+from whale_train.launcher.show_comparison import comparison_view
 from whale_train.launcher.show_error import error_text, terminal_width
 from whale_train.launcher.show_plan import Portable, banner_emulated, open_console, plan_view
 from whale_train.launcher.show_verify import verdict_line, verification_view
@@ -40,7 +48,6 @@ from whale_train.launcher.supervise import (
 from whale_train.launcher.verify import compare
 from whale_train.strategies.plan import Plan
 from whale_train.strategies.resolve import resolve
-from whale_train.strategies.sharing import Training
 
 EXIT_STATUS = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
 
@@ -69,6 +76,10 @@ def run_job(
             rule = f"starts {what}, and some were started from outside"
             remedy = "run it without torchrun or srun"
             raise ConfigError([Fault("mode", request.mode, rule, remedy)])
+        if request.compare:
+            found = resolve_each(request, compared_strategies(request.compare))
+            console.print(comparison_view(found))
+            return JobEnd("done", run_dir)
         if request.mode == "plan":
             _show(resolve_request(request), request, console)
             return JobEnd("done", run_dir)
@@ -195,16 +206,8 @@ def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resol
         memory_bytes = float(machine_facts([]).memory_bytes)
         device = replace(node.devices[0], memory_bytes=memory_bytes)
         cluster = replace(cluster, nodes=(replace(node, devices=(device,)),))
-    training = Training(
-        request.train.global_batch,
-        request.train.precision or "fp32",
-        request.train.grad_clip or 0.0,
-        request.optimizer.name,
-        request.optimizer.arguments(),
-        request.model.sync_batchnorm,
-    )
     try:
-        plan = resolve(alone.strategy_graph(), cluster, resolved.profile, training)
+        plan = resolve(alone.strategy_graph(), cluster, resolved.profile, training_of(alone))
     except PlanError as error:
         rule = "compares with one process, which cannot hold this model and batch"
         remedy = "verify a smaller model or train.global_batch"

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from traceback import walk_tb
-from typing import Literal
+from typing import Any, Literal
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
@@ -22,7 +22,7 @@ from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.machine import machine_facts
 from whale_train.strategies.catalogue import CPU_PROCESS
 from whale_train.strategies.cluster import Cluster
-from whale_train.strategies.grammar import Replicate, every_node
+from whale_train.strategies.grammar import Replicate, every_node, read_strategy
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Ref
 from whale_train.strategies.plan import Plan
@@ -42,11 +42,9 @@ class Resolved:
     emulated: bool
 
 
-def resolve_request(request: Request) -> Resolved:
-    """The plan for a request. Raises ConfigError or PlanError with all faults of a stage."""
-    faults: list[Fault] = []
-    strategy = request.strategy_graph()
-    training = Training(
+def training_of(request: Request) -> Training:
+    """What of the request's training a plan depends on."""
+    return Training(
         request.train.global_batch,
         request.train.precision or "fp32",
         request.train.grad_clip or 0.0,
@@ -55,6 +53,12 @@ def resolve_request(request: Request) -> Resolved:
         request.model.sync_batchnorm,
         request.train.accumulate,
     )
+
+
+def resolve_request(request: Request) -> Resolved:
+    """The plan for a request. Raises ConfigError or PlanError with all faults of a stage."""
+    faults: list[Fault] = []
+    strategy, training = request.strategy_graph(), training_of(request)
     cluster, device, emulated = _devices(request, faults)
     if cluster is not None:
         refuse_without_model(strategy, cluster, training, faults)
@@ -72,6 +76,35 @@ def resolve_request(request: Request) -> Resolved:
     if faults:
         raise ConfigError(faults)
     return Resolved(plan, cluster.first(plan.world_size), profile, device, emulated)
+
+
+def resolve_each(
+    request: Request, strategies: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Resolved | RequestError]:
+    """The plan of the request under each of `strategies` (as written), or why there is none.
+    Raises ConfigError where the request is wrong under all of them."""
+    faults: list[Fault] = []
+    training = training_of(request)
+    cluster, device, emulated = _devices(request, faults)
+    dataset = _dataset(request, faults)
+    if faults or cluster is None or dataset is None:
+        raise ConfigError(faults)
+    profile = _profile(request, dataset)
+    _check_data(request, profile, dataset.num_evaluation_samples, faults)
+    if faults:
+        raise ConfigError(faults)
+    found: dict[str, Resolved | RequestError] = {}
+    for name, written in strategies.items():
+        wrong: list[Fault] = []
+        strategy = read_strategy(written, name, wrong)
+        try:
+            if strategy is None or wrong:
+                raise ConfigError(wrong)
+            plan = resolve(strategy, cluster, profile, training)
+            found[name] = Resolved(plan, cluster.first(plan.world_size), profile, device, emulated)
+        except RequestError as error:
+            found[name] = error
+    return found
 
 
 def _devices(

@@ -114,7 +114,8 @@ class VerifyOptions(_Section):
 
 
 class Request(BaseModel):
-    """Everything a user asked for, checked. `names` are the options chosen per config group.
+    """Everything a user asked for, checked. `names` are the options chosen per config group,
+    `compare` the strategies that `mode=plan` shows side by side.
 
     `strategy` and `hardware` stay as written, for the rooms that own them read them against
     something else: the hardware against this machine, the strategy into nodes.
@@ -123,6 +124,7 @@ class Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Mode
+    compare: tuple[str, ...] = ()
     seed: Seed
     names: dict[str, str]
     model: ModelOptions
@@ -181,6 +183,7 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
     seed: TypeAdapter[Any] = TypeAdapter(Seed)
     sections["mode"] = _validated(mode, plain.get("mode"), "mode", faults)
     sections["seed"] = _validated(seed, plain.get("seed"), "seed", faults)
+    sections["compare"] = _compared(plain.get("compare"), sections["mode"], faults)
     known = set(Request.model_fields) - {"names"}
     for key in plain:
         if key not in known:
@@ -189,6 +192,18 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
     if faults:
         raise ConfigError(faults)
     return Request.model_construct(**sections)
+
+
+def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ...]:
+    names = value if isinstance(value, list) else [value]
+    if not all(isinstance(name, str) for name in names):
+        remedy = "list names of strategies, as in compare=[dp,zero3]"
+        faults.append(Fault("compare", as_yaml(value), "is not a list of names", remedy))
+        return ()
+    if names and mode in ("train", "verify"):
+        rule = f"has no effect on mode={mode}"
+        faults.append(Fault("compare", as_yaml(names), rule, "use mode=plan, or compare=[]"))
+    return tuple(dict.fromkeys(names))
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

@@ -364,6 +364,23 @@ STRATEGY = (
 
 UNEXECUTED = (
     Case(
+        "compare_while_training",
+        "compare=[dp,zero1]",
+        "compare=[dp, zero1] has no effect on mode=train; use mode=plan, or compare=[]",
+    ),
+    Case(
+        "compare_unknown",
+        "mode=plan compare=[dp,zero7]",
+        "compare=zero7 is not a strategy; did you mean zero3? One of: 3d, dp, hybrid_split_dp, "
+        "interleaved, pipeline, single, split, split_dp, split_sequence, split_zero3, zero1, "
+        "zero1_pipeline, zero2, zero2_offload, zero3, zero3_offload, zero_bubble",
+    ),
+    Case(
+        "compare_no_names",
+        "mode=plan compare=[1]",
+        "compare=[1] is not a list of names; list names of strategies, as in compare=[dp,zero3]",
+    ),
+    Case(
         "verify_steps",
         "mode=verify verify.steps=5 train.steps=4",
         "verify.steps=5 is more than the run has (train.steps=4); use at most 4",

@@ -98,6 +98,26 @@ def test_a_plan_needs_none_of_its_devices_and_starts_nothing(tmp_path: Path) -> 
     assert answer.left_running == ()
 
 
+def test_strategies_are_compared_side_by_side(tmp_path: Path) -> None:
+    answer = whale_train(
+        [
+            *("mode=plan", "compare=[zero1,split,split_zero3,dp]", "hardware=cpu"),
+            *("hardware.devices=3", "hydra.run.dir=compared"),
+        ],
+        tmp_path,
+    )
+    assert (answer.status, answer.stderr) == (0, "")
+    lines = answer.stdout.splitlines()
+    names = [line.split()[0].rstrip(",") for line in lines]
+    assert names[:4] == ["strategy", "zero1", "split", "dp"]
+    assert sum("fastest" in line for line in lines) == 1
+    assert lines[4] == "split_zero3 cannot be:"
+    assert " ".join(" ".join(lines[5:]).split()) == (
+        "strategy.graph.replicate=2 devices does not divide the 3 devices of hardware=cpu; "
+        "use 1 or 3"
+    )
+
+
 def test_a_run_says_how_it_went(smoke: Run) -> None:
     assert smoke.answer.stderr == ""
     assert ESCAPE not in smoke.answer.stdout
