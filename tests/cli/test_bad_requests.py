@@ -79,8 +79,8 @@ COMMAND_LINE = (
     Case(
         "near_model",
         "model=gtp",
-        "model=gtp is not an option; did you mean gpt? One of: bert_large, class_head, custom, gpt, "
-        "gpt3_175b, hf, image_classifier, llama3_405b, t5_large",
+        "model=gtp is not an option; did you mean gpt? One of: bert_large, class_head, custom, "
+        "gpt, gpt3_175b, hf, image_classifier, llama3_405b, t5_large",
     ),
     Case(
         "near_optimizer",
