@@ -183,7 +183,7 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
     seed: TypeAdapter[Any] = TypeAdapter(Seed)
     sections["mode"] = _validated(mode, plain.get("mode"), "mode", faults)
     sections["seed"] = _validated(seed, plain.get("seed"), "seed", faults)
-    sections["compare"] = _compared(plain.get("compare"), sections["mode"], faults)
+    sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
     known = set(Request.model_fields) - {"names"}
     for key in plain:
         if key not in known:
