@@ -5,7 +5,7 @@ matter of a rank's instructions and its part of the model; the order in which gr
 is not: nothing is sent before those ahead of it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -24,7 +24,7 @@ class InOrder(Generic[Item]):
         self._begin()
 
     @property
-    def items(self) -> Iterable[Item]:
+    def items(self) -> Collection[Item]:
         return self._bucket_of.keys()
 
     def ready(self, item: Item) -> None:

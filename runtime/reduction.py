@@ -2,13 +2,12 @@
 
 A reduction under every backward would be repeated work: a gradient is sent when it is final
 (`runtime/finality.py` knows when), which for most is under the last backward that adds to it, so
-that communication runs under what is left of that and under other stages' work. Each group gets
-its buckets in an order that all its members have from the plan (`runtime/in_order.py`).
+that communication runs under what is left of that and under other stages' work. Copies send their
+buckets in one order, which they have from the plan (`runtime/in_order.py`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ class Reduction:
     `shared` ones, which several TaskGraphs hold (tied ones), each whole on every member of its
     shard group, are summed over the group of all their holders; `excess` is how many times too
     large this rank's gradients of them are in the sum (the members of a shard group all have the
-    same one). All holders list them in one order, that of their first use in the model.
+    same one). All holders list them in one order.
     """
 
     def __init__(
@@ -37,36 +36,37 @@ class Reduction:
         shared: Mapping[nn.Parameter, _Group],
         excess: int,
     ) -> None:
+        several = group is not None and group.size() > 1
         # The last used is the first whose gradient is final.
-        self._lanes: list[InOrder[nn.Parameter]] = []
-        if group is not None and group.size() > 1:
-            buckets = _buckets(tuple(reversed(parameters)))
-            self._lanes.append(InOrder(buckets, partial(self._sum, group)))
-        of_group: dict[_Group, list[nn.Parameter]] = {}
-        for parameter, holders in reversed(list(shared.items())):
-            if parameter.requires_grad:
-                of_group.setdefault(holders, []).append(parameter)
-        for holders, held in of_group.items():
-            send = partial(self._sum_shared, holders)
-            self._lanes.append(InOrder([(parameter,) for parameter in held], send))
-        self._lane_of = {parameter: lane for lane in self._lanes for parameter in lane.items}
+        buckets = _buckets(reversed(parameters)) if several else ()
+        self._group = group
+        self._buckets = InOrder(buckets, self._sum)
+        self._shared = {p: holders for p, holders in shared.items() if p.requires_grad}
         self._excess = excess
         self._sent: list[_Sent] = []
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
-        """Those that are summed with anyone."""
-        return self._lane_of.keys()
+        """Those of which `final` is told."""
+        return self._buckets.items
 
     def final(self, parameter: nn.Parameter) -> None:
         """No backward of this step adds to its gradient any more: send it, once those before it
         are. At most once a step."""
-        self._lane_of[parameter].ready(parameter)
+        self._buckets.ready(parameter)
 
     def finish(self) -> None:
-        """No backward follows in this step: send what is left."""
-        for lane in self._lanes:
-            lane.end()
+        """This rank has run all its backwards and sent on what they gave: send what is left.
+
+        Shared ones wait for this. They are final last in the first of the stages that hold them,
+        which waits for what the others have yet to send it: on a GPU, whose queues are few, a
+        collective that waits for that stage must not stand before that.
+        """
+        self._buckets.end()
+        for parameter, holders in self._shared.items():
+            if parameter.grad is None:  # another holder may have given one
+                parameter.grad = torch.zeros_like(parameter)
+            self._all_reduce(parameter.grad.div_(self._excess), holders)
 
     def wait(self) -> None:
         """Until all that was sent is summed, in `.grad`."""
@@ -74,19 +74,13 @@ class Reduction:
             sent.wait()
         self._sent = []
 
-    def _sum(self, group: _Group, bucket: Sequence[nn.Parameter]) -> None:
+    def _sum(self, bucket: Sequence[nn.Parameter]) -> None:
         """A parameter without a gradient has none in any copy, and keeps none: reduced zeros
         would be an update."""
         held = [parameter for parameter in bucket if parameter.grad is not None]
         if held:
-            self._all_reduce(_as_one(held), group)
-
-    def _sum_shared(self, group: _Group, bucket: Sequence[nn.Parameter]) -> None:
-        """One this rank gave no gradient counts as zeros: another holder may have given one."""
-        for parameter in bucket:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            self._all_reduce(parameter.grad.div_(self._excess), group)
+            assert self._group is not None
+            self._all_reduce(_as_one(held), self._group)
 
     def _all_reduce(self, tensor: Tensor, group: _Group) -> None:
         work = dist.all_reduce(tensor, group=group, async_op=True)
