@@ -20,7 +20,6 @@ from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.machine import machine_facts
-from whale_train.strategies.catalogue import CPU_PROCESS
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.grammar import Replicate, every_node, read_strategy
 from whale_train.strategies.inventory import MachineFacts, read_inventory
@@ -207,9 +206,8 @@ def _where(
 ) -> tuple[Literal["cpu", "cuda"], bool]:
     """The kind of device the ranks run on, and whether that stands for another one."""
     wanted = [device.name for device in cluster.devices]
-    on_cpu = all(name == CPU_PROCESS for name in wanted)
     have = [gpu.name for gpu in machine.gpus]
-    local = on_cpu or (len(cluster.nodes) == 1 and wanted == have[: len(wanted)])
+    local = cluster.on_cpu or (len(cluster.nodes) == 1 and wanted == have[: len(wanted)])
     kind = request.launcher.kind
     if kind == "local" and not local and request.mode == "train":
         there = f"{len(have)} GPUs ({', '.join(sorted(set(have)))})" if have else "no GPU"
@@ -217,8 +215,8 @@ def _where(
         remedy = "use launcher=emulate, or hardware=local"
         raise ConfigError([Fault("launcher", "local", rule, remedy)])
     if kind == "emulate" or not local:
-        return "cpu", not on_cpu
-    return ("cpu" if on_cpu else "cuda"), False
+        return "cpu", not cluster.on_cpu
+    return ("cpu" if cluster.on_cpu else "cuda"), False
 
 
 def _check_data(

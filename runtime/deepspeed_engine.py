@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from whale_train.runtime.engine import Copies, autocast, set_learning_rate, without_scale
+from whale_train.runtime.freed_memory import given_back
+from whale_train.runtime.partitioning import one_master_copy, partition
 from whale_train.runtime.reduction import Reduction
 
 
@@ -41,17 +43,22 @@ class DeepSpeedEngine:
         self._trained = [p for p in module.parameters() if p.requires_grad]
         if precision == "fp16":
             _run_within(module, autocast(precision, device))
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module,
-            model_parameters=self._trained,
-            config=config,
-            dist_init_required=False,
-            mpu=_Topology(copies) if copies.shard_group is not None else None,
-        )
+        topology = _Topology(copies) if copies.shard_group is not None else None
+        self._stage = config["zero_optimization"]["stage"]
+        with given_back() if self._stage == 3 else nullcontext():
+            if self._stage == 3:
+                partition(module, topology, config)
+            with one_master_copy():
+                self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                    model=module,
+                    model_parameters=self._trained,
+                    config=config,
+                    dist_init_required=False,
+                    mpu=topology,
+                )
         self.module = self._engine.module
         self._half = torch.bfloat16 if config["bf16"]["enabled"] else None
         self._device = device
-        self._stage = config["zero_optimization"]["stage"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = tuple(self._cast(x) for x in args)

@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lambda: worker.compile_kernels(run_dir, prepared),
             worker.run_rank,
             options.parent,
+            worker.forget,
         )
     except Exception as error:
         record_host_failure(run_dir, error)
@@ -169,11 +170,12 @@ def serve(
     prepare: Callable[[], Prepared],
     entry: Callable[[Path, int, int, Prepared], None],
     parent: int,
+    forget: Callable[[Prepared], None] | None = None,
 ) -> int:
     """Fork `world_size` ranks, wait for them, and return the host's exit status.
 
-    `prepare()` is called once, here, and every rank inherits its result:
-    `entry(run_dir, rank, world_size, prepared)`. `run_dir/rendezvous` is theirs for a file
+    `prepare()` is called once, here, and every rank inherits its result, which is `forget`
+    here: `entry(run_dir, rank, world_size, prepared)`. `run_dir/rendezvous` is theirs for a file
     store. A rank leaves by `os._exit`: an entry closes what it opens, no atexit handler does.
     """
     prepared = prepare()
@@ -196,6 +198,8 @@ def serve(
             if pid == 0:
                 become_rank(run_dir, rank, world_size, prepared, entry, host)
             living[pid] = rank
+        if forget is not None:
+            forget(prepared)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         ends = watch(living, stop)
         if any(end.code != 0 for end in ends):

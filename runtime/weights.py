@@ -1,38 +1,64 @@
 """Initial weights that do not depend on the plan, in one copy per host.
 
 The host builds the whole model once, as one process would with the same seed, and moves it into
-a file mapped into memory; the ranks it forks inherit the mapping. A rank that reads only its
-shard touches only those pages, so its own memory stays near its shard.
+files mapped into memory; the ranks it forks inherit the mappings. A rank that reads only its
+shard touches only those pages, so its own memory stays near its shard. A file is gone when its
+last reader has let go of it.
 """
 
 import tempfile
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whale_train.models.build import build_model
 from whale_train.models.loss import LossModule
 from whale_train.models.options import ModelOptions
 
 _ALIGNMENT = 64  # bytes; what vectorised kernels like
+# Bytes from which a tensor has a file of its own: what is taken of the model tensor by tensor,
+# as copies and ZeRO 3 do, is given back tensor by tensor. Smaller ones share.
+_OWN_FILE_BYTES = 2**20
 
 
 def build_shared(options: ModelOptions, seed: int) -> LossModule:
     """The model `torch.manual_seed(seed); build()` gives, its tensors in mapped memory."""
     torch.manual_seed(seed)
     module = LossModule(build_model(options), options)
-    tensors = {id(t): t for t in (*module.parameters(), *module.buffers()) if t.numel()}
+    small: list[Tensor] = []
+    for tensor in {
+        id(t): t for t in (*module.parameters(), *module.buffers()) if t.numel()
+    }.values():
+        if tensor.nbytes < _OWN_FILE_BYTES:
+            small.append(tensor)
+        else:
+            _share([tensor])
+    _share(small)
+    return module
+
+
+def let_go(module: nn.Module) -> None:
+    """Take out of `module` what is still in a file: this process has read what it needs of it."""
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.untyped_storage().filename is not None:
+                    held[name] = None
+
+
+def _share(tensors: list[Tensor]) -> None:
+    """Move them into one mapped file."""
     offsets, end = [], 0
-    for tensor in tensors.values():
+    for tensor in tensors:
         offsets.append(end)
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     if not end:
-        return module
+        return
     with tempfile.NamedTemporaryFile(prefix="whale-train-") as file:
         file.truncate(end)
         storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=end)
-    for tensor, offset in zip(tensors.values(), offsets, strict=True):
+    for tensor, offset in zip(tensors, offsets, strict=True):
         shared = torch.empty(0, dtype=tensor.dtype).set_(
             storage,  # type: ignore[arg-type]
             offset // tensor.element_size(),
@@ -41,7 +67,6 @@ def build_shared(options: ModelOptions, seed: int) -> LossModule:
         )
         shared.copy_(tensor.detach())
         tensor.data = shared
-    return module
 
 
 def own_copy(tensors: Iterable[Tensor], device: torch.device) -> None:

@@ -26,7 +26,7 @@ from whale_train.runtime.trace import Trace, merge
 from whale_train.runtime.train import Batches, Metrics, peak_memory_bytes, train
 from whale_train.runtime.verify import verify
 from whale_train.runtime.waits import named_waits
-from whale_train.runtime.weights import build_shared
+from whale_train.runtime.weights import build_shared, let_go
 from whale_train.strategies.forms import is_nested
 from whale_train.strategies.plan import Plan
 
@@ -67,6 +67,11 @@ def compile_kernels(run_dir: Path, prepared: Prepared) -> Prepared:
     return prepared
 
 
+def forget(prepared: Prepared) -> None:
+    """Let go of the initial weights, in a process that has no more use for them."""
+    let_go(prepared.module)
+
+
 def run_rank(run_dir: Path, rank: int, world_size: int, prepared: Prepared) -> None:
     """Be rank `rank` of the host that forked this process, from joining the others to leaving."""
     run(run_dir, rank, world_size, file_rendezvous(run_dir), prepared)
@@ -102,6 +107,7 @@ def train_as_planned(
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
     program = assemble(request, plan, prepared.module, prepared.graph, seat)
+    forget(prepared)
     limit_waits(timeout)
     batches = Batches(request, plan, prepared.dataset, rank, device)
     metrics = Metrics(run_dir, request.train.tensorboard, device) if rank == 0 else None

@@ -10,9 +10,7 @@ of a link is one direction, bytes/s: vendors print NVLink's two directions toget
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from whale_train.strategies.cluster import Device, Link
-
-CPU_PROCESS = "cpu_process"
+from whale_train.strategies.cluster import CPU_PROCESS, Device, Link
 
 _DEVICES = (
     # NVIDIA Tesla P100 GPU Accelerator (PCIe) datasheet. No tensor cores: fp16 runs on the fp32

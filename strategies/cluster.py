@@ -6,6 +6,8 @@ Ranks are numbered in the order of the inventory's list. Nothing here looks at t
 from dataclasses import dataclass
 from functools import cached_property
 
+CPU_PROCESS = "cpu_process"  # the catalogue's name of a device that is a process, and no GPU
+
 
 @dataclass(frozen=True)
 class Device:
@@ -55,6 +57,11 @@ class Cluster:
     def node_of(self) -> tuple[int, ...]:
         """The node of each rank."""
         return tuple(i for i, node in enumerate(self.nodes) for _ in node.devices)
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        """Whether all its devices are CPU processes."""
+        return all(device.name == CPU_PROCESS for device in self.devices)
 
     def first(self, count: int) -> "Cluster":
         """The first `count` devices, in rank order."""

@@ -15,9 +15,10 @@ def deepspeed_config(
     precision: str,
     grad_clip: float,
     optimizer: dict[str, Any],
+    on_cpu: bool,
 ) -> dict[str, Any] | None:
     """The config of a rank's engine for `node`; None where ZeRO is off and torch's
-    DistributedDataParallel serves (docs/adr/003)."""
+    DistributedDataParallel serves (docs/adr/003). `on_cpu`: its device is a CPU process."""
     if node.zero == 0:
         return None
     zero: dict[str, Any] = {
@@ -35,6 +36,14 @@ def deepspeed_config(
     if node.zero == 3:
         # By default DeepSpeed leaves parameters under 100,000 elements whole on every rank.
         zero["stage3_param_persistence_threshold"] = 0
+        # By default nothing is released of a model of under 1e9 elements: that were ZeRO 2.
+        zero["stage3_max_reuse_distance"] = 0
+        # A GPU gathers the next parameters beside its work, on a CPU it would be the same cores,
+        # and every one of them takes its room twice (docs/adr/012).
+        zero["stage3_prefetch_bucket_size"] = 0 if on_cpu else REDUCE_BUCKET_ELEMENTS
+        # The update of a sub-group takes copies of its gradient, three with Adam: by default of
+        # all there is. A bucket's are no more than the reduction of gradients has just taken.
+        zero["sub_group_size"] = REDUCE_BUCKET_ELEMENTS
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": 1,

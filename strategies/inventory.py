@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from whale_train.errors import Fault, nearest
-from whale_train.strategies.catalogue import CPU_PROCESS, DEVICES, LINKS
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.catalogue import DEVICES, LINKS
+from whale_train.strategies.cluster import CPU_PROCESS, Cluster, Device, Link, Node
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 

@@ -30,15 +30,17 @@ class Precision:
     casts: int = 0
 
 
-def precision_bytes(precision: str, zero: int) -> Precision:
-    """fp32 keeps one copy, which ZeRO's flat partition doubles. bf16 under ZeRO keeps bf16
+def precision_bytes(precision: str, zero: int, apart: bool = False) -> Precision:
+    """fp32 keeps one copy, which ZeRO's flat partition doubles; at stage 3 only where the
+    optimizer is `apart` from the parameters (runtime/partitioning.py). bf16 under ZeRO keeps bf16
     weights and an fp32 master partition; without ZeRO it is autocast over fp32 weights, which
     fp16 is everywhere (docs/adr/007)."""
+    flat = 4 if zero and (zero < 3 or apart) else 0
     if precision == "fp32":
-        return Precision(4, 4, 1.0, 4 if zero else 0)
+        return Precision(4, 4, 1.0, flat)
     if precision == "bf16" and zero:
         return Precision(2, 4, 0.5, 4)
-    return Precision(4, 4, 0.5, 4 if zero else 0, casts=2)
+    return Precision(4, 4, 0.5, flat, casts=2)
 
 
 def replica_memory(
@@ -53,7 +55,7 @@ def replica_memory(
     per parameter (2 for Adam). `activation_bytes` are those of its share in fp32."""
     node = task_graph.node
     assert isinstance(node, Replicate)
-    sizes = precision_bytes(precision, node.zero)
+    sizes = precision_bytes(precision, node.zero, node.offload_parameters == "cpu")
     held = [profile.parameter_by_path[path] for path in task_graph.parameters]
     elements = sum(parameter.elements for parameter in held)
     part = elements / copies
@@ -68,15 +70,30 @@ def replica_memory(
         gradients += sizes.gradients * part  # the averaged partition beside the whole gradient
     if node.offload_optimizer == "cpu":
         optimizer = 0.0
-    bucket = min(elements, REDUCE_BUCKET_ELEMENTS) * sizes.gradients if copies > 1 else 0
-    largest = max((parameter.elements for parameter in held), default=0)
-    fetched = sizes.weights * largest * 2 if node.zero == 3 else 0
+    bucket = min(elements, REDUCE_BUCKET_ELEMENTS) if copies > 1 else 0
+    moving: float = sizes.gradients * bucket
+    if node.zero == 3 and copies > 1:
+        largest = max((parameter.elements for parameter in held), default=0)
+        moving += stage_3_moving_bytes(sizes, bucket, largest)
     return MemoryEstimate(
         parameters=float(parameters + profile.buffer_bytes),
         gradients=float(gradients),
         optimizer=float(optimizer),
         activations=activation_bytes * sizes.activations,
-        communication=float(bucket + fetched),
+        communication=float(moving),
+    )
+
+
+def stage_3_moving_bytes(sizes: Precision, bucket: float, largest: float) -> float:
+    """What backward under ZeRO 3 has on the way beside the bucket of gradients, given the elements
+    of a bucket and of the largest parameter: the bucket once more, laid out for the reduction; the
+    largest parameter, gathered, with its gradient; and a bucket of what comes next, gathered flat
+    and copied out of it (on a CPU nothing is gathered ahead). The update's copies of a sub-group,
+    a bucket large, come when all these have gone."""
+    return (
+        sizes.gradients * bucket
+        + (sizes.weights + sizes.gradients) * largest
+        + 2 * sizes.weights * bucket
     )
 
 

@@ -288,6 +288,7 @@ def _rank(
                 training.precision,
                 training.grad_clip,
                 deepspeed_optimizer(training.optimizer, training.optimizer_options, offloaded),
+                cluster.on_cpu,
             )
     return RankPlan(
         rank=rank,

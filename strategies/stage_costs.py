@@ -18,7 +18,11 @@ from whale_train.strategies.cost import (
     slowest_link,
 )
 from whale_train.strategies.layouts import Layout, Shard
-from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS, precision_bytes
+from whale_train.strategies.memory import (
+    REDUCE_BUCKET_ELEMENTS,
+    precision_bytes,
+    stage_3_moving_bytes,
+)
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.operations import OperationGraph
 from whale_train.strategies.plan import MemoryEstimate, Prediction
@@ -105,10 +109,14 @@ def memory_of_ranks(
                     for chunk in mine
                     for name in (*chunk.slice.takes, *chunk.slice.gives)
                 )
-                bucket = min(held, REDUCE_BUCKET_ELEMENTS) * 4 if copies > 1 else 0.0
+                bucket = min(held, REDUCE_BUCKET_ELEMENTS) if copies > 1 else 0.0
+                moving = sizes.gradients * bucket
                 gradients = sizes.gradients * held
                 if job.zero == 3:
                     gradients = sizes.gradients * own
+                    if copies > 1:
+                        largest = max(elements.values(), default=0.0)
+                        moving += stage_3_moving_bytes(sizes, bucket, largest)
                 keeper = job.form.keeper
                 offloaded = keeper is not None and keeper.offload_optimizer == "cpu"
                 found[rank] = MemoryEstimate(
@@ -118,7 +126,7 @@ def memory_of_ranks(
                     gradients=float(gradients),
                     optimizer=0.0 if offloaded else own * (4 * states + sizes.master),
                     activations=activations * samples * sizes.activations,
-                    communication=float(bucket + 2 * samples * crossing),
+                    communication=float(moving + 2 * samples * crossing),
                 )
     return found
 

@@ -242,6 +242,7 @@ def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
             job.training.precision,
             job.training.grad_clip,
             deepspeed_optimizer(job.training.optimizer, job.training.optimizer_options, offloaded),
+            job.cluster.on_cpu,
         )
     return RankPlan(
         rank=rank,

@@ -132,6 +132,11 @@ def prepare(name: str, run_dir: Path) -> int:
     return os.getpid()
 
 
+def forget(run_dir: Path, prepared: int) -> None:
+    with (run_dir / "forgotten").open("a") as file:
+        file.write(f"{prepared} in {os.getpid()}\n")
+
+
 def be_host(options: argparse.Namespace) -> int:
     from whale_train.runtime.host import (
         record_host_failure,
@@ -149,6 +154,7 @@ def be_host(options: argparse.Namespace) -> int:
             lambda: prepare(options.entry, options.run_dir),
             ENTRIES[options.entry],
             options.parent,
+            lambda prepared: forget(options.run_dir, prepared),
         )
     except Exception as error:
         record_host_failure(options.run_dir, error)
@@ -251,6 +257,7 @@ def test_ranks_run_together_and_end_with_nothing_left(
         assert f"I am {rank}\n" in log
         assert "so says a child\n" in log
         assert f"I am {(rank + 1) % 3}\n" not in log
+    assert (run_dir / "forgotten").read_text() == f"{host.pid} in {host.pid}\n"
     assert session_of(host.pid) == []
     assert not (run_dir / "rendezvous").exists()
     assert not (run_dir / "failure.json").exists()

@@ -10,15 +10,18 @@ from whale_train.strategies.grammar import Replicate
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
-def config(precision: str = "fp32", grad_clip: float = 0.0, **options: Any) -> dict[str, Any]:
+def config(
+    precision: str = "fp32", grad_clip: float = 0.0, on_cpu: bool = False, **options: Any
+) -> dict[str, Any]:
     node = Replicate("strategy.graph.replicate", **options)
-    found = deepspeed_config(node, 6, precision, grad_clip, SGD)
+    found = deepspeed_config(node, 6, precision, grad_clip, SGD, on_cpu)
     assert found is not None
     return found
 
 
 def test_zero_0_is_not_deepspeeds() -> None:
-    assert deepspeed_config(Replicate("strategy.graph.replicate"), 6, "fp32", 1.0, SGD) is None
+    node = Replicate("strategy.graph.replicate")
+    assert deepspeed_config(node, 6, "fp32", 1.0, SGD, True) is None
 
 
 def test_the_whole_config_of_zero_1() -> None:
@@ -50,12 +53,23 @@ def test_the_whole_config_of_zero_1() -> None:
     }
 
 
+STAGE_3 = {
+    "stage": 3,
+    # By default parameters of less than 100,000 elements stay whole; what is used again within
+    # 1e9 elements stays; 5e7 are gathered ahead; and the update takes copies of 1e9 at a time.
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 6_553_600,
+    "sub_group_size": 6_553_600,
+}
+
+
 @pytest.mark.parametrize(
     ("options", "differs"),
     [
         ({"zero": 2}, {"stage": 2}),
-        # By default parameters of less than 100,000 elements stay whole.
-        ({"zero": 3}, {"stage": 3, "stage3_param_persistence_threshold": 0}),
+        ({"zero": 3}, STAGE_3),
+        ({"zero": 3, "on_cpu": True}, {**STAGE_3, "stage3_prefetch_bucket_size": 0}),
         (
             {"zero": 2, "offload_optimizer": "cpu"},
             {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
@@ -63,19 +77,14 @@ def test_the_whole_config_of_zero_1() -> None:
         (
             {"zero": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
             {
-                "stage": 3,
-                "stage3_param_persistence_threshold": 0,
+                **STAGE_3,
                 "offload_optimizer": {"device": "cpu", "pin_memory": False},
                 "offload_param": {"device": "cpu", "pin_memory": False},
             },
         ),
         (
             {"zero": 3, "offload_parameters": "cpu"},
-            {
-                "stage": 3,
-                "stage3_param_persistence_threshold": 0,
-                "offload_param": {"device": "cpu", "pin_memory": False},
-            },
+            {**STAGE_3, "offload_param": {"device": "cpu", "pin_memory": False}},
         ),
     ],
 )

@@ -41,8 +41,10 @@ def estimate(
         # partition of the gradient beside all of it.
         (1, 400e6, 440e6, 120e6, BUCKET),
         (2, 400e6, 40e6, 120e6, BUCKET),
-        # The largest parameter is fetched while the next one is: 2 x 320 MB.
-        (3, 40e6, 40e6, 120e6, BUCKET + 640e6),
+        # One fp32 partition serves as weights and for the update. The largest parameter is
+        # gathered and has its gradient, 2 x 320 MB; the bucket is copied for its reduction, and
+        # one of what comes next is gathered and copied.
+        (3, 40e6, 40e6, 80e6, 4 * BUCKET + 640e6),
     ],
 )
 def test_what_each_stage_partitions(
@@ -59,7 +61,7 @@ def test_what_each_stage_partitions(
         (0, 600e6, 400e6, 800e6, BUCKET),
         (1, 200e6, 440e6, 120e6, BUCKET),  # bf16 weights, an fp32 master partition
         (2, 200e6, 40e6, 120e6, BUCKET),
-        (3, 20e6, 40e6, 120e6, BUCKET + 320e6),
+        (3, 20e6, 40e6, 120e6, 3 * BUCKET + 480e6),
     ],
 )
 def test_bf16(
@@ -76,7 +78,7 @@ def test_bf16(
         # As fp32, and 200 MB of fp16 weights, which no stage partitions.
         (1, 600e6, 440e6, 120e6, BUCKET),
         (2, 600e6, 40e6, 120e6, BUCKET),
-        (3, 240e6, 40e6, 120e6, BUCKET + 640e6),
+        (3, 240e6, 40e6, 80e6, 4 * BUCKET + 640e6),
     ],
 )
 def test_fp16_is_autocast_at_every_stage(
@@ -96,11 +98,15 @@ def test_offload_leaves_the_device() -> None:
     assert (state.optimizer, state.parameters) == (0.0, 400e6 + 500)
     both = estimate(zero=3, offload_optimizer="cpu", offload_parameters="cpu")
     assert (both.optimizer, both.parameters) == (0.0, 500.0)  # buffers stay
-    assert both.communication == BUCKET + 640e6  # what is fetched has to be somewhere
+    # What is fetched has to be somewhere.
+    assert both.communication == 4 * BUCKET + 640e6
+    parameters = estimate(zero=3, offload_parameters="cpu")
+    assert (parameters.optimizer, parameters.parameters) == (120e6, 500.0)  # an fp32 copy here
 
 
 def test_a_single_copy_sends_nothing() -> None:
     assert estimate(copies=1).communication == 0.0
+    assert estimate(copies=1, zero=3).communication == 0.0
     assert estimate(copies=1).total == 400e6 + 400e6 + 800e6 + 1e9 + 500
 
 

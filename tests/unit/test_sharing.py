@@ -135,7 +135,7 @@ def test_evenly_the_smallest_device_limits_all() -> None:
     )
 
 
-# Of 100 parameters instead of one, which ZeRO 3 fetches two at a time.
+# Of 100 parameters instead of one, which ZeRO 3 fetches one at a time.
 FINE = replace(MODEL, parameters=tuple(Parameter(f"w{i}", (2500, 1000)) for i in range(100)))
 
 
@@ -149,9 +149,9 @@ FINE = replace(MODEL, parameters=tuple(Parameter(f"w{i}", (2500, 1000)) for i in
         # Momentum on 2: 1 + 1 + 1. ZeRO 1: 1 + 1 + 0.5 + 1, more; ZeRO 2: 1 + 0.5 + 1.
         (MODEL, 2, 2.7e9, {"momentum": 0.9},
          (3.1, 0.4, 2.7, "use strategy=zero2, which needs 2.6 GB")),
-        # ZeRO 3: half of parameters, gradients and master weights, and 20 MB fetched.
-        (FINE, 2, 1.9e9, {}, (2.1, 0.2, 1.9, "use strategy=zero3, which needs 1.6 GB")),
-        (FINE, 2, 0.7e9, {}, (2.1, 1.4, 0.7, "use strategy=zero3_offload, which needs 0.6 GB")),
+        # ZeRO 3: half of parameters and gradients, four buckets and 20 MB on the way.
+        (FINE, 2, 1.9e9, {}, (2.1, 0.2, 1.9, "use strategy=zero3, which needs 1.2 GB")),
+        (FINE, 2, 0.8e9, {}, (2.1, 1.3, 0.8, "use strategy=zero3_offload, which needs 0.7 GB")),
         (MODEL, 2, 1e9, {}, (2.1, 1.1, 1.0, "no ZeRO stage makes it fit: use more devices or a "
          "smaller model")),
         (FINE, 1, 1.9e9, {}, (2.1, 0.2, 1.9, "no ZeRO stage makes it fit: use more devices or a "
@@ -178,12 +178,13 @@ def test_a_device_too_small_for_one_sample(
 
 
 def test_the_remedy_is_a_strategy_as_it_ships() -> None:
-    """ZeRO 2 without the offload that was asked for: 1 + 0.5 + 0.5 GB. ZeRO 3 fetches 2 GB."""
+    """ZeRO 2 without the offload that was asked for: 1 + 0.5 + 0.5 GB. ZeRO 3 gathers 1 GB,
+    which has a gradient of 1 GB."""
     offload = {"optimizer": "cpu", "parameters": "cpu"}
     graph = {"replicate": {"zero": 3, "offload": offload}}
     on = cluster((1e12, 2.5e9), (1e12, 2.5e9))
     assert refused(graph, MODEL, on, training(4)) == (
-        "strategy=mine needs 2.6 GB on rank 0 (device_0) for one sample, 0.1 GB more than its "
+        "strategy=mine needs 2.7 GB on rank 0 (device_0) for one sample, 0.2 GB more than its "
         "2.5 GB; use strategy=zero2, which needs 2.1 GB"
     )
 
