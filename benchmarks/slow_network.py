@@ -22,6 +22,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from whale_train.config import Request
 from whale_train.runtime.host import num_threads, preload
+from whale_train.strategies.grammar import SCHEDULES
 from whale_train.strategies.plan import Plan
 
 LEARNING_RATE = 0.001
@@ -40,9 +41,11 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=32)
     parser.add_argument("--batch", type=int, default=2, help="sequences a host")
     parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["1f1b"])
     parser.add_argument("--classes", type=int, default=100_000)
     parser.add_argument("--class-batch", type=int, default=8, help="samples a host, class_head")
     parser.add_argument("--optimizers", nargs="+", choices=("sgd", "adamw"), default=["adamw"])
+    parser.add_argument("--sides", nargs="+", help="only those whose name has one of these words")
     parser.add_argument("--rounds", type=int, default=4, help="turns a side")
     parser.add_argument("--steps", type=int, default=2, help="timed steps a turn")
     options = parser.parse_args()
@@ -75,11 +78,12 @@ def compare_bert(
         f"train.global_batch={options.batch * options.hosts}",
     ]
     half = max(options.hosts // 2, 1)
-    several = f"{{replicate: {{degree: 2, of: {pipeline(half, options)}}}}}"
-    graphs = {
-        f"2 copies of a pipeline of {half}": several,
-        f"a pipeline of {options.hosts}": pipeline(options.hosts, options),
-    }
+    graphs = {}
+    for schedule in options.schedules:
+        one, several = (pipeline(n, schedule, options) for n in (options.hosts, half))
+        several = f"{{replicate: {{degree: 2, of: {several}}}}}"
+        graphs[f"2 copies of a pipeline of {half}, {schedule}"] = several
+        graphs[f"a pipeline of {options.hosts}, {schedule}"] = one
     found = []
     for name, graph in graphs.items():
         request, plan = resolved([*asked, f"strategy.graph={graph}"], optimizer, options, turns)
@@ -94,9 +98,9 @@ def compare_bert(
     run(words, found, hosts, options, turns, console)
 
 
-def pipeline(stages: int, options: argparse.Namespace) -> str:
-    what = f"stages: {stages}, schedule: 1f1b, micro_batches: {options.micro_batches}"
-    return f"{{pipeline: {{{what}}}}}"
+def pipeline(stages: int, schedule: str, options: argparse.Namespace) -> str:
+    what = f"schedule: {schedule}, micro_batches: {options.micro_batches}"
+    return f"{{pipeline: {{stages: {stages}, {what}}}}}"
 
 
 def shape(options: argparse.Namespace) -> dict[str, Any]:
@@ -169,6 +173,8 @@ def run(
     turns: Turns,
     console: Console,
 ) -> None:
+    if options.sides:
+        found = [side for side in found if any(word in side.name for word in options.sides)]
     results = interleaved(found, options.hosts, num_threads(options.hosts), turns, hosts.move)
     words += f", {options.hosts} hosts at {hosts.rate_gbit_s:g} Gbit/s"
     show(words, results, [side.name for side in found if "by hand" in side.name], console)

@@ -5,6 +5,7 @@ the others, casts all of it under bf16, and keeps the partition twice. A rank wo
 memory to begin than to train.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ def partition(module: nn.Module, topology: Any, config: dict[str, Any]) -> None:
     the first copy's values come from is let go of parameter by parameter."""
     import deepspeed
 
+    # As its own launcher says it. On a CPU it otherwise starts `numactl` at every reduction.
+    os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
     deepspeed.zero.Init(
         module=_Cast(module, torch.bfloat16 if config["bf16"]["enabled"] else None),
         data_parallel_group=topology and topology.get_data_parallel_group(),

@@ -38,7 +38,7 @@ def in_ranks(offload: dict[str, str]) -> Trained:
     """What rank 0 has after STEPS: the parameters, the squared norms of the steps' gradients, and
     for every sub-group whether its weights and what the optimizer updates are the same memory."""
     rank = dist.get_rank()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     node = Replicate("", zero=3, **offload)  # type: ignore[arg-type]
     optimizer = deepspeed_optimizer("sgd", OPTIMIZER, False)
     config = deepspeed_config(node, BATCH // 2, "fp32", 0.0, optimizer, True)
