@@ -23,13 +23,13 @@ class Picks(nn.Module):
 
     def __init__(self, classes: int = 11) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(32, 24), nn.Linear(6, 24)
+        self.first, self.second, self.third = nn.Linear(32, 24), nn.Linear(6, 24), nn.Linear(24, 24)
         self.head = nn.Linear(24, classes)
 
     def forward(self, points: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(points.mean(1)))[:, [0, 3, 23, 7, 5, 11]]
         hidden = torch.relu(self.second(hidden * torch.tensor([1.0, 0.5, 2.0, 1.0, 3.0, 0.1])))
-        logits: Tensor = self.head(hidden)
+        logits: Tensor = self.head(torch.relu(self.third(hidden)))
         return logits
 
 
