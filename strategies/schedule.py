@@ -156,13 +156,15 @@ def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
     """Which of the replicas of a stage owns each micro-batch: its index in `weights`.
 
     `weights` are the replicas' speeds (positive, any common unit). Each owns the number that
-    makes the slowest finish earliest (`optimal_shares`), dealt by smooth weighted round robin:
-    every turn credits each replica with its count, the one with most credit (ties: the first)
-    takes the micro-batch and pays the sum of the counts. None is ever a whole micro-batch ahead
-    of its share, and after `micro_batches` turns every credit is spent. Raises ValueError for
+    makes the slowest finish earliest (`optimal_shares`), one at least where there are as many as
+    replicas, as one without any could not take part in a step. They are dealt by smooth weighted
+    round robin: every turn credits each replica with its count, the one with most credit (ties:
+    the first) takes the micro-batch and pays the sum of the counts. None is ever a whole
+    micro-batch ahead of its share, and after `micro_batches` turns every credit is spent. Raises ValueError for
     weights that are not positive and finite, or when there are none.
     """
-    counts = optimal_shares(micro_batches, weights, [micro_batches] * len(weights))
+    least = int(micro_batches >= len(weights))
+    counts = optimal_shares(micro_batches, weights, [micro_batches] * len(weights), least)
     if counts is None or not counts:
         raise ValueError(f"{micro_batches} micro-batches cannot be shared by {len(weights)}")
     credits = [0] * len(counts)

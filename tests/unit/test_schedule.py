@@ -405,6 +405,8 @@ def test_in_flight_ends_with_the_weight_part() -> None:
         ([1, 3], 4, (1, 0, 1, 1)),
         ([5, 1, 1], 7, (0, 0, 1, 0, 2, 0, 0)),
         ([1, 1, 1], 2, (0, 1)),
+        ([9, 1], 2, (0, 1)),  # though both would be done sooner on the faster one
+        ([9, 1], 4, (0, 0, 1, 0)),
     ],
 )
 def test_owners_by_hand(
@@ -418,7 +420,12 @@ def test_owners_take_turns_in_proportion(weights: list[float], micro_batches: in
     dealt = owners(weights, micro_batches)
     counts = Counter(dealt)
     assert counts.total() == len(dealt) == micro_batches
-    slowest = max(counts[i] / weight for i, weight in enumerate(weights))
+    least = int(micro_batches >= len(weights))
+    assert min(counts[i] for i in range(len(weights))) >= least
+    # Those beyond the one that every replica has can be moved.
+    slowest = max(
+        (counts[i] / weight for i, weight in enumerate(weights) if counts[i] > least), default=0.0
+    )
     earliest_free = min((counts[i] + 1) / weight for i, weight in enumerate(weights))
     assert slowest <= earliest_free * (1 + 1e-9)  # no move makes the slowest earlier
     for end in range(micro_batches):

@@ -87,7 +87,7 @@ SPLIT = {"split": {"degree": 2}}
             ({"pipeline": {"stages": [{"stage": {"recompute": "auto"}}, SPLIT]}}, 3),
         ]
     ),
-    st.lists(st.sampled_from([1.0, 2.0, 3.5]), min_size=5, max_size=5),
+    st.lists(st.sampled_from([1.0, 2.0, 3.5, 90.0]), min_size=5, max_size=5),
     st.lists(st.integers(1, 5), min_size=6, max_size=8),
     st.integers(12, 40),
     st.sampled_from(["hardware", "even"]),
