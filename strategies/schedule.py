@@ -160,8 +160,8 @@ def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
     replicas, as one without any could not take part in a step. They are dealt by smooth weighted
     round robin: every turn credits each replica with its count, the one with most credit (ties:
     the first) takes the micro-batch and pays the sum of the counts. None is ever a whole
-    micro-batch ahead of its share, and after `micro_batches` turns every credit is spent. Raises ValueError for
-    weights that are not positive and finite, or when there are none.
+    micro-batch ahead of its share, and after `micro_batches` turns every credit is spent. Raises
+    ValueError for weights that are not positive and finite, or when there are none.
     """
     least = int(micro_batches >= len(weights))
     counts = optimal_shares(micro_batches, weights, [micro_batches] * len(weights), least)
