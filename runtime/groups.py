@@ -11,7 +11,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout, _world
 
+from whale_train.runtime import shared_memory
 from whale_train.runtime.hangs import group_name
+from whale_train.runtime.shared_memory import SharedMemoryGroup
 from whale_train.strategies.plan import Plan
 
 # A rank that ends is noticed by its host; this only bounds a wait for one that hangs.
@@ -45,27 +47,46 @@ def file_rendezvous(run_dir: Path) -> str:
 def make_groups(
     plan: Plan, rank: int, timeout: timedelta = TIMEOUT
 ) -> dict[str, dist.ProcessGroup]:
-    """The groups `rank` is in, by the plan's names. Equal lists of ranks share one group."""
+    """The groups `rank` is in, by the plan's names. Equal lists of ranks share one group; the
+    members of a split that can share memory have one of their own for it."""
     world = tuple(range(plan.world_size))
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
     if dist.group.WORLD is not None:
-        made[world] = dist.group.WORLD
+        made[world, False] = dist.group.WORLD
+    homes = _homes(plan)
     mine: dict[str, dist.ProcessGroup] = {}
     for name, lists in plan.groups.items():
         for ranks in lists:
-            if ranks not in made:
+            shared = _is_split(name, ranks) and len({homes[member] for member in ranks}) == 1
+            if (ranks, shared) not in made:
+                new_group = shared_memory.new_group if shared else dist.new_group
                 description = group_name(plan, ranks)
-                made[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=description)
+                group = new_group(list(ranks), timeout=timeout, group_desc=description)
+                made[ranks, shared] = group
             if rank in ranks:
-                mine[name] = made[ranks]
+                mine[name] = made[ranks, shared]
     return mine
+
+
+def _homes(plan: Plan) -> list[str]:
+    """Whose memory each rank can share; none of two ranks are equal where nobody can."""
+    splits = any(_is_split(name, ranks) for name, lists in plan.groups.items() for ranks in lists)
+    homes: list[str] = [str(rank) for rank in range(plan.world_size)]
+    if splits and dist.get_backend() == "gloo":
+        dist.all_gather_object(homes, shared_memory.home() or homes[dist.get_rank()])
+    return homes
+
+
+def _is_split(name: str, ranks: tuple[int, ...]) -> bool:
+    return name.endswith(".model_parallel") and len(ranks) > 1
 
 
 def limit_waits(timeout: timedelta) -> None:
     """Have no group of this rank wait longer: DeepSpeed makes some of its own, with torch's
     default."""
     for group in _world.pg_map:
-        _set_pg_timeout(timeout, group)
+        if not isinstance(group, SharedMemoryGroup):  # only make_groups makes these
+            _set_pg_timeout(timeout, group)
 
 
 def leave() -> None:

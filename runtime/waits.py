@@ -89,6 +89,8 @@ def _between(plan: Plan, source: int, target: int) -> tuple[str, str, tuple[int,
 
 
 def _group(frame: FrameType, owner: object) -> dist.ProcessGroup | None:
+    if isinstance(owner, dist.ProcessGroup):
+        return owner
     attributes: dict[str, Any] = getattr(owner, "__dict__", {})
     run = attributes.get("_run")  # an engine's module, which reduces in its backward
     if isinstance(run, DistributedDataParallel):
