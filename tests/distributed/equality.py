@@ -11,13 +11,9 @@ import functools
 import importlib
 import json
 import os
-import selectors
 import shutil
-import subprocess
-import sys
 import tempfile
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import sqrt
@@ -27,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tests.distributed.served import Served, serve
 from torch import Tensor, nn
 
 from whale_train.config import Request, read_request
@@ -44,9 +41,6 @@ from whale_train.runtime.programs import Program
 from whale_train.runtime.rewrite import Segment
 
 Arrays = dict[str, NDArray[Any]]
-
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 280.0  # one run's, the compilation of DeepSpeed's CPU kernel included
 
 
 # --- Models of a user's own ----------------------------------------------------------------------
@@ -198,10 +192,12 @@ class JobFailed(AssertionError):
 
 
 class Jobs:
-    """One process that runs jobs, started when first asked; equal jobs are run once."""
+    """One process that runs jobs; equal jobs are run once."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._process = folder, None
+        self._folder = folder
+        # A user's own `equality.OwnNet` is found where this file is.
+        self._process = Served(__file__, cwd=Path(__file__).parent)
         self._done: dict[tuple[tuple[str, ...], bool], Computed] = {}
 
     def run(self, overrides: Sequence[str], plainly: bool = False) -> Computed:
@@ -209,8 +205,7 @@ class Jobs:
         key = (tuple(overrides), plainly)
         if key not in self._done:
             run_dir = Path(tempfile.mkdtemp(prefix="run_", dir=self._folder))
-            job = {"overrides": key[0], "plainly": plainly, "run_dir": str(run_dir)}
-            failure = self._ask(job)
+            failure = self._process.ask(overrides=key[0], plainly=plainly, run_dir=str(run_dir))
             if failure:
                 raise JobFailed(f"{' '.join(overrides)}\n{failure}")
             self._done[key] = Computed.read(run_dir)
@@ -218,53 +213,7 @@ class Jobs:
         return self._done[key]
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()  # ranks end with it
-            self._process.wait()
-            self._process = None
-
-    _process: "subprocess.Popen[str] | None"
-
-    def _ask(self, job: Mapping[str, Any]) -> str:
-        if self._process is None:
-            path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-            self._process = subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=Path(__file__).parent,  # where a user's own `equality.OwnNet` is found
-                env=os.environ | {"PYTHONPATH": path},
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            ready = selector.select(DEADLINE_S)
-        answer = self._process.stdout.readline() if ready else ""
-        if not answer:
-            self.close()
-            return "died" if ready else f"had not ended after {DEADLINE_S:.0f} s"
-        failure: str = json.loads(answer)
-        return failure
-
-
-def serve_jobs() -> None:
-    """What this file does as a program."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    host.preload()
-    _ask_once()
-    for line in sys.stdin:
-        job = json.loads(line)
-        try:
-            failure = run_job(job["overrides"], Path(job["run_dir"]), job["plainly"])
-        except Exception as error:
-            failure = "".join(traceback.format_exception(error))
-        answers.write(json.dumps(failure) + "\n")
-        answers.flush()
+        self._process.close()
 
 
 def _ask_once() -> None:
@@ -286,19 +235,25 @@ def _ask_once() -> None:
         setattr(module, name, cached)
 
 
-def run_job(overrides: list[str], run_dir: Path, plainly: bool) -> str:
+def run_job(overrides: list[str], plainly: bool, run_dir: str) -> str:
     """Do what the command does between composing and the end of the ranks; why it failed."""
+    folder = Path(run_dir)
     config = composed(rewritten(overrides))
     request = read_request(config, {"hardware": "inventory", "strategy": "strategy"})
-    create_run_dir(run_dir)
-    write_text(run_dir / "request.json", request.to_json())
+    create_run_dir(folder)
+    write_text(folder / "request.json", request.to_json())
     resolved = resolve_request(request)
-    write_plan(run_dir, resolved)
+    write_plan(folder, resolved)
+    return run_host(folder, train_plainly if plainly else train_and_save)
+
+
+def run_host(run_dir: Path, entry: Callable[[Path, int, int, worker.Prepared], None]) -> str:
+    """The ranks of a resolved job, each `entry`, to their end; why they failed."""
     prepared = worker.prepare(run_dir)
-    entry = train_plainly if plainly else train_and_save
+    world_size = json.loads((run_dir / "plan.json").read_text())["world_size"]
     status = host.serve(
         run_dir,
-        resolved.plan.world_size,
+        world_size,
         lambda: worker.compile_kernels(run_dir, prepared),
         entry,
         os.getppid(),
@@ -435,4 +390,5 @@ def _optimizer(request: Request, model: nn.Module) -> _Training:
 
 
 if __name__ == "__main__":
-    serve_jobs()
+    _ask_once()
+    serve(run_job)

@@ -9,10 +9,6 @@ of JSON out.
 """
 
 import json
-import os
-import selectors
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from tests.distributed.equality import ROOT
+from tests.distributed.equality import run_host
+from tests.distributed.served import Served, serve
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -35,14 +32,12 @@ from whale_train.launcher.resolve import resolve_request
 from whale_train.launcher.verify import Verification, compare
 from whale_train.models.build import build_model
 from whale_train.models.loss import LossModule
-from whale_train.runtime import host, worker
+from whale_train.runtime import worker
 from whale_train.runtime.engine import Copies
 from whale_train.runtime.optimizers import make_optimizer
 from whale_train.runtime.verify import DropoutOff, part_of, slope_of
 from whale_train.strategies.inventory import MachineFacts
 from whale_train.strategies.plan import Plan, TaskGraph
-
-DEADLINE_S = 280.0  # of a side, the compilation of DeepSpeed's CPU kernel included
 
 # --- Running the two sides -----------------------------------------------------------------------
 
@@ -128,7 +123,7 @@ class Sides:
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
         self._alone: dict[tuple[str, ...], Path] = {}
-        self._process: subprocess.Popen[str] | None = None
+        self._process = Served(__file__)
 
     def verify(self, case: Case) -> Verification:
         run_dir = self._run([*case.overrides, *case.only_plan], False, case.fault)
@@ -142,75 +137,28 @@ class Sides:
     def _run(self, overrides: Sequence[str], alone: bool, fault: str) -> Path:
         self._count += 1
         run_dir = self._folder / f"side_{self._count}"
-        job = {"overrides": list(overrides), "alone": alone, "fault": fault, "dir": str(run_dir)}
-        failure = self._ask(job)
+        failure = self._process.ask(
+            overrides=list(overrides), alone=alone, fault=fault, run_dir=str(run_dir)
+        )
         assert not failure, f"{' '.join(overrides)}\n{failure}"
         return run_dir
 
-    def _ask(self, job: Mapping[str, Any]) -> str:
-        if self._process is None:
-            path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-            self._process = subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"PYTHONPATH": path},
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            ready = selector.select(DEADLINE_S)
-        answer = self._process.stdout.readline() if ready else ""
-        if not answer:
-            self.close()
-            return "died" if ready else f"had not ended after {DEADLINE_S:.0f} s"
-        failure: str = json.loads(answer)
-        return failure
-
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()  # ranks end with it
-            self._process.wait()
-            self._process = None
+        self._process.close()
 
 
-def serve_sides() -> None:
-    """What this file does as a program."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    host.preload()
-    for line in sys.stdin:
-        job = json.loads(line)
-        answers.write(json.dumps(run_side(**job)) + "\n")
-        answers.flush()
-
-
-def run_side(overrides: list[str], alone: bool, fault: str, dir: str) -> str:
+def run_side(overrides: list[str], alone: bool, fault: str, run_dir: str) -> str:
     """One side of a verification, as the command runs it; why it failed."""
     config = composed(rewritten(overrides))
     request = only_steps(read_request(config, {"hardware": "inventory", "strategy": "strategy"}))
     resolved = resolve_request(request.model_copy(update={"mode": "train"}))
     if alone:
         request, resolved = on_one_process(request, resolved)
-    run_dir = make_run_dir(request, Path(dir))
-    write_plan(run_dir, resolved)
+    folder = make_run_dir(request, Path(run_dir))
+    write_plan(folder, resolved)
     if fault == "swapped_shards":
-        swap_shards(run_dir / "plan.json")
-    prepared = worker.prepare(run_dir)
-    status = host.serve(
-        run_dir,
-        resolved.plan.world_size,
-        lambda: worker.compile_kernels(run_dir, prepared),
-        run_steep_rank if fault == "steep" else worker.run_rank,
-        os.getppid(),
-    )
-    failed = run_dir / "failure.json"
-    said = json.loads(failed.read_text()) if failed.exists() else {}
-    return "" if status == 0 else f"exit status {status}\n{said.get('traceback') or said}"
+        swap_shards(folder / "plan.json")
+    return run_host(folder, run_steep_rank if fault == "steep" else worker.run_rank)
 
 
 def run_steep_rank(run_dir: Path, rank: int, world_size: int, prepared: worker.Prepared) -> None:
@@ -580,4 +528,4 @@ def test_dropout_off_reaches_exported_graphs() -> None:
 
 
 if __name__ == "__main__":
-    serve_sides()
+    serve(run_side)
