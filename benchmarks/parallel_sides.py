@@ -5,11 +5,12 @@ Each is what a careful user would write for this one model: on one process, spli
 tensors as batches, the whole global batch on every rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from sides import Batch, MakeOptimizer, train_by_hand
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,8 +25,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-Batch = dict[str, Tensor]
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
@@ -45,14 +44,8 @@ class OneProcess:
     def step(self, number: int, grad_norm: bool) -> None:
         if self.model is None:
             return
-        loss: Tensor = self.model(**self.batches[number % len(self.batches)]).loss
-        loss.backward()  # type: ignore[no-untyped-call]
-        if grad_norm:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            float(nn.utils.get_total_norm(gradients))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.last = loss.detach()
+        batch = self.batches[number % len(self.batches)]
+        self.last = train_by_hand(self.model, self.optimizer, batch, grad_norm)
 
     def loss(self) -> float:
         last = self.last.clone()

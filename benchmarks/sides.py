@@ -108,6 +108,20 @@ def all_batches(request: Request, plan: Plan, count: int) -> list[list[Batch]]:
     return found
 
 
+def train_by_hand(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, grad_norm: bool
+) -> Tensor:
+    """A step as any tutorial has it; its loss."""
+    loss: Tensor = model(**batch).loss
+    loss.backward()  # type: ignore[no-untyped-call]
+    if grad_norm:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        float(nn.utils.get_total_norm(gradients))
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 class DataParallel:
     """torch's DistributedDataParallel, by hand."""
 
@@ -118,14 +132,8 @@ class DataParallel:
         self.last = torch.zeros(())
 
     def step(self, number: int, grad_norm: bool) -> None:
-        loss: Tensor = self.model(**self.batches[number % len(self.batches)]).loss
-        loss.backward()  # type: ignore[no-untyped-call]
-        if grad_norm:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            float(nn.utils.get_total_norm(gradients))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.last = loss.detach()
+        batch = self.batches[number % len(self.batches)]
+        self.last = train_by_hand(self.model, self.optimizer, batch, grad_norm)
 
     def loss(self) -> float:
         return float(self.last)
