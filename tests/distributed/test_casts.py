@@ -192,7 +192,7 @@ def test_a_shard_is_copied_out_of_a_whole_tensor(
 
 def resharded(dim: int, sizes: tuple[int, ...], natively: bool) -> tuple[Tensor, ...]:
     """S gathered for work that is different on each rank, whose partial sums are scattered."""
-    casts._scatters_well = lambda x, group: natively  # both ways to a slice of a sum, on gloo
+    casts._scatters_well = lambda group: natively  # both ways to a slice of a sum, on gloo
     shards, rank = shard_group(sizes), dist.get_rank()
     shape = [3, 4, 5]
     shape[dim] = sum(sizes)
