@@ -15,8 +15,8 @@ from whale_train.launcher import compose
 from whale_train.launcher.elastic import become_member, find_place, tell_refused
 from whale_train.launcher.job import EXIT_STATUS, JobEnd, run_job
 from whale_train.launcher.show_error import error_text, terminal_width
-from whale_train.launcher.show_plan import open_console
 from whale_train.launcher.sweep_table import SweepRow, sweep_table
+from whale_train.launcher.terminal import open_console
 
 
 def main() -> None:

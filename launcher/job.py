@@ -36,7 +36,7 @@ from whale_train.launcher.run_dir import (
 )
 from whale_train.launcher.show_comparison import comparison_view
 from whale_train.launcher.show_error import error_text, terminal_width
-from whale_train.launcher.show_plan import Portable, banner_emulated, open_console, plan_view
+from whale_train.launcher.show_plan import banner_emulated, plan_view
 from whale_train.launcher.show_verify import verdict_line, verification_view
 from whale_train.launcher.supervise import (
     HOST_PROGRAM,
@@ -45,6 +45,7 @@ from whale_train.launcher.supervise import (
     describe_failure,
     remembered_interrupts,
 )
+from whale_train.launcher.terminal import Portable, open_console
 from whale_train.launcher.verify import compare
 from whale_train.strategies.plan import Plan
 from whale_train.strategies.resolve import resolve

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from whale_train.launcher.show_plan import Portable, in_rate, in_seconds
+from whale_train.launcher.quantities import in_rate, in_seconds
+from whale_train.launcher.terminal import Portable
 
 # Seconds between plain lines when steps are slow.
 _PATIENCE_S = 10.0

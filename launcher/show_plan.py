@@ -1,26 +1,31 @@
 """A Plan as a person reads it: what runs where, how full, how fast, and what was decided.
 
-Owns the view of `mode=plan` and of the start of a run, the words for quantities (`1.32 GB`,
-`98.1 ms`, `51.3 M`) and the two properties every view here has: it fits the width it is given,
-and it can be written in the encoding it is sent to. Nothing is computed but sums and folds.
-
-Bytes are written in decimal units (1 GB = 1e9 bytes), as the inventory's devices are.
+Owns the view of `mode=plan` and of the start of a run, which fits the width it is given. Nothing
+is computed but sums and folds.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from whale_train.launcher.quantities import (
+    fold_modules,
+    fold_numbers,
+    in_bytes,
+    in_count,
+    in_rate,
+    in_seconds,
+    of_all,
+)
+from whale_train.launcher.terminal import Portable
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision, Plan, RankPlan, TaskGraph
@@ -31,36 +36,6 @@ _WIDE = 92
 _FEW_ROWS = 24
 # Beyond this many kinds of rank a table is no longer read; plan.json has them all.
 _MOST_ROWS = 64
-# One cell each, so that what is aligned stays aligned.
-_ASCII = str.maketrans("█░━╌…", "#.=.~")
-
-
-def open_console(stream: TextIO) -> Console:
-    """A console on `stream`: the terminal's own width, or 120 columns where there is none."""
-    if stream.isatty():
-        return Console(file=stream, highlight=False)
-    # Colours forced by the environment do not make a log a place for lines that are rewritten.
-    return Console(file=stream, width=120, force_interactive=False, highlight=False)
-
-
-@dataclass(frozen=True)
-class Portable:
-    """`body` without blanks at the ends of lines, and with what the console's encoding cannot
-    carry replaced one cell for one."""
-
-    body: RenderableType
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in Segment.split_lines(console.render(self.body, options)):
-            while line and not line[-1].text.rstrip():
-                line.pop()
-            if line:
-                line[-1] = Segment(line[-1].text.rstrip(), *line[-1][1:])
-            for text, style, control in line:
-                if options.ascii_only:
-                    text = text.translate(_ASCII).encode("ascii", "replace").decode()
-                yield Segment(text, style, control)
-            yield Segment.line()
 
 
 def plan_view(plan: Plan, cluster: Cluster, profile: ModelProfile, title: str) -> RenderableType:
@@ -108,60 +83,6 @@ def banner_emulated(
             f"real training, {'only relative' if kept else 'not their'} speeds",
         )
     )
-
-
-def in_bytes(number: float) -> str:
-    """`1.32 GB`: three digits, decimal units."""
-    return _scaled(number, ("B", "kB", "MB", "GB", "TB", "PB"))
-
-
-def in_count(number: float) -> str:
-    """`51.3 M`: three digits; below a thousand the number itself."""
-    return _scaled(number, ("", "k", "M", "B", "T")).rstrip()
-
-
-def in_seconds(seconds: float) -> str:
-    """`98.1 ms`: three digits; a minute and more in seconds too."""
-    if seconds < 0.9995e-3:
-        return f"{_digits(seconds * 1e6)} us"
-    return f"{_digits(seconds * 1e3)} ms" if seconds < 0.9995 else f"{_digits(seconds)} s"
-
-
-def in_rate(per_s: float) -> str:
-    """Samples a second: three digits, or the whole number with its thousands marked."""
-    return f"{per_s:,.0f}" if per_s >= 100 else _digits(per_s)
-
-
-def fold_numbers(numbers: Iterable[int], most: int = 4) -> str:
-    """`0-7, 12`: runs of consecutive numbers; after `most` runs, how many numbers there are."""
-    ordered = sorted(numbers)
-    runs = [
-        [number for _, number in run]
-        for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
-    ]
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:most]]
-    rest = f", ... ({len(ordered):,} in all)" if len(runs) > most else ""
-    return ", ".join(shown) + rest
-
-
-def fold_modules(paths: Sequence[str], most: int = 4) -> str:
-    """`wte, h.0-11, ln_f`: numbered neighbours are one; of many, the first, the last, how many."""
-    keys = []
-    for index, path in enumerate(paths):
-        words = path.split(".")
-        where = max((i for i, word in enumerate(words) if word.isdigit()), default=None)
-        # Along a run the number grows as the index does.
-        run = path if where is None else str(int(words[where]) - index)
-        keys.append((words[:where], where, [] if where is None else words[where + 1 :], run))
-    names = []
-    for (_, where, _, _), indices in groupby(range(len(paths)), key=keys.__getitem__):
-        first, *others = (paths[index].split(".") for index in indices)
-        if others and where is not None:
-            first[where] += f"-{others[-1][where]}"
-        names.append(".".join(first) or "the whole model")
-    if len(names) > most:
-        names = [*names[: most - 1], "...", f"{names[-1]} ({len(paths):,} modules)"]
-    return ", ".join(names)
 
 
 @dataclass(frozen=True)
@@ -354,7 +275,7 @@ def _row(rank: RankPlan, samples: int, capacity: float) -> _Row:
         device=rank.device,
         samples=f"{samples:,}",
         micro_batch=f"{rank.micro_batches:,} x {rank.micro_batch_size:,}",
-        memory=_of(in_bytes(total), in_bytes(capacity)),
+        memory=of_all(in_bytes(total), in_bytes(capacity)),
         percent=round(100 * total / capacity),
         largest=f"{name} {100 * parts[name] / total:.0f}%" if total else "",
     )
@@ -396,26 +317,3 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Table:
     for name, value in facts:
         grid.add_row(f"  {name}", Text(value))
     return grid
-
-
-def _of(used: str, all_of_it: str) -> str:
-    """`10.3 / 32.0 GB`; both units where they differ."""
-    number, unit = used.split(" ")
-    return f"{number if all_of_it.endswith(' ' + unit) else used} / {all_of_it}"
-
-
-def _scaled(number: float, units: Sequence[str]) -> str:
-    if number < 999.5:
-        return f"{number:.0f} {units[0]}"
-    for unit in units[1:]:
-        number /= 1000
-        if number < 999.5:
-            return f"{_digits(number)} {unit}"
-    return f"{number:,.0f} {units[-1]}"
-
-
-def _digits(number: float) -> str:
-    """Three digits: `1.32`, `13.2`, `132`."""
-    if number >= 99.95:
-        return f"{number:.0f}"
-    return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whale_train.launcher.show_plan import Portable
+from whale_train.launcher.terminal import Portable
 from whale_train.launcher.verify import Difference, Verification
 
 _ROWS = 8  # of parameters; verify.json has them all

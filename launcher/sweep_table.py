@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whale_train.launcher.show_plan import Portable, in_bytes, in_rate, in_seconds
+from whale_train.launcher.quantities import in_bytes, in_rate, in_seconds
+from whale_train.launcher.terminal import Portable
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from whale_train.launcher.show_plan import (
-    banner_emulated,
+from whale_train.launcher.quantities import (
     fold_modules,
     fold_numbers,
     in_bytes,
     in_count,
     in_rate,
     in_seconds,
-    open_console,
-    plan_view,
 )
+from whale_train.launcher.show_plan import banner_emulated, plan_view
+from whale_train.launcher.terminal import open_console
 from whale_train.strategies.cluster import Cluster, Device, Link, Node
 from whale_train.strategies.operations import ModelProfile, Parameter
 from whale_train.strategies.plan import (

@@ -1,0 +1,84 @@
+"""The words for quantities (`1.32 GB`, `98.1 ms`, `51.3 M`) and for many names (`h.0-11`).
+
+Bytes are written in decimal units (1 GB = 1e9 bytes), as the inventory's devices are.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+
+def in_bytes(number: float) -> str:
+    """`1.32 GB`: three digits, decimal units."""
+    return _scaled(number, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def in_count(number: float) -> str:
+    """`51.3 M`: three digits; below a thousand the number itself."""
+    return _scaled(number, ("", "k", "M", "B", "T")).rstrip()
+
+
+def in_seconds(seconds: float) -> str:
+    """`98.1 ms`: three digits; a minute and more in seconds too."""
+    if seconds < 0.9995e-3:
+        return f"{_digits(seconds * 1e6)} us"
+    return f"{_digits(seconds * 1e3)} ms" if seconds < 0.9995 else f"{_digits(seconds)} s"
+
+
+def in_rate(per_s: float) -> str:
+    """Samples a second: three digits, or the whole number with its thousands marked."""
+    return f"{per_s:,.0f}" if per_s >= 100 else _digits(per_s)
+
+
+def fold_numbers(numbers: Iterable[int], most: int = 4) -> str:
+    """`0-7, 12`: runs of consecutive numbers; after `most` runs, how many numbers there are."""
+    ordered = sorted(numbers)
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    ]
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:most]]
+    rest = f", ... ({len(ordered):,} in all)" if len(runs) > most else ""
+    return ", ".join(shown) + rest
+
+
+def fold_modules(paths: Sequence[str], most: int = 4) -> str:
+    """`wte, h.0-11, ln_f`: numbered neighbours are one; of many, the first, the last, how many."""
+    keys = []
+    for index, path in enumerate(paths):
+        words = path.split(".")
+        where = max((i for i, word in enumerate(words) if word.isdigit()), default=None)
+        # Along a run the number grows as the index does.
+        run = path if where is None else str(int(words[where]) - index)
+        keys.append((words[:where], where, [] if where is None else words[where + 1 :], run))
+    names = []
+    for (_, where, _, _), indices in groupby(range(len(paths)), key=keys.__getitem__):
+        first, *others = (paths[index].split(".") for index in indices)
+        if others and where is not None:
+            first[where] += f"-{others[-1][where]}"
+        names.append(".".join(first) or "the whole model")
+    if len(names) > most:
+        names = [*names[: most - 1], "...", f"{names[-1]} ({len(paths):,} modules)"]
+    return ", ".join(names)
+
+
+def of_all(used: str, all_of_it: str) -> str:
+    """`10.3 / 32.0 GB`; both units where they differ."""
+    number, unit = used.split(" ")
+    return f"{number if all_of_it.endswith(' ' + unit) else used} / {all_of_it}"
+
+
+def _scaled(number: float, units: Sequence[str]) -> str:
+    if number < 999.5:
+        return f"{number:.0f} {units[0]}"
+    for unit in units[1:]:
+        number /= 1000
+        if number < 999.5:
+            return f"{_digits(number)} {unit}"
+    return f"{number:,.0f} {units[-1]}"
+
+
+def _digits(number: float) -> str:
+    """Three digits: `1.32`, `13.2`, `132`."""
+    if number >= 99.95:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"

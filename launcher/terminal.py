@@ -1,0 +1,38 @@
+"""Where views are printed: the console, and what makes a view fit for any of them."""
+
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
+
+# One cell each, so that what is aligned stays aligned.
+_ASCII = str.maketrans("█░━╌…", "#.=.~")
+
+
+def open_console(stream: TextIO) -> Console:
+    """A console on `stream`: the terminal's own width, or 120 columns where there is none."""
+    if stream.isatty():
+        return Console(file=stream, highlight=False)
+    # Colours forced by the environment do not make a log a place for lines that are rewritten.
+    return Console(file=stream, width=120, force_interactive=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class Portable:
+    """`body` without blanks at the ends of lines, and with what the console's encoding cannot
+    carry replaced one cell for one."""
+
+    body: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in Segment.split_lines(console.render(self.body, options)):
+            while line and not line[-1].text.rstrip():
+                line.pop()
+            if line:
+                line[-1] = Segment(line[-1].text.rstrip(), *line[-1][1:])
+            for text, style, control in line:
+                if options.ascii_only:
+                    text = text.translate(_ASCII).encode("ascii", "replace").decode()
+                yield Segment(text, style, control)
+            yield Segment.line()
