@@ -2,7 +2,7 @@
 
 sudo python benchmarks/slow_network.py
 
-The hosts are network namespaces of this machine (hosts.py), with one rank each.
+The hosts are network namespaces of this machine (hosts.py).
 """
 
 import argparse
@@ -34,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=words)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=1, help="on a host")
     parser.add_argument("--gbit", type=float, default=1.0, help="rate of a host's link, Gbit/s")
     parser.add_argument("--layers", type=int, default=6, help="of BERT-Large's 24")
     parser.add_argument("--width", type=int, default=1024, help="of BERT: BERT-Large's")
@@ -53,7 +54,8 @@ def main() -> None:
     preload()
     console = Console(width=150)
     measured = hosts.measured_gbit_s()
-    console.print(f"{options.hosts} hosts at {options.gbit:g} Gbit/s; measured {measured:.2f}")
+    words = f"{options.hosts} hosts of {options.ranks} ranks at {options.gbit:g} Gbit/s"
+    console.print(f"{words}; measured {measured:.2f}")
     compare = {"bert": compare_bert, "classes": compare_classes}
     for part in options.parts:
         for optimizer in options.optimizers:
@@ -77,13 +79,11 @@ def compare_bert(
         f"data.sequence_length={options.sequence}",
         f"train.global_batch={options.batch * options.hosts}",
     ]
-    half = max(options.hosts // 2, 1)
-    graphs = {}
-    for schedule in options.schedules:
-        one, several = (pipeline(n, schedule, options) for n in (options.hosts, half))
-        several = f"{{replicate: {{degree: 2, of: {several}}}}}"
-        graphs[f"2 copies of a pipeline of {half}, {schedule}"] = several
-        graphs[f"a pipeline of {options.hosts}, {schedule}"] = one
+    graphs = {
+        f"{words}, {schedule}": graph
+        for schedule in options.schedules
+        for words, graph in pipelines(schedule, options).items()
+    }
     found = []
     for name, graph in graphs.items():
         request, plan = resolved([*asked, f"strategy.graph={graph}"], optimizer, options, turns)
@@ -98,9 +98,22 @@ def compare_bert(
     run(words, found, hosts, options, turns, console)
 
 
-def pipeline(stages: int, schedule: str, options: argparse.Namespace) -> str:
+def pipelines(schedule: str, options: argparse.Namespace) -> dict[str, str]:
+    """Strategy graphs in words, and as they are written. Ranks of one host are copies of one
+    stage, so that its gradients stay on the host; with one rank each, there is a pipeline through
+    all hosts, and one through half of them, copied."""
     what = f"schedule: {schedule}, micro_batches: {options.micro_batches}"
-    return f"{{pipeline: {{stages: {stages}, {what}}}}}"
+    half = max(options.hosts // 2, 1)
+    if options.ranks == 1:
+        one, several = (f"{{pipeline: {{stages: {n}, {what}}}}}" for n in (options.hosts, half))
+        return {
+            f"2 copies of a pipeline of {half}": f"{{replicate: {{degree: 2, of: {several}}}}}",
+            f"a pipeline of {options.hosts}": one,
+        }
+    stage = f"{{stage: {{of: {{replicate: {{degree: {options.ranks}}}}}}}}}"
+    stages = ", ".join([stage] * options.hosts)
+    words = f"a pipeline of {options.hosts}, a stage a host in {options.ranks} copies"
+    return {words: f"{{pipeline: {{stages: [{stages}], {what}}}}}"}
 
 
 def shape(options: argparse.Namespace) -> dict[str, Any]:
@@ -158,7 +171,7 @@ def resolved(
 ) -> tuple[Request, Plan]:
     more = (
         "hardware=cpu",
-        f"hardware.devices={options.hosts}",
+        f"hardware.devices={options.hosts * options.ranks}",
         f"optimizer={optimizer}",
         f"optimizer.lr={LEARNING_RATE}",
     )
@@ -175,8 +188,10 @@ def run(
 ) -> None:
     if options.sides:
         found = [side for side in found if any(word in side.name for word in options.sides)]
-    results = interleaved(found, options.hosts, num_threads(options.hosts), turns, hosts.move)
-    words += f", {options.hosts} hosts at {hosts.rate_gbit_s:g} Gbit/s"
+    ranks = options.hosts * options.ranks
+    threads = num_threads(ranks)
+    results = interleaved(found, ranks, threads, turns, lambda r: hosts.move(r // options.ranks))
+    words += f", {options.hosts} hosts of {options.ranks} at {hosts.rate_gbit_s:g} Gbit/s"
     show(words, results, [side.name for side in found if "by hand" in side.name], console)
 
 
