@@ -68,14 +68,14 @@ def _cut_model(
     assert plan.rewrite is not None
     counts = Counts()
     written_segments = plan.rewrite["segments"]
-    canonical, tensors = own_tensors(
-        written_segments, plan.task_graphs, module, graph, seat.rank, seat
-    )
     batches = _micro_batches(plan)
     pieces = None
     if len(batches) > 1:
         counter = target_counter(module, graph, seat.groups["world"], seat.device)
         pieces = Pieces([shared[-1][1] for shared in batches], counter)
+    canonical, tensors = own_tensors(
+        written_segments, plan.task_graphs, module, graph, seat.rank, seat
+    )
     # A chunk for every micro-batch that is shared otherwise than those before it.
     of_chunk = {shared: number for number, shared in enumerate(dict.fromkeys(batches))}
     chunks: list[list[tuple[int, Segment]]] = []

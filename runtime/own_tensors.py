@@ -1,6 +1,7 @@
 """What of the model's tensors one rank holds, copied out of the shared initial weights.
 
-Only what its segments read is touched, and of a cut tensor only this rank's shard.
+Only what its segments read is touched, and of a cut tensor only this rank's shard. What has been
+read is let go of at once, so that a rank never has its part twice.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from whale_train.models.loss import LossModule
 from whale_train.runtime.casts import shard_of
 from whale_train.runtime.rewrite import is_tensor
 from whale_train.runtime.seat import Seat
+from whale_train.runtime.weights import places_of
 from whale_train.strategies.plan import TaskGraph
 
 
@@ -26,14 +28,17 @@ def own_tensors(
     seat: Seat,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The canonical path of every name of a parameter; and, by canonical path, this rank's part
-    of the parameters, buffers and constants that the segments `written` read."""
+    of the parameters, buffers and constants that the segments `written` read.
+
+    The parameters read are taken out of `module`.
+    """
     names: dict[int, str] = {}
     canonical: dict[str, str] = {}
     parameters: dict[str, nn.Parameter] = {}
     for full_path, parameter in module.named_parameters(remove_duplicate=False):
         path = model_path(full_path)
         canonical[path] = names.setdefault(id(parameter), path)
-        parameters[path] = parameter
+        parameters[canonical[path]] = parameter
     buffers = {model_path(k): b for k, b in module.named_buffers(remove_duplicate=False)}
     trained = {path for task_graph in task_graphs for path in task_graph.trained}
     layouts = {path: x for t in task_graphs for path, x in t.shard_layouts.items()}
@@ -43,12 +48,14 @@ def own_tensors(
         for node in graph.graph.nodes
         if node.op == "get_attr" and is_tensor(graph, node)
     }
+    places = places_of(module)
     own: dict[str, Tensor] = {}
     for segment in written:
         for path in tensor_paths(segment, graph, canonical):
             if path in own:
                 continue
-            whole = parameters.get(path, buffers.get(path))
+            learned = parameters.pop(path) if path in parameters else None
+            whole = buffers.get(path) if learned is None else learned
             if whole is None:
                 whole = constants[path]
             if path in layouts:
@@ -56,8 +63,10 @@ def own_tensors(
             else:
                 part = whole.detach().clone(memory_format=torch.contiguous_format)
             part = part.to(seat.device)
-            if path in parameters:
+            if learned is not None:
                 part = nn.Parameter(part, requires_grad=path in trained)
+                for held, name in places[id(learned)]:
+                    held[name] = None
             own[path] = part
     return canonical, own
 

@@ -47,6 +47,15 @@ def let_go(module: nn.Module) -> None:
                     held[name] = None
 
 
+def places_of(module: nn.Module) -> dict[int, list[tuple[dict[str, nn.Parameter | None], str]]]:
+    """Where `module` has each of its parameters, by its id: several places of a tied one."""
+    found: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            found.setdefault(id(parameter), []).append((part._parameters, name))
+    return found
+
+
 def _share(tensors: list[Tensor]) -> None:
     """Move them into one mapped file."""
     offsets, end = [], 0
