@@ -205,17 +205,21 @@ def _head_cut(job: Staging, stage: int, part: Slice, shared: dict[str, tuple[int
     heads = matching(find_heads(profile), form.split.modules)
     key, value = f"{form.split.path}.modules", ", ".join(form.split.modules)
     remedy = "use another stage for it, or a split of the whole stage"
+    faults = []
     for name in part.takes:
         shape = job.graph[name].shape
         if not shape or shape[0] != Size(0, 1):
             rule = f"shares the samples, and {name}, which enters its stage, has no batch first"
-            raise PlanError([Fault(key, value, rule, remedy)])
+            faults.append(Fault(key, value, rule, remedy))
+            break
     if not heads:
         rule = f"finds no output projection in {_span(part.modules)}"
-        raise PlanError([Fault(key, value, rule, remedy)])
-    if heads[0].weight in shared:
+        faults.append(Fault(key, value, rule, remedy))
+    elif heads[0].weight in shared:
         rule = f"is {heads[0].module or 'the output'}, whose weight another stage holds as well"
-        raise PlanError([Fault(key, value, rule, "untie it, or split whole stages")])
+        faults.append(Fault(key, value, rule, "untie it, or split whole stages"))
+    if faults:
+        raise PlanError(faults)
     try:
         return cut_head(profile, heads[0])
     except CutRefused as refusal:
