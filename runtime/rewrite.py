@@ -40,6 +40,7 @@ from whale_train.runtime.losses import (
     targets_graph,
     written_value,
 )
+from whale_train.runtime.rms_norm import join_rms_norms
 from whale_train.runtime.segment import Counts, Segment
 from whale_train.runtime.shared_random import SharedRandom
 from whale_train.strategies.stages import block_of
@@ -105,6 +106,7 @@ def write_segment_graph(
     """
     writer = _Writer(written, source, canonical, place, counts)
     graph, paths, inputs = writer.write(segment.takes, segment.gives)
+    join_rms_norms(graph)
     segment.set_graph(counts is None, graph, paths, inputs)
 
 
