@@ -107,7 +107,7 @@ def make_run_dir(request: Request, run_dir: Path) -> Path:
 def write_plan(run_dir: Path, resolved: Resolved) -> None:
     """All the ranks wait for, `ready` last."""
     write_environment(run_dir)
-    write_json(run_dir / "launch.json", {"device": resolved.device})
+    write_json(run_dir / "launch.json", {"device": resolved.device, "paces": resolved.paces})
     write_text(run_dir / "plan.json", resolved.plan.to_json())
     mark_ready(run_dir)
 
@@ -214,7 +214,7 @@ def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resol
         remedy = "verify a smaller model or train.global_batch"
         fault = Fault("mode", "verify", rule, remedy)
         raise PlanError([fault, *error.faults]) from None
-    return alone, replace(resolved, plan=plan, cluster=cluster)
+    return alone, replace(resolved, plan=plan, cluster=cluster, paces=None)
 
 
 def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
@@ -252,8 +252,14 @@ def _show(resolved: Resolved, request: Request, console: Console) -> None:
         f"hardware={names.get('hardware')}"
     )
     if resolved.emulated and request.mode != "plan":
-        count = resolved.plan.world_size
-        console.print(banner_emulated(count, local=False, inventory=names.get("hardware", "")))
+        console.print(
+            banner_emulated(
+                resolved.plan.world_size,
+                local=False,
+                inventory=names.get("hardware", ""),
+                paces=resolved.paces,
+            )
+        )
     view = plan_view(resolved.plan, resolved.cluster, resolved.profile, title)
     console.print(Portable(view))
 

@@ -19,6 +19,7 @@ from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
+from whale_train.launcher.emulation import paces as emulated_paces
 from whale_train.launcher.machine import machine_facts
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.grammar import Replicate, every_node, read_strategy
@@ -32,13 +33,15 @@ from whale_train.strategies.sharing import Training
 @dataclass(frozen=True)
 class Resolved:
     """A request's plan and what it was made of. `emulated`: CPU processes stand for devices this
-    machine does not have."""
+    machine does not have, each of which takes `paces` seconds for a second of computing (None:
+    all are as fast as they can)."""
 
     plan: Plan
     cluster: Cluster
     profile: ModelProfile
     device: Literal["cpu", "cuda"]
     emulated: bool
+    paces: tuple[float, ...] | None = None
 
 
 def training_of(request: Request) -> Training:
@@ -61,6 +64,7 @@ def resolve_request(request: Request) -> Resolved:
     cluster, device, emulated = _devices(request, faults)
     if cluster is not None:
         refuse_without_model(strategy, cluster, training, faults)
+        _refuse_device_speed(request, cluster, emulated, faults)
     dataset = _dataset(request, faults)
     if request.mode == "train":
         _refuse_without_compiler(request, faults)
@@ -74,7 +78,8 @@ def resolve_request(request: Request) -> Resolved:
         raise PlanError([*faults, *error.faults]) from None
     if faults:
         raise ConfigError(faults)
-    return Resolved(plan, cluster.first(plan.world_size), profile, device, emulated)
+    used = cluster.first(plan.world_size)
+    return Resolved(plan, used, profile, device, emulated, _paces(request, used))
 
 
 def resolve_each(
@@ -217,6 +222,29 @@ def _where(
     if kind == "emulate" or not local:
         return "cpu", not cluster.on_cpu
     return ("cpu" if cluster.on_cpu else "cuda"), False
+
+
+def _refuse_device_speed(
+    request: Request, cluster: Cluster, emulated: bool, faults: list[Fault]
+) -> None:
+    """Where ranks stand for no other devices, or for equal ones."""
+    if not request.launcher.device_speed:
+        return
+    rule = ""
+    if not emulated:
+        rule = f"has no effect where ranks are the devices of hardware={cluster.name} themselves"
+    elif len({device.name for device in cluster.devices}) == 1:
+        rule = f"has no effect on the devices of hardware={cluster.name}, all of one kind"
+    if rule:
+        faults.append(Fault("launcher.device_speed", "true", rule, "use false"))
+
+
+def _paces(request: Request, cluster: Cluster) -> tuple[float, ...] | None:
+    """How slowly each rank computes, if they keep their devices' proportions."""
+    if not request.launcher.device_speed:
+        return None
+    processors = len(os.sched_getaffinity(0)) / (request.launcher.threads or 1)
+    return emulated_paces(cluster.devices, training_of(request).precision, processors)
 
 
 def _check_data(

@@ -51,15 +51,14 @@ def banner_emulated(
     count: int,
     local: bool,
     inventory: str = "",
-    device_speed: bool = False,
-    link_speed: bool = False,
+    paces: Sequence[float] | None = None,
 ) -> RenderableType:
     """What must be known about speeds before a run on CPU processes: a panel on a terminal, else
     a single line.
 
     `local`: the processes are this machine's own devices (it has no GPU, or the inventory is CPU
     processes) and stand for nothing else; otherwise they stand for the `count` devices of
-    `inventory`. `device_speed`, `link_speed`: each is slowed to its relative speed.
+    `inventory`, and take `paces` seconds for a second of computing.
     """
     processes = f"{count:,} CPU {'process' if count == 1 else 'processes'} over gloo"
     if local:
@@ -72,15 +71,17 @@ def banner_emulated(
             )
         )
     devices = f"{count:,} {'device' if count == 1 else 'devices'} of {inventory or 'the inventory'}"
-    kept = [name for name, on in (("devices", device_speed), ("links", link_speed)) if on]
-    ratios = f", but {' and '.join(kept)} keep their proportions" if kept else ""
+    ratios = ""
+    if paces is not None:
+        fastest = f"1/{min(paces):.1f} of a processor" if min(paces) > 1 else "a processor"
+        ratios = f", but keep their proportions (the fastest has {fastest})"
     return Portable(
         _Banner(
             name="emulated",
             facts=f"{devices} emulated as {processes} on this machine.\n"
             f"Results are real training; speeds are not those devices'{ratios}.",
             line=f"{devices} as CPU processes over gloo on this machine: "
-            f"real training, {'only relative' if kept else 'not their'} speeds",
+            f"real training, {'not their' if paces is None else 'only relative'} speeds",
         )
     )
 

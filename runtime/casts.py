@@ -35,6 +35,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
+from whale_train.runtime import shared_memory
+
 
 @dataclass(frozen=True)
 class ShardGroup:
@@ -299,4 +301,4 @@ def _scatters_well(group: dist.ProcessGroup) -> bool:
     It moves half the bytes of an all-reduce, but gloo's took about 2.6 times as long as its
     all-reduce on large tensors (torch 2.13, two processes of one host).
     """
-    return bool(dist.get_backend(group) != "gloo")
+    return dist.get_backend(group) in ("nccl", shared_memory.BACKEND)

@@ -11,8 +11,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout, _world
 
-from whale_train.runtime import shared_memory
+from whale_train.runtime import paced_group, shared_memory
 from whale_train.runtime.hangs import group_name
+from whale_train.runtime.pace import Pace
+from whale_train.runtime.paced_group import PacedGroup
 from whale_train.runtime.shared_memory import SharedMemoryGroup
 from whale_train.strategies.plan import Plan
 
@@ -26,11 +28,15 @@ def join(
     world_size: int,
     device: torch.device,
     timeout: timedelta = TIMEOUT,
+    pace: Pace | None = None,
 ) -> None:
     """Join the job's world, met at a URL or a store; NCCL between GPUs, gloo between CPU
-    processes. `timeout` is for the meeting and for every wait in it."""
+    processes, which may keep a `pace`. `timeout` is for the meeting and for every wait in it."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if pace is not None:
+        backend = paced_group.register(pace)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend,
         init_method=rendezvous if isinstance(rendezvous, str) else None,
         store=None if isinstance(rendezvous, str) else rendezvous,
         rank=rank,
@@ -85,7 +91,9 @@ def limit_waits(timeout: timedelta) -> None:
     """Have no group of this rank wait longer: DeepSpeed makes some of its own, with torch's
     default."""
     for group in _world.pg_map:
-        if not isinstance(group, SharedMemoryGroup):  # only make_groups makes these
+        if isinstance(group, PacedGroup):
+            _set_pg_timeout(timeout, group.inner)
+        elif not isinstance(group, SharedMemoryGroup):  # only make_groups makes these
             _set_pg_timeout(timeout, group)
 
 

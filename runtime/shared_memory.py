@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Store
 # caches, and the memory shared does not grow with the model.
 SLOT_BYTES = 1 << 20
 
-_BACKEND = "shared_memory"
+BACKEND = "shared_memory"
 _Combine = Callable[..., Tensor]
 _Take = Callable[[Tensor, int], None]
 
@@ -43,10 +43,10 @@ def home() -> str | None:
 
 def new_group(ranks: list[int], timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
     """As `dist.new_group`, for ranks of one home. Every rank of the job calls it."""
-    if _BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_BACKEND, SharedMemoryGroup, devices=["cpu"])
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, SharedMemoryGroup, devices=["cpu"])
     group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=timeout, backend=_BACKEND, group_desc=group_desc
+        ranks, timeout=timeout, backend=BACKEND, group_desc=group_desc
     )
     return group
 

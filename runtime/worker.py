@@ -20,6 +20,7 @@ from whale_train.models.loss import LossModule
 from whale_train.runtime.assemble import assemble
 from whale_train.runtime.groups import file_rendezvous, join, leave, limit_waits, make_groups
 from whale_train.runtime.kernels import load_cpu_adam
+from whale_train.runtime.pace import Pace
 from whale_train.runtime.programs import Program
 from whale_train.runtime.seat import Seat
 from whale_train.runtime.trace import Trace, merge
@@ -102,7 +103,7 @@ def train_as_planned(
         torch.set_num_threads(request.launcher.threads)
     device = _device(run_dir)
     timeout = timedelta(seconds=request.launcher.timeout_s)
-    join(rendezvous, rank, world_size, device, timeout)
+    join(rendezvous, rank, world_size, device, timeout, _pace(run_dir, rank))
     seat = Seat(rank, device, make_groups(plan, rank, timeout))
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
@@ -129,6 +130,12 @@ def train_as_planned(
         path.with_suffix(".partial").write_text(json.dumps(summary, indent=1) + "\n")
         path.with_suffix(".partial").replace(path)
     return program
+
+
+def _pace(run_dir: Path, rank: int) -> Pace | None:
+    """That of the device this rank stands for, where it keeps one."""
+    paces = json.loads((run_dir / "launch.json").read_text())["paces"]
+    return None if paces is None else Pace(paces[rank])
 
 
 def _device(run_dir: Path) -> torch.device:

@@ -95,7 +95,9 @@ class OptimizerOptions(_Section):
 
 class LauncherOptions(_Section):
     """Where the ranks run; `threads` per rank (null: the cores shared among the ranks). A rank that
-    waits for others longer than `timeout_s` fails, naming those that did not come."""
+    waits for others longer than `timeout_s` fails, naming those that did not come. Where ranks
+    stand for devices this machine does not have, `device_speed` slows each to its device's speed
+    relative to the fastest."""
 
     kind: Literal["auto", "local", "emulate"] = "auto"
     threads: _Count | None = None
@@ -350,9 +352,8 @@ def _refuse_unexecuted(sections: Mapping[str, Any], faults: list[Fault]) -> None
     if isinstance(optimizer, OptimizerOptions):
         _refuse_ineffective(optimizer, faults)
     if isinstance(launcher, LauncherOptions):
-        for key in ("device_speed", "link_speed"):
-            if getattr(launcher, key):
-                faults.append(Fault(f"launcher.{key}", "true", rule, "use false"))
+        if launcher.link_speed:
+            faults.append(Fault("launcher.link_speed", "true", rule, "use false"))
 
 
 def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:

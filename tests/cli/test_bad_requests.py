@@ -423,9 +423,20 @@ UNEXECUTED = (
         f"train.resume=auto {NOT_EXECUTED}; use null",
     ),
     Case(
+        "speed_of_own_devices",
+        f"launcher.device_speed=true {PLAN}",
+        "launcher.device_speed=true has no effect where ranks are the devices of hardware=cpu "
+        "themselves; use false",
+    ),
+    Case(
+        "speed_of_equal_devices",
+        "launcher.device_speed=true mode=plan hardware=v100_512 train.global_batch=512",
+        "launcher.device_speed=true has no effect on the devices of hardware=v100_512, all of "
+        "one kind; use false",
+    ),
+    Case(
         "speeds",
         "launcher.device_speed=true launcher.link_speed=true",
-        f"launcher.device_speed=true {NOT_EXECUTED}; use false",
         f"launcher.link_speed=true {NOT_EXECUTED}; use false",
     ),
     Case(

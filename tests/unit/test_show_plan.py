@@ -335,10 +335,9 @@ def test_emulation_is_a_panel_on_a_terminal_and_a_line_elsewhere() -> None:
 
 
 def test_emulated_ratios_are_named() -> None:
-    banner = banner_emulated(2, local=False, device_speed=True, link_speed=True)
-    assert "but devices and links keep their proportions" in words(
-        rendered(banner, 50, terminal=True)
-    )
+    banner = banner_emulated(2, local=False, paces=(1.5, 3.0))
+    panel = words(rendered(banner, 50, terminal=True))
+    assert "but keep their proportions (the fastest has 1/1.5 of a processor)" in panel
     assert "only relative speeds" in rendered(banner, 120)
 
 

@@ -1,0 +1,55 @@
+"""A process that computes as slowly, against the others, as the device it stands for.
+
+For `launcher.device_speed`: every rank is a CPU process, and equal to all the others. One that
+stands for a slower device sleeps as long as that would still be computing, and does so before it
+tells or asks others anything: they then wait for it as they would for the device.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+class Pace:
+    """Makes a thread's computing take `factor` times the processor time it takes.
+
+    `computing` gives the thread's seconds on a processor and its seconds of waiting for one, both
+    since any time; the latter count as slept. What is slept too much, because a processor was not
+    to be had or a sleep overslept, is taken off the next sleeps.
+    """
+
+    def __init__(
+        self,
+        factor: float,
+        computing: Callable[[], tuple[float, float]] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.factor = factor
+        self._computing = computing or _of_this_thread
+        self._sleep, self._clock = sleep, clock
+        self._owed = 0.0
+        self._last = self._computing()
+
+    def settle(self) -> None:
+        """Sleep what is owed for all that was computed since the last time."""
+        on, waited = self._computing()
+        self._owed += (on - self._last[0]) * (self.factor - 1) - (waited - self._last[1])
+        self._last = on, waited
+        if self._owed > 0:
+            started = self._clock()
+            self._sleep(self._owed)
+            self._owed -= self._clock() - started
+            self._last = self._computing()
+
+
+def _of_this_thread() -> tuple[float, float]:
+    """Seconds on a processor, and seconds ready to run without one (0 where the kernel does not
+    say: Documentation/scheduler/sched-stats)."""
+    try:
+        on, waited, _ = _SCHEDSTAT.read_text().split()
+    except (OSError, ValueError):
+        return time.thread_time(), 0.0
+    return int(on) / 1e9, int(waited) / 1e9
