@@ -5,7 +5,6 @@ read is let go of at once, so that a rank never has its part twice.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,7 +12,7 @@ from torch import Tensor, fx, nn
 from whale_train.models.export import model_path
 from whale_train.models.loss import LossModule
 from whale_train.runtime.casts import shard_of
-from whale_train.runtime.rewrite import is_tensor
+from whale_train.runtime.inner_graphs import attribute, is_tensor
 from whale_train.runtime.seat import Seat
 from whale_train.runtime.weights import places_of
 from whale_train.strategies.plan import TaskGraph
@@ -44,7 +43,7 @@ def own_tensors(
     layouts = {path: x for t in task_graphs for path, x in t.shard_layouts.items()}
     intervals = {path: x for t in task_graphs for path, x in t.shards.items()}
     constants = {  # which export lifted out of the forward
-        model_path(str(node.target)): _attribute(graph, str(node.target))
+        model_path(str(node.target)): attribute(graph, str(node.target))
         for node in graph.graph.nodes
         if node.op == "get_attr" and is_tensor(graph, node)
     }
@@ -83,10 +82,3 @@ def tensor_paths(
         if is_tensor(graph, node)
     )
     return list(dict.fromkeys(canonical.get(path, path) for path in found))
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value

@@ -5,7 +5,6 @@ cast stands; here that is carried out on the very graph it was resolved on. A se
 module that owns its parameters and runs two graphs, the model's training and evaluation one.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -30,6 +29,7 @@ from whale_train.runtime.casts import (
 )
 from whale_train.runtime.cross_entropy import split_cross_entropy, split_embedding, split_top1
 from whale_train.runtime.experts import split_grouped_mm
+from whale_train.runtime.inner_graphs import attribute, is_graph, is_tensor, runner
 from whale_train.runtime.local_call import Laid, in_evaluation, local_call
 from whale_train.runtime.losses import (
     LossScale,
@@ -176,7 +176,7 @@ class _Writer:
             new.meta[BLOCK] = block
 
     def operation(self, node: fx.Node) -> fx.Node:
-        if any(_is_graph(self.source, x) for x in node.all_input_nodes):
+        if any(is_graph(self.source, x) for x in node.all_input_nodes):
             return self.wrapped(node)
 
         def argument(value: Any) -> Any:
@@ -223,16 +223,10 @@ class _Writer:
         """A graph inside the graph, run under another mode: without gradients, or not under
         autocast. What it is given is whole."""
         args: list[Any] = list(node.args)
-        number = next(i for i, x in enumerate(args) if _is_graph(self.source, x))
-        inner = _on_device(_attribute(self.source, str(args[number].target)), self.place.device)
-        mode = tuple(args[:number])
-        values = [self.cast(node.name, x.name) for x in args[number + 1 :]]
-        kind = str(node.target)
-        if kind == "wrap_with_set_grad_enabled":
-            return self.call(node, partial(_without_mode, inner, mode[0]), values)
-        assert kind == "wrap_with_autocast", kind
-        device_type = self.place.device.type
-        return self.call(node, partial(_with_autocast, inner, (device_type, *mode[1:])), values)
+        number = next(i for i, x in enumerate(args) if is_graph(self.source, x))
+        inner = attribute(self.source, str(args[number].target))
+        run = runner(str(node.target), inner, args[:number], self.place.device)
+        return self.call(node, run, [self.cast(node.name, x.name) for x in args[number + 1 :]])
 
     def cast(self, user: str, value: str) -> fx.Node:
         """`value` in the layout `user` wants; equal casts of a value are made once."""
@@ -321,48 +315,6 @@ class _Writer:
         name = f"{name or (node.name if node else '')}_{len(self.graph.nodes)}"
         self.root.add_module(name, _Function(function))
         return self.graph.call_module(name, tuple(args), kwargs or {})
-
-
-def is_tensor(source: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a `get_attr` node of an exported graph reads a tensor, and not a graph that an
-    operation runs under another mode."""
-    return isinstance(_attribute(source, str(node.target)), Tensor)
-
-
-def _is_graph(source: fx.GraphModule, value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.op == "get_attr" and not is_tensor(source, value)
-
-
-def _attribute(source: fx.GraphModule, path: str) -> Any:
-    value: Any = source
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _on_device(inner: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """A copy of a graph that was exported for another device."""
-
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) else value
-
-    found = copy.deepcopy(inner)
-    for node in found.graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, moved)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
-    found.recompile()
-    return found
-
-
-def _without_mode(inner: fx.GraphModule, enabled: bool, *values: Tensor) -> Any:
-    with torch.set_grad_enabled(enabled):
-        return inner(*values)
-
-
-def _with_autocast(inner: fx.GraphModule, mode: tuple[Any, ...], *values: Tensor) -> Any:
-    device_type, dtype, enabled, cache_enabled = mode
-    with torch.autocast(device_type, dtype, enabled, cache_enabled):
-        return inner(*values)
 
 
 # Casts that are two collectives, of which the first may be shared with others of the value.

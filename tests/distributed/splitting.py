@@ -21,7 +21,8 @@ from whale_train.models.loss import LossModule
 from whale_train.models.operation_graph import operation_graph
 from whale_train.models.options import ModelOptions
 from whale_train.runtime.casts import shard_of
-from whale_train.runtime.rewrite import Counts, Place, Segment, is_tensor, write_segment_graph
+from whale_train.runtime.inner_graphs import is_tensor
+from whale_train.runtime.rewrite import Counts, Place, Segment, write_segment_graph
 from whale_train.strategies.cut import Segment as WrittenSegment
 from whale_train.strategies.layouts import R
 from whale_train.strategies.patterns import Sharded, choose_patterns

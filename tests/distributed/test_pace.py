@@ -1,6 +1,5 @@
 """A rank slowed to its device's speed: how long it sleeps, and that it computes the same."""
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -119,13 +118,6 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arrays")
     write_arrays(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    jobs = Jobs(tmp_path_factory.mktemp("jobs"))
-    yield jobs
-    jobs.close()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ every model under every strategy; without it, every model and every strategy app
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -202,13 +202,6 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arrays")
     write_arrays(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    jobs = Jobs(tmp_path_factory.mktemp("jobs"))
-    yield jobs
-    jobs.close()
 
 
 BATCH_NORM = (
