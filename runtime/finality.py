@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from whale_train.runtime.chunk import Chunk
 from whale_train.runtime.reduction import Reduction
-from whale_train.strategies.schedule import Instruction, Kind
+from whale_train.strategies.instructions import Instruction, Kind
 
 Added = Callable[[nn.Parameter], None]
 

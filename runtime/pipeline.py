@@ -20,14 +20,9 @@ from whale_train.runtime.rewrite import Counts
 from whale_train.runtime.trace import Trace, span
 from whale_train.runtime.transport import Transport, Wire
 from whale_train.runtime.weight_gradients import WeightGradients
+from whale_train.strategies.instructions import Durations, Instruction, Kind, Position
 from whale_train.strategies.plan import Plan
-from whale_train.strategies.schedule import (
-    Durations,
-    Instruction,
-    Kind,
-    Position,
-    schedule,
-)
+from whale_train.strategies.schedule import schedule
 
 _LOOKAHEAD = 2  # computations ahead of which receives are posted
 

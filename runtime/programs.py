@@ -19,7 +19,7 @@ from whale_train.runtime.engine import Engine
 from whale_train.runtime.loss_means import GlobalMeans, Pieces, TargetCounter, Targets
 from whale_train.runtime.rewrite import Counts
 from whale_train.runtime.trace import Trace, span
-from whale_train.strategies.schedule import Instruction, Kind
+from whale_train.strategies.instructions import Instruction, Kind
 
 
 @dataclass(frozen=True)

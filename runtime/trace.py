@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from whale_train.strategies.schedule import Instruction
+from whale_train.strategies.instructions import Instruction
 
 
 class Trace:

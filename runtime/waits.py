@@ -19,8 +19,8 @@ from whale_train.runtime.failure import CollectiveTimeout, is_timeout
 from whale_train.runtime.hangs import Wait, group_name, plan_path
 from whale_train.runtime.train import Loop
 from whale_train.runtime.transport import Transport
+from whale_train.strategies.instructions import Instruction
 from whale_train.strategies.plan import Plan
-from whale_train.strategies.schedule import Instruction
 
 _LIBRARIES = ("torch", "deepspeed")
 _OURS = "whale_train"

@@ -1,97 +1,21 @@
-"""The order in which a pipeline works: for each position, its instructions of one optimizer step.
+"""The instructions of every position of a pipeline, communication included, for one step.
 
-A pipeline is cut into chunks 0..C-1 in forward order. A position is one place in it (a rank, or
-the ranks of one shard group). Positions that hold the same chunks are the replicas of one stage;
-each micro-batch of a chunk is computed by one of them, its owner. Of S stages, stage s holds the
-chunks s, s + S, s + 2S, ...: one, or several virtual stages (interleaving).
-
-Every schedule is the same list scheduling under other rules. The positions are simulated with
-the durations given, communication taking no time, and a free position takes the first it can:
-its next forward, unless it has as many micro-batches in flight as its limit; a backward; the
-weight part of a backward. What ran in the simulation, in its order, is the schedule: valid for
-any widths and durations, and the textbook's where the pipeline is regular.
-
-    gpipe             no limit; no backward before the position's last forward
-                      (Huang et al. 2019, arXiv 1811.06965)
-    1f1b              as many in flight as keep the position busy (Narayanan et al. 2021,
-                      arXiv 2104.04473)
-    interleaved_1f1b  the same, for positions of several chunks
-    zero_bubble       ZB-H1 (Qi et al. 2023, arXiv 2401.10241): the limits hold for backward
-                      input parts, which the next stage waits for; weight parts fill idle time,
-                      at most as many activations waiting for them as 1f1b has anywhere
-
-A position runs its forwards in one fixed order, the same order everywhere, and the backwards of
-a chunk by ascending micro-batch. So values cross each edge in the order in which they are
-received (transports without tags need that), and of the earliest unfinished group of
-micro-batches something can always run: no limit can deadlock.
+Owns who computes which micro-batch and when values are sent and received; in which order a
+position computes, `list_scheduling.py` finds.
 """
 
-import heapq
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from fractions import Fraction
-from math import ceil, isfinite
+from collections.abc import Iterable, Iterator, Sequence
 
-from whale_train.strategies.grammar import SCHEDULES
+from whale_train.strategies.instructions import (
+    Edges,
+    Instruction,
+    Kind,
+    Owners,
+    Position,
+    Times,
+)
+from whale_train.strategies.list_scheduling import Links, Pipeline, Simulation
 from whale_train.strategies.shares import optimal_shares
-
-
-class Kind(StrEnum):
-    """What an instruction does. BACKWARD is both its parts at once."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    BACKWARD_INPUT = "backward_input"
-    BACKWARD_WEIGHT = "backward_weight"
-    RECEIVE = "receive"
-    SEND = "send"
-    RECEIVE_GRADIENT = "receive_gradient"
-    SEND_GRADIENT = "send_gradient"
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """`kind`, done for `chunk` (of the position it is listed for) and `micro_batch`.
-
-    `peer` is the chunk at the other end of the edge for the four communication kinds (the
-    position there is the peer's owner of this micro-batch), -1 for the others.
-    """
-
-    kind: Kind
-    chunk: int
-    micro_batch: int
-    peer: int = -1
-
-
-@dataclass(frozen=True)
-class Position:
-    """A place in the pipeline: the chunks it holds, ascending."""
-
-    chunks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Durations:
-    """Time of one micro-batch of one chunk on one position, in any unit common to all.
-
-    Raises ValueError unless all are finite and at least 0.
-    """
-
-    forward: float = 1
-    backward_input: float = 1
-    backward_weight: float = 1
-
-    def __post_init__(self) -> None:
-        times = (self.forward, self.backward_input, self.backward_weight)
-        if not all(isfinite(time) and time >= 0 for time in times):
-            raise ValueError(f"durations must be finite and not negative: {times}")
-
-
-Owners = Sequence[Sequence[int]]
-Edges = Mapping[tuple[int, int], bool]
-Times = Mapping[tuple[int, int], Durations]
 
 
 def schedule(
@@ -112,8 +36,8 @@ def schedule(
     them and sent just after the one that made them, by ascending peer. Sends must not block.
     Raises ValueError for an unknown name and for arguments that do not describe a pipeline.
     """
-    pipeline = _Pipeline(name, positions, owners, edges, micro_batches, durations)
-    simulation = _Simulation(pipeline)
+    pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations)
+    simulation = Simulation(pipeline)
     return tuple(
         tuple(_with_communication(computations, position, owners, simulation.links))
         for position, computations in enumerate(simulation.computations)
@@ -132,24 +56,8 @@ def makespan(
 
     Arguments and errors are those of `schedule`.
     """
-    pipeline = _Pipeline(name, positions, owners, edges, micro_batches, durations)
-    return _Simulation(pipeline).clock
-
-
-def in_flight(instructions: Iterable[Instruction]) -> int:
-    """The most (chunk, micro-batch) pairs that a position holds the activations of at once.
-
-    They are held from the forward to the end of the backward; of a split one, to the end of its
-    weight part.
-    """
-    held = most = 0
-    for instruction in instructions:
-        if instruction.kind is Kind.FORWARD:
-            held += 1
-            most = max(most, held)
-        elif instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            held -= 1
-    return most
+    pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations)
+    return Simulation(pipeline).clock
 
 
 def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
@@ -177,222 +85,8 @@ def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
     return tuple(dealt)
 
 
-class _Links:
-    """Where each chunk's values come from and go to, forward and backward; ascending."""
-
-    def __init__(self, edges: Edges, num_chunks: int) -> None:
-        def lists(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
-            ordered = sorted(pairs)
-            return [[b for a, b in ordered if a == chunk] for chunk in range(num_chunks)]
-
-        gradients = [edge for edge, gradient in edges.items() if gradient]
-        self.sources = lists((end, start) for start, end in edges)
-        self.targets = lists(edges)
-        self.gradient_sources = lists((end, start) for start, end in gradients)
-        self.gradient_targets = lists(gradients)
-
-
-@dataclass(frozen=True)
-class _Pipeline:
-    """The arguments of `schedule`, checked."""
-
-    name: str
-    positions: Sequence[Position]
-    owners: Owners
-    edges: Edges
-    micro_batches: int
-    durations: Times | None
-
-    def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            raise ValueError(f"unknown schedule {self.name}; one of {', '.join(SCHEDULES)}")
-        num_chunks, num_stages = len(self.owners), self.num_stages
-        if num_chunks < 1 or self.micro_batches < 1:
-            raise ValueError(f"{num_chunks} chunks, {self.micro_batches} micro-batches: no work")
-        layouts = {tuple(range(s, num_chunks, num_stages)) for s in range(num_stages)} - {()}
-        for index, position in enumerate(self.positions):
-            if position.chunks not in layouts:
-                rule = f"stage s of {num_stages} holds s, s + {num_stages}, ... of {num_chunks}"
-                raise ValueError(f"position {index} holds chunks {position.chunks}; {rule}")
-        for chunk, row in enumerate(self.owners):
-            if len(row) != self.micro_batches:
-                raise ValueError(f"{len(row)} owners in chunk {chunk}, not {self.micro_batches}")
-            for owner in set(row):
-                known = 0 <= owner < len(self.positions)
-                if not known or chunk not in self.positions[owner].chunks:
-                    raise ValueError(f"chunk {chunk} is not held by its owner {owner}")
-                if self.durations is not None and (chunk, owner) not in self.durations:
-                    raise ValueError(f"no durations of chunk {chunk} on position {owner}")
-        for start, end in self.edges:
-            if not 0 <= start < end < num_chunks:
-                raise ValueError(f"edge {start} -> {end} is not forward in {num_chunks} chunks")
-
-    @property
-    def num_stages(self) -> int:
-        return len({position.chunks for position in self.positions})
-
-    def limits(self, group: int) -> list[int]:
-        """How many (chunk, micro-batch) pairs each position may have in flight.
-
-        Of one chunk: one, and what the later stages have begun of its own when they are busy;
-        S - s in a regular pipeline, the 1F1B of the textbook. A replica that owns one
-        micro-batch in n takes the time of n, so the slowest says how many its stage has begun.
-        One to spare where a ratio is not the regular 1: forwards and backwards do not meet in
-        step there, and a position would wait for its turn.
-
-        Of v chunks: one, and the warm-up of Megatron-LM's interleaved schedule, 2 (S - s - 1)
-        + (v - 1) S for groups of S micro-batches, with the same ratios and this position's part
-        of a group. (One, and a group of all chunks but the last, is the least that is safe.)
-        """
-        slowest = [max(_spacing(row, owner) for owner in set(row)) for row in self.owners]
-        found = []
-        for index, position in enumerate(self.positions):
-            ahead, in_group = 0, []
-            for chunk in position.chunks:
-                row = self.owners[chunk]
-                own = Counter(m // group for m, owner in enumerate(row) if owner == index)
-                in_group.append(max(own.values(), default=0))
-                later = slowest[chunk + 1 : chunk + self.num_stages - position.chunks[0]]
-                if own.total() > 1:
-                    spacing = _spacing(row, index)
-                    ratios = [each / spacing for each in later]
-                    ahead = max(ahead, ceil(sum(ratios)) + any(ratio != 1 for ratio in ratios))
-            found.append(1 + sum(in_group[:-1]) + ahead * (2 if len(in_group) > 1 else 1))
-        return found
-
-
-def _spacing(row: Sequence[int], owner: int) -> Fraction:
-    """One micro-batch in how many is this owner's; of a single one, the rest of the step."""
-    mine = [m for m, other in enumerate(row) if other == owner]
-    gaps = len(mine) - 1
-    return Fraction(mine[-1] - mine[0], gaps) if gaps else Fraction(len(row) - mine[0])
-
-
-@dataclass
-class _Progress:
-    """What one position has left to compute, and what it holds."""
-
-    forwards: deque[tuple[int, int]]  # (chunk, micro-batch), in the order they must run
-    backwards: dict[int, deque[int]]  # micro-batches of each chunk, likewise
-    weights: list[tuple[int, int]] = field(default_factory=list)  # heap of (micro-batch, chunk)
-    waiting: int = 0  # forwards begun whose backward (input part) is not done
-    held: int = 0  # forwards begun whose activations are not free
-    busy: bool = False
-
-
-class _Simulation:
-    """The positions at work: what each has computed, and the clock when the last is done."""
-
-    def __init__(self, pipeline: _Pipeline) -> None:
-        self.pipeline = pipeline
-        self.owners = pipeline.owners
-        self.links = _Links(pipeline.edges, len(self.owners))
-        # A group fills the pipeline once: a position of several chunks takes it through one
-        # chunk after the other, as Megatron-LM does with its groups of S micro-batches.
-        self.group = len({owner for row in self.owners for owner in row})
-        self.limits = pipeline.limits(self.group)
-        self.split = pipeline.name == "zero_bubble"
-        # A lone stage has nobody to wait for: gpipe would hold every micro-batch for nothing.
-        self.forwards_first = pipeline.name == "gpipe" and pipeline.num_stages > 1
-        self.held_limit = max(self.limits)
-        self.progress = [self._start(index) for index in range(len(pipeline.positions))]
-        self.computations: list[list[Instruction]] = [[] for _ in pipeline.positions]
-        self.forward_done: set[tuple[int, int]] = set()
-        self.backward_done: set[tuple[int, int]] = set()
-        self.clock: float = 0
-        self._run()
-
-    def _start(self, index: int) -> _Progress:
-        owned = {
-            chunk: [m for m, owner in enumerate(self.owners[chunk]) if owner == index]
-            for chunk in self.pipeline.positions[index].chunks
-        }
-        forwards = sorted(
-            ((chunk, m) for chunk, row in owned.items() for m in row),
-            key=lambda pair: (pair[1] // self.group, *pair),
-        )
-        return _Progress(deque(forwards), {chunk: deque(row) for chunk, row in owned.items()})
-
-    def _run(self) -> None:
-        running: list[tuple[float, int]] = []  # heap of (end, position)
-        awake = set(range(len(self.progress)))
-        while awake:
-            for index in sorted(awake):
-                if not self.progress[index].busy and (work := self._choose(index)):
-                    self.progress[index].busy = True
-                    self.computations[index].append(work)
-                    heapq.heappush(running, (self.clock + self._time(work, index), index))
-            awake = set()
-            # All that ends at one time ends before anything else begins.
-            self.clock = running[0][0] if running else self.clock
-            while running and running[0][0] == self.clock:
-                _, index = heapq.heappop(running)
-                awake |= {index} | self._finish(index)
-        assert not any(
-            left.forwards or left.weights or any(left.backwards.values()) for left in self.progress
-        ), "deadlock"
-
-    def _time(self, work: Instruction, index: int) -> float:
-        durations = self.pipeline.durations
-        times = Durations() if durations is None else durations[work.chunk, index]
-        if work.kind is Kind.FORWARD:
-            return times.forward
-        first = 0 if work.kind is Kind.BACKWARD_WEIGHT else times.backward_input
-        return first + (0 if work.kind is Kind.BACKWARD_INPUT else times.backward_weight)
-
-    def _choose(self, index: int) -> Instruction | None:
-        """Take the next computation of a free position, if it has any that can run."""
-        mine = self.progress[index]
-        free = mine.waiting < self.limits[index] and mine.held < self.held_limit
-        free |= self.forwards_first
-        if free and mine.forwards:
-            chunk, m = mine.forwards[0]
-            if all((source, m) in self.forward_done for source in self.links.sources[chunk]):
-                mine.forwards.popleft()
-                mine.waiting += 1
-                mine.held += 1
-                return Instruction(Kind.FORWARD, chunk, m)
-        ready = [
-            (row[0] // self.group, -chunk, row[0])
-            for chunk, row in mine.backwards.items()
-            if row and self._backward_ready(chunk, row[0])
-        ]
-        if ready and not (self.forwards_first and mine.forwards):
-            _, negative_chunk, m = min(ready)
-            mine.backwards[-negative_chunk].popleft()
-            kind = Kind.BACKWARD_INPUT if self.split else Kind.BACKWARD
-            return Instruction(kind, -negative_chunk, m)
-        if mine.weights:
-            m, chunk = heapq.heappop(mine.weights)
-            return Instruction(Kind.BACKWARD_WEIGHT, chunk, m)
-        return None
-
-    def _backward_ready(self, chunk: int, m: int) -> bool:
-        return (chunk, m) in self.forward_done and all(
-            (target, m) in self.backward_done for target in self.links.gradient_targets[chunk]
-        )
-
-    def _finish(self, index: int) -> set[int]:
-        """End what a position was doing; the positions that may have waited for it."""
-        mine, work = self.progress[index], self.computations[index][-1]
-        chunk, m = work.chunk, work.micro_batch
-        mine.busy = False
-        if work.kind is Kind.FORWARD:
-            self.forward_done.add((chunk, m))
-            return {self.owners[target][m] for target in self.links.targets[chunk]}
-        if work.kind is Kind.BACKWARD_INPUT:
-            heapq.heappush(mine.weights, (m, chunk))
-        else:
-            mine.held -= 1
-        if work.kind is Kind.BACKWARD_WEIGHT:
-            return set()
-        mine.waiting -= 1
-        self.backward_done.add((chunk, m))
-        return {self.owners[source][m] for source in self.links.gradient_sources[chunk]}
-
-
 def _with_communication(
-    computations: Iterable[Instruction], here: int, owners: Owners, links: _Links
+    computations: Iterable[Instruction], here: int, owners: Owners, links: Links
 ) -> Iterator[Instruction]:
     """The computations of position `here`, each between its receives and its sends."""
     for work in computations:

@@ -17,6 +17,7 @@ from whale_train.strategies.cost import (
     optimizer_time_s,
     slowest_link,
 )
+from whale_train.strategies.instructions import Instruction, in_flight
 from whale_train.strategies.layouts import Layout, Shard
 from whale_train.strategies.memory import (
     REDUCE_BUCKET_ELEMENTS,
@@ -26,7 +27,6 @@ from whale_train.strategies.memory import (
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.operations import OperationGraph
 from whale_train.strategies.plan import MemoryEstimate, Prediction
-from whale_train.strategies.schedule import Instruction, in_flight
 from whale_train.strategies.stages import value_bytes
 from whale_train.strategies.staging import Axes, Chunk, Staging
 

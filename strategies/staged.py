@@ -15,6 +15,7 @@ from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cut import CutRefused, HeadCut, cut_head
 from whale_train.strategies.grammar import Strategy
 from whale_train.strategies.head import find_heads, matching
+from whale_train.strategies.instructions import Durations, Position
 from whale_train.strategies.layouts import Layout, R
 from whale_train.strategies.micro_batches import (
     Batches,
@@ -26,7 +27,7 @@ from whale_train.strategies.operations import ModelProfile, OperationGraph, Size
 from whale_train.strategies.patterns import Sharded, choose_patterns
 from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
-from whale_train.strategies.schedule import Durations, Position, makespan, schedule
+from whale_train.strategies.schedule import makespan, schedule
 from whale_train.strategies.shape_check import shape_check
 from whale_train.strategies.shares import even_shares, optimal_shares, tile
 from whale_train.strategies.sharing import Training

@@ -17,7 +17,8 @@ from whale_train.runtime.chunk import Chunk
 from whale_train.runtime.finality import Finality
 from whale_train.runtime.reduction import Reduction
 from whale_train.runtime.weight_gradients import WeightGradients
-from whale_train.strategies.schedule import Kind, Position, schedule
+from whale_train.strategies.instructions import Kind, Position
+from whale_train.strategies.schedule import schedule
 
 MICRO_BATCHES = 3
 

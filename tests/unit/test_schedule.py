@@ -15,16 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from whale_train.strategies.grammar import SCHEDULES
-from whale_train.strategies.schedule import (
-    Durations,
-    Instruction,
-    Kind,
-    Position,
-    in_flight,
-    makespan,
-    owners,
-    schedule,
-)
+from whale_train.strategies.instructions import Durations, Instruction, Kind, Position, in_flight
+from whale_train.strategies.schedule import makespan, owners, schedule
 
 COMPUTATIONS = {
     Kind.FORWARD: "F",

@@ -1,0 +1,84 @@
+"""What the positions of a pipeline do in a step, one instruction after another.
+
+A pipeline is cut into chunks 0..C-1 in forward order. A position is one place in it (a rank, or
+the ranks of one shard group). Positions that hold the same chunks are the replicas of one stage;
+each micro-batch of a chunk is computed by one of them, its owner. Of S stages, stage s holds the
+chunks s, s + S, s + 2S, ...: one, or several virtual stages (interleaving).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import isfinite
+
+
+class Kind(StrEnum):
+    """What an instruction does. BACKWARD is both its parts at once."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
+    RECEIVE = "receive"
+    SEND = "send"
+    RECEIVE_GRADIENT = "receive_gradient"
+    SEND_GRADIENT = "send_gradient"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`kind`, done for `chunk` (of the position it is listed for) and `micro_batch`.
+
+    `peer` is the chunk at the other end of the edge for the four communication kinds (the
+    position there is the peer's owner of this micro-batch), -1 for the others.
+    """
+
+    kind: Kind
+    chunk: int
+    micro_batch: int
+    peer: int = -1
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the pipeline: the chunks it holds, ascending."""
+
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Time of one micro-batch of one chunk on one position, in any unit common to all.
+
+    Raises ValueError unless all are finite and at least 0.
+    """
+
+    forward: float = 1
+    backward_input: float = 1
+    backward_weight: float = 1
+
+    def __post_init__(self) -> None:
+        times = (self.forward, self.backward_input, self.backward_weight)
+        if not all(isfinite(time) and time >= 0 for time in times):
+            raise ValueError(f"durations must be finite and not negative: {times}")
+
+
+Owners = Sequence[Sequence[int]]
+Edges = Mapping[tuple[int, int], bool]
+Times = Mapping[tuple[int, int], Durations]
+
+
+def in_flight(instructions: Iterable[Instruction]) -> int:
+    """The most (chunk, micro-batch) pairs that a position holds the activations of at once.
+
+    They are held from the forward to the end of the backward; of a split one, to the end of its
+    weight part.
+    """
+    held = most = 0
+    for instruction in instructions:
+        if instruction.kind is Kind.FORWARD:
+            held += 1
+            most = max(most, held)
+        elif instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held -= 1
+    return most
