@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+# A rank that started among many others has waited for seconds, which its steps must not make up.
+_MOST_OVERSLEPT_S = 0.5
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
@@ -17,7 +19,7 @@ class Pace:
 
     `computing` gives the thread's seconds on a processor and its seconds of waiting for one, both
     since any time; the latter count as slept. What is slept too much, because a processor was not
-    to be had or a sleep overslept, is taken off the next sleeps.
+    to be had or a sleep overslept, is taken off the next sleeps, up to half a second of it.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Pace:
         """Sleep what is owed for all that was computed since the last time."""
         on, waited = self._computing()
         self._owed += (on - self._last[0]) * (self.factor - 1) - (waited - self._last[1])
+        self._owed = max(self._owed, -_MOST_OVERSLEPT_S)
         self._last = on, waited
         if self._owed > 0:
             started = self._clock()

@@ -64,11 +64,21 @@ def test_waiting_for_a_processor_and_oversleeping_count_as_slept() -> None:
     pace.settle()
     thread.compute(0.3)
     pace.settle()
-    thread.compute(0.1, waiting=1.0)  # more than it owes: the rest is taken off what comes
+    thread.compute(0.1, waiting=0.3)  # more than it owes: the rest is taken off what comes
     pace.settle()
-    thread.compute(0.2)
+    thread.compute(0.5)
     pace.settle()
-    assert thread.slept == pytest.approx([0.2, 0.25])
+    assert thread.slept == pytest.approx([0.2, 0.25, 0.25])
+
+
+def test_a_long_wait_is_not_made_up() -> None:
+    thread = Thread()
+    pace = thread.pace(2.0)
+    thread.compute(0.1, waiting=30.0)
+    pace.settle()
+    thread.compute(2.0)
+    pace.settle()
+    assert thread.slept == pytest.approx([1.5])
 
 
 def collectives() -> tuple[list[Tensor], list[object], int]:
