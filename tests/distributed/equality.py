@@ -268,6 +268,7 @@ def train_and_save(run_dir: Path, rank: int, world_size: int, prepared: worker.P
     meeting = file_rendezvous(run_dir)
     program = worker.train_as_planned(run_dir, rank, world_size, meeting, prepared)
     save(run_dir / f"held_{rank}.npz", dict(_held(program)))
+    del program  # before leaving, and why: runtime/worker.py
     leave()
 
 
