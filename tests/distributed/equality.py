@@ -197,7 +197,7 @@ class Jobs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         # A user's own `equality.OwnNet` is found where this file is.
-        self._process = Served(__file__, cwd=Path(__file__).parent)
+        self.process = Served(__file__, cwd=Path(__file__).parent)
         self._done: dict[tuple[tuple[str, ...], bool], Computed] = {}
 
     def run(self, overrides: Sequence[str], plainly: bool = False) -> Computed:
@@ -205,7 +205,7 @@ class Jobs:
         key = (tuple(overrides), plainly)
         if key not in self._done:
             run_dir = Path(tempfile.mkdtemp(prefix="run_", dir=self._folder))
-            failure = self._process.ask(overrides=key[0], plainly=plainly, run_dir=str(run_dir))
+            failure = self.process.ask(overrides=key[0], plainly=plainly, run_dir=str(run_dir))
             if failure:
                 raise JobFailed(f"{' '.join(overrides)}\n{failure}")
             self._done[key] = Computed.read(run_dir)
@@ -213,7 +213,7 @@ class Jobs:
         return self._done[key]
 
     def close(self) -> None:
-        self._process.close()
+        self.process.close()
 
 
 def _ask_once() -> None:

@@ -47,8 +47,9 @@ class Fp16Run(Run):
         if case not in self._done:
             run_dir = Path(tempfile.mkdtemp(dir=self._folder))
             overrides = [x.replace("bf16:", "fp16:") for x in case.overrides(self._folder)]
-            job = {"overrides": overrides, "plainly": plainly, "run_dir": str(run_dir)}
-            failure = self.jobs._ask(job)
+            failure = self.jobs.process.ask(
+                overrides=overrides, plainly=plainly, run_dir=str(run_dir)
+            )
             if failure:
                 raise JobFailed(failure)
             text = (run_dir / "metrics.jsonl").read_text()
