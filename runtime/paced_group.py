@@ -8,6 +8,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from whale_train.runtime.named_group import NamedGroup
 from whale_train.runtime.pace import Pace
 
 
@@ -21,25 +22,17 @@ def register(pace: Pace) -> str:
     return "paced"
 
 
-class PacedGroup(dist.ProcessGroup):
+class PacedGroup(NamedGroup):
     """`inner` is a group of gloo's, which does all the work."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, pace: Pace) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stubs know one constructor
+        super().__init__(rank, size)
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self.inner = dist.ProcessGroup(store, rank, size)
         kind = dist.ProcessGroup.BackendType.GLOO
         self.inner._register_backend(torch.device("cpu"), kind, gloo)
         self.inner._set_default_backend(kind)
         self.pace = pace
-
-    # torch keeps the name of a group only if it is written in C++.
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._name
 
     def shutdown(self) -> None:
         self.inner.shutdown()

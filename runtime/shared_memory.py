@@ -23,6 +23,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from whale_train.runtime.named_group import NamedGroup
+
 # What a member writes at once. Larger tensors go in parts, so that the sum of one is computed from
 # caches, and the memory shared does not grow with the model.
 SLOT_BYTES = 1 << 20
@@ -51,12 +53,12 @@ def new_group(ranks: list[int], timeout: timedelta, group_desc: str) -> dist.Pro
     return group
 
 
-class SharedMemoryGroup(dist.ProcessGroup):
+class SharedMemoryGroup(NamedGroup):
     """The collectives. Sums are made in the order of the members, so that all have the same bits;
     one that was begun is done by its `wait`, or by the next one's beginning."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stubs know one constructor
+        super().__init__(rank, size)
         self._slots = _Slots(store, rank, size, timeout)
         self._begun: _Exchange | None = None
 
@@ -108,14 +110,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # What torch called these two up to 2.12.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-
-    # torch keeps the name of a group only if it is written in C++.
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._name
 
     def shutdown(self) -> None:
         self._slots.close()
