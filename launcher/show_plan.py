@@ -125,7 +125,8 @@ class _PlanView:
                 "",
                 f"compute {in_seconds(predicted.compute_s)}, "
                 f"communication {in_seconds(predicted.communication_s)}, "
-                f"optimizer {in_seconds(predicted.optimizer_s)}",
+                f"optimizer {in_seconds(predicted.optimizer_s)}, "
+                f"idle {in_seconds(predicted.idle_s)}",
             ),
         ]
 

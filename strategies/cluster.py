@@ -3,10 +3,35 @@
 Ranks are numbered in the order of the inventory's list. Nothing here looks at the machine.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 CPU_PROCESS = "cpu_process"  # the catalogue's name of a device that is a process, and no GPU
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What operations of one kind reach: `overhead_s` each, then arithmetic at `flops_s` FLOP/s and
+    memory traffic at `bytes_s` bytes/s. After Williams et al., "Roofline" (CACM 2009), whose two
+    times hide under each other; within one operation they hardly do, so they are added. Traffic is
+    counted in fp32 (`work.py`)."""
+
+    overhead_s: float
+    flops_s: float
+    bytes_s: float
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        return self.overhead_s + flops / self.flops_s + num_bytes / self.bytes_s
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The rooflines of a kind of operation: of its forward, and of all its backward does."""
+
+    forward: Roofline
+    backward: Roofline
 
 
 @dataclass(frozen=True)
@@ -14,22 +39,27 @@ class Device:
     """One kind of accelerator (or one CPU process).
 
     `flops` maps a precision (`fp32`, `bf16`, `fp16`) to peak dense FLOP/s; a precision the device
-    has no unit for is absent.
+    has no unit for is absent. `kernels` are what was measured on it (`mode=calibrate`): by
+    precision, then by kind of operation.
     """
 
     name: str
-    flops: dict[str, float]
+    flops: Mapping[str, float]
     memory_bytes: float
     memory_bandwidth_bytes_s: float
+    kernels: Mapping[str, Mapping[str, Kernel]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Link:
-    """An alpha-beta link: `latency_s` a message plus bytes / `bandwidth_bytes_s`, one way."""
+    """An alpha-beta link: `latency_s` a message plus bytes / `bandwidth_bytes_s`, one way. `busy`
+    is the part of a transfer's time for which the devices it joins cannot compute, as processors
+    cannot that copy the bytes themselves."""
 
     name: str
     bandwidth_bytes_s: float
     latency_s: float
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,11 +72,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """All nodes of an inventory, and the network that joins them."""
+    """All nodes of an inventory, and the network that joins them. Where its devices are processes
+    of one host, `processors` are what they share to compute on, and `shared_memory` joins those of
+    a shard group."""
 
     name: str
     nodes: tuple[Node, ...]
     network: Link
+    processors: float = inf
+    shared_memory: Link | None = None
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -70,4 +104,4 @@ class Cluster:
             if left > 0:
                 nodes.append(Node(node.devices[:left], node.link))
                 left -= len(node.devices)
-        return Cluster(self.name, tuple(nodes), self.network)
+        return replace(self, nodes=tuple(nodes))

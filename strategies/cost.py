@@ -1,17 +1,86 @@
-"""How long a step takes: a first cost model, from FLOPs, bytes and alpha-beta links.
+"""How long work takes on a device: rooflines of kinds of operations.
 
-Rates are the catalogue's peaks, so a prediction is the floor of what the devices allow, the same
-for every strategy compared; nothing overlaps. Collectives are rings: an all-reduce moves
-2(n-1)/n of its bytes through every member's slowest link, a gather or scatter (n-1)/n
-(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009).
+A device that was calibrated (`mode=calibrate`) has rooflines of its own for every kind; of any
+other they are the catalogue's peaks times what is commonly reached of them. Transfers are
+`links.py`'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
 
-from whale_train.strategies.cluster import Cluster, Device, Link
+from whale_train.strategies.cluster import Device, Kernel, Roofline
+from whale_train.strategies.work import BY_FLOPS, Kind, Work
 
-# Backward computes the gradient of each product's two inputs: twice the forward's work.
-BACKWARD_OVER_FORWARD = 2
+# Of the peaks: nominal, the same for every device nobody measured. Large products come near the
+# peak of ordinary units and reach about two thirds of tensor cores', which wait for memory; streams
+# over memory reach four fifths of its bandwidth. An operation started from Python takes some
+# microseconds.
+_OF_PEAK = {"fp32": 0.85, "bf16": 0.65, "fp16": 0.65}
+_OF_BANDWIDTH = 0.8
+_OVERHEAD_S = 5e-6
+_VIEW_OVERHEAD_S = 0.0  # hidden behind the device's queue
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a piece of work: forward, and the two parts of its backward."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward_input + self.backward_weight
+
+    def __add__(self, other: "Times") -> "Times":
+        return Times(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+        )
+
+
+def work_times(works: Mapping[Work, int], samples: float, device: Device, precision: str) -> Times:
+    """What so many of each of `works` take for `samples` samples."""
+    forward = of_input = of_weight = 0.0
+    kernels = {kind: kernel_of(device, precision, kind) for kind in Kind}
+    for work, count in works.items():
+        kernel = kernels[work.kind]
+        flops, moved = work.flops * samples, work.forward.at(samples)
+        if flops or moved or work.kind is Kind.VIEW:
+            forward += count * kernel.forward.seconds(flops, moved)
+        parts = work.input_gradient + work.weight_gradient
+        if not parts:
+            continue
+        back = work.backward.at(samples) if work.backward is not None else moved
+        each = count * kernel.backward.seconds(flops, back)
+        if work.kind in BY_FLOPS and work.kind is not Kind.ATTENTION:
+            each /= 2  # a backward has two products, of which there may be one
+            of_input += each * work.input_gradient
+            of_weight += each * work.weight_gradient
+        elif work.input_gradient:
+            of_input += each
+        else:
+            of_weight += each
+    return Times(forward, of_input, of_weight)
+
+
+def kernel_of(device: Device, precision: str, kind: Kind) -> Kernel:
+    """The rooflines of `kind` on `device`: measured, or from its peaks. KeyError where it has no
+    unit for `precision`."""
+    measured = device.kernels.get(precision, {}).get(kind)
+    if measured is not None:
+        return measured
+    rate = _OF_PEAK[precision] * flops_rate(device, precision)
+    narrower = 1.0 if precision == "fp32" else 0.5
+    bandwidth = _OF_BANDWIDTH * device.memory_bandwidth_bytes_s / narrower
+    overhead = _VIEW_OVERHEAD_S if kind is Kind.VIEW else _OVERHEAD_S
+    forward = Roofline(overhead, rate, bandwidth)
+    if kind in BY_FLOPS:  # two products where the forward has one
+        return Kernel(forward, Roofline(2 * overhead, rate / 2, bandwidth / 2))
+    return Kernel(forward, forward)
 
 
 def flops_rate(device: Device, precision: str) -> float:
@@ -19,39 +88,31 @@ def flops_rate(device: Device, precision: str) -> float:
     return device.flops[precision]
 
 
-def compute_time_s(flops: float, device: Device, precision: str) -> float:
-    """Forward and backward of work whose forward takes `flops`."""
-    return (1 + BACKWARD_OVER_FORWARD) * flops / flops_rate(device, precision)
+def whole_times(flops: float, device: Device, precision: str) -> Times:
+    """Of a model whose operations nobody knows: `flops` of products."""
+    kernel = kernel_of(device, precision, Kind.PRODUCT)
+    half = kernel.backward.seconds(flops, 0.0) / 2
+    return Times(kernel.forward.seconds(flops, 0.0), half, half)
 
 
-def slowest_link(cluster: Cluster, ranks: Sequence[int]) -> Link:
-    """What a ring over `ranks` waits for: the network where it leaves a node, else the node's."""
-    nodes = {cluster.node_of[rank] for rank in ranks}
-    links = [cluster.nodes[node].link for node in nodes]
-    if len(nodes) > 1:
-        links.append(cluster.network)
-    return min(links, key=lambda link: link.bandwidth_bytes_s)
+def update_time_s(elements: float, states: int, device: Device) -> float:
+    """An optimizer's update: every fp32 state and weight read and written, the gradient read for it
+    and once before for the norm."""
+    measured = [kinds[Kind.UPDATE] for kinds in device.kernels.values() if Kind.UPDATE in kinds]
+    bandwidth = _OF_BANDWIDTH * device.memory_bandwidth_bytes_s
+    roofline = measured[0].forward if measured else Roofline(_OVERHEAD_S, inf, bandwidth)
+    return roofline.seconds(0.0, 4 * elements * (2 * states + 4))
 
 
-def all_reduce_time_s(num_bytes: float, members: int, link: Link) -> float:
-    return 2 * gather_time_s(num_bytes, members, link)
+# Nominal, of a host nobody describes: what its memory gives to each of its devices' optimizers, and
+# the PCI Express link (3.0, 16 lanes) that gradients and parameters take to and from it.
+_HOST_BYTES_S = 15e9
+_HOST_LINK_BYTES_S = 12e9
 
 
-def gather_time_s(num_bytes: float, members: int, link: Link) -> float:
-    """All-gather or reduce-scatter whose whole (gathered) value has `num_bytes`."""
-    if members == 1:
-        return 0.0
-    moved = num_bytes * (members - 1) / members
-    return moved / link.bandwidth_bytes_s + (members - 1) * link.latency_s
-
-
-def gradient_sync_time_s(num_bytes: float, members: int, link: Link, zero: int) -> float:
-    """Gradients reduced and parameters restored: an all-reduce in two halves, and under ZeRO 3
-    one more gather, for the backward (ZeRO paper, section 7)."""
-    factor = 3 if zero == 3 else 2
-    return factor * gather_time_s(num_bytes, members, link)
-
-
-def optimizer_time_s(elements: float, states: int, device: Device) -> float:
-    """Reading and writing every fp32 state, weight and gradient once, at memory bandwidth."""
-    return 4 * elements * (2 * states + 3) / device.memory_bandwidth_bytes_s
+def offloaded_update_time_s(elements: float, states: int, device: Device, on_cpu: bool) -> float:
+    """The update of state kept on the host: gradients down, the update there, parameters up."""
+    if on_cpu:
+        return update_time_s(elements, states, device)
+    moved = 2 * 4 * elements / _HOST_LINK_BYTES_S
+    return moved + 4 * elements * (2 * states + 4) / _HOST_BYTES_S

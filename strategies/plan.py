@@ -83,13 +83,15 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step's predicted time and the parts it is made of, in seconds."""
+    """A step's predicted time, and the parts of which that of its busiest rank is made, in seconds:
+    it computes, communicates or waits for transfers, updates, and waits for other ranks."""
 
     step_time_s: float
     samples_per_s: float
     compute_s: float
     communication_s: float
     optimizer_s: float
+    idle_s: float
 
 
 @dataclass(frozen=True)

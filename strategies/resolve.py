@@ -13,15 +13,16 @@ from whale_train.errors import Fault, PlanError
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cut import CLASSES
 from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
+from whale_train.strategies.flat_step import FlatStep
 from whale_train.strategies.forms import is_nested
 from whale_train.strategies.grammar import Node, Pipeline, Replicate, Strategy
 from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph, bind, shared_degree
 from whale_train.strategies.layouts import BATCH
 from whale_train.strategies.memory import added
 from whale_train.strategies.operations import ModelProfile
-from whale_train.strategies.plan import Decision, Plan, RankPlan
+from whale_train.strategies.plan import Decision, Plan, Prediction, RankPlan
 from whale_train.strategies.plan import TaskGraph as PlannedTaskGraph
-from whale_train.strategies.prediction import predict
+from whale_train.strategies.prediction import prediction, simulated
 from whale_train.strategies.rewrite_plan import rewrite_plan, shard_plan
 from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
 from whale_train.strategies.shares import even_shares, tile
@@ -212,11 +213,23 @@ def _plan(
         ranks=tuple(
             _rank(rank, graph, cluster, profile, training, sharing) for rank in range(count)
         ),
-        predicted=predict(graph, cluster, profile, training, sharing.samples, sharing.classes),
+        predicted=_predicted(graph, cluster, profile, training, sharing),
         decisions=tuple(decisions),
         exported=profile.graph is not None,
         rewrite=rewrite,
     )
+
+
+def _predicted(
+    graph: StrategyGraph,
+    cluster: Cluster,
+    profile: ModelProfile,
+    training: Training,
+    sharing: Sharing,
+) -> Prediction:
+    priced = FlatStep(graph, cluster, profile, training, sharing.samples, sharing.classes)
+    step, _ = priced.step()
+    return prediction(simulated(step, cluster), training.global_batch, priced.floor_s())
 
 
 def _task_graph(

@@ -15,7 +15,7 @@ from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cut import CutRefused, HeadCut, cut_head
 from whale_train.strategies.grammar import Strategy
 from whale_train.strategies.head import find_heads, matching
-from whale_train.strategies.instructions import Durations, Position
+from whale_train.strategies.instructions import Durations, Instruction, Position
 from whale_train.strategies.layouts import Layout, R
 from whale_train.strategies.micro_batches import (
     Batches,
@@ -27,17 +27,16 @@ from whale_train.strategies.operations import ModelProfile, OperationGraph, Size
 from whale_train.strategies.patterns import Sharded, choose_patterns
 from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
-from whale_train.strategies.schedule import makespan, schedule
+from whale_train.strategies.schedule import schedule
 from whale_train.strategies.shape_check import shape_check
 from whale_train.strategies.shares import even_shares, optimal_shares, tile
 from whale_train.strategies.sharing import Training
-from whale_train.strategies.stage_costs import (
-    Timeline,
-    durations,
+from whale_train.strategies.stage_memory import (
     memory_of_ranks,
     recomputed_stages,
     refuse_memory,
 )
+from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staged_plan import Decided, written
 from whale_train.strategies.stages import (
     Slice,
@@ -67,13 +66,17 @@ def resolve_nested(
     axes, edges = _axes(job, chunks), _edges(job, slices)
     _check_shapes(job, chunks, axes)
     batches = share_batch(job, micro_batches)
-    timelines = [_timeline(job, chunks, edges, batches, copy) for copy in range(job.form.copies)]
-    memory = memory_of_ranks(job, chunks, axes, batches, timelines, set())
+    times = ChunkTimes(job, chunks, axes)
+    orders = _orders(job, times, edges, batches)
+    memory = memory_of_ranks(job, chunks, axes, batches, orders, set())
     recomputed = recomputed_stages(job, memory)
-    memory = memory_of_ranks(job, chunks, axes, batches, timelines, recomputed)
+    if recomputed:  # which takes longer, and may change the order
+        times = ChunkTimes(job, chunks, axes, frozenset(recomputed))
+        orders = _orders(job, times, edges, batches)
+        memory = memory_of_ranks(job, chunks, axes, batches, orders, recomputed)
     refuse_memory(job, memory)
     _explain(job, chunks, recomputed, decisions)
-    parts = Decided(chunks, axes, batches, edges, shared, memory, timelines, recomputed)
+    parts = Decided(times, axes, batches, edges, shared, memory, orders, recomputed)
     return written(job, parts, decisions)
 
 
@@ -107,19 +110,23 @@ def _refuse_pieces(job: Staging, pieces: int) -> None:
         raise PlanError(faults)
 
 
-def _timeline(
-    job: Staging, chunks: Sequence[Chunk], edges: _Edges, batches: Batches, copy: int
-) -> Timeline:
-    taken = durations(job, chunks, copy, batches)
-    given = (
-        job.form.pipeline.schedule if job.form.pipeline else "1f1b",
-        [Position(held) for held in job.chunks_of_positions()],
-        batches.owners[copy],
-        edges,
-        len(batches.samples[copy]),
-        {place: Durations(*times) for place, times in taken.items()},
-    )
-    return Timeline(schedule(*given), makespan(*given))
+def _orders(
+    job: Staging, times: ChunkTimes, edges: _Edges, batches: Batches
+) -> list[tuple[tuple[Instruction, ...], ...]]:
+    """The instructions of every position, by copy; found once for copies that are alike."""
+    found: list[tuple[tuple[Instruction, ...], ...]] = []
+    known: dict[object, tuple[tuple[Instruction, ...], ...]] = {}
+    positions = [Position(held) for held in job.chunks_of_positions()]
+    name = job.form.pipeline.schedule if job.form.pipeline else "1f1b"
+    for copy in range(job.form.copies):
+        taken = times.durations(copy, batches)
+        owners, count = batches.owners[copy], len(batches.samples[copy])
+        alike = (tuple(taken.items()), owners, count)
+        if alike not in known:
+            durations = {place: Durations(*each) for place, each in taken.items()}
+            known[alike] = schedule(name, positions, owners, edges, count, durations)
+        found.append(known[alike])
+    return found
 
 
 def _slices(job: Staging, decisions: list[Decision]) -> tuple[Slice, ...]:

@@ -6,12 +6,22 @@ from typing import Any
 
 from whale_train.strategies.cut import Segment
 from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
+from whale_train.strategies.instructions import Instruction
 from whale_train.strategies.layouts import Shard
 from whale_train.strategies.micro_batches import Batches, member_shares
-from whale_train.strategies.plan import Decision, MemoryEstimate, Plan, RankPlan, TaskGraph
+from whale_train.strategies.plan import (
+    Decision,
+    MemoryEstimate,
+    Plan,
+    Prediction,
+    RankPlan,
+    TaskGraph,
+)
+from whale_train.strategies.prediction import prediction, simulated
 from whale_train.strategies.rewrite_plan import segment_plan, shard_plan
 from whale_train.strategies.shares import tile
-from whale_train.strategies.stage_costs import Timeline, durations, predict_nested
+from whale_train.strategies.stage_times import ChunkTimes
+from whale_train.strategies.staged_step import StagedStep
 from whale_train.strategies.staging import Axes, Chunk, Staging
 
 
@@ -19,14 +29,18 @@ from whale_train.strategies.staging import Axes, Chunk, Staging
 class Decided:
     """All that was decided, to be written down."""
 
-    chunks: Sequence[Chunk]
+    times: ChunkTimes
     axes: Axes
     batches: Batches
     edges: Mapping[tuple[int, int], bool]
     shared: Mapping[str, tuple[int, ...]]
     memory: Mapping[int, MemoryEstimate]
-    timelines: Sequence[Timeline]
+    orders: Sequence[Sequence[Sequence[Instruction]]]
     recomputed: Set[int]
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        return self.times.chunks
 
 
 def written(job: Staging, decided: Decided, decisions: Sequence[Decision]) -> Plan:
@@ -59,7 +73,7 @@ def written(job: Staging, decided: Decided, decisions: Sequence[Decision]) -> Pl
         groups=groups,
         schedule=pipeline["schedule"] if form.pipeline else "none",
         ranks=tuple(_rank(job, rank, decided) for rank in range(count)),
-        predicted=predict_nested(job, decided.memory, decided.timelines),
+        predicted=_predicted(job, decided),
         decisions=tuple(decisions),
         rewrite={
             "axes": decided.axes,
@@ -69,9 +83,16 @@ def written(job: Staging, decided: Decided, decisions: Sequence[Decision]) -> Pl
     )
 
 
+def _predicted(job: Staging, decided: Decided) -> Prediction:
+    priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.memory)
+    step, _ = priced.step()
+    spans = simulated(step, job.cluster)
+    return prediction(spans, job.training.global_batch, priced.floor_s())
+
+
 def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> dict[str, Any]:
     """Who runs which chunk for which micro-batch; `segments` counts those of each chunk."""
-    form, chunks, batches = job.form, decided.chunks, decided.batches
+    form, batches = job.form, decided.batches
     first = [sum(segments[:number]) for number in range(len(segments))]
     copies: list[dict[str, Any]] = []
     for copy in range(form.copies):
@@ -82,7 +103,7 @@ def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> dict[s
                 "owners": batches.owners[copy],
                 "durations": tuple(
                     (*place, *times)
-                    for place, times in durations(job, chunks, copy, batches).items()
+                    for place, times in decided.times.durations(copy, batches).items()
                 ),
             }
         )
@@ -101,7 +122,7 @@ def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> dict[s
                 "recompute": "full" if chunk.stage in decided.recomputed else "none",
                 "shares_samples": chunk.head is not None,
             }
-            for number, chunk in enumerate(chunks)
+            for number, chunk in enumerate(decided.chunks)
         ),
         "shared": {
             path: tuple(job.task_graphs[stage][0] for stage in stages)

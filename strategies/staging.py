@@ -16,6 +16,7 @@ from whale_train.strategies.grammar import Strategy
 from whale_train.strategies.layouts import Shard
 from whale_train.strategies.operations import ModelProfile, OperationGraph
 from whale_train.strategies.patterns import Sharded
+from whale_train.strategies.pricing import Prices
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.stages import Slice
 
@@ -90,6 +91,10 @@ class Staging:
         """Every name of a parameter, and the path it is known by."""
         return {name: p.path for name, p in self.profile.parameter_by_path.items()}
 
+    @cached_property
+    def prices(self) -> Prices:
+        return Prices(self.graph, self.training.precision)
+
     @property
     def zero(self) -> int:
         """How copies keep what they have in common."""
@@ -150,11 +155,16 @@ class Staging:
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """(copy, position) of a rank."""
-        for copy, of_copy in enumerate(self.seats.positions):
-            for position, ranks in enumerate(of_copy):
-                if rank in ranks:
-                    return copy, position
-        raise AssertionError(rank)
+        return self._places[rank]
+
+    @cached_property
+    def _places(self) -> Mapping[int, tuple[int, int]]:
+        return {
+            rank: (copy, position)
+            for copy, of_copy in enumerate(self.seats.positions)
+            for position, ranks in enumerate(of_copy)
+            for rank in ranks
+        }
 
 
 def nested_form(

@@ -224,7 +224,7 @@ def plan() -> Plan:
         },
         schedule="none",
         ranks=(),
-        predicted=Prediction(1, 1, 1, 0, 0),
+        predicted=Prediction(1, 1, 1, 0, 0, 0),
         decisions=(),
     )
 

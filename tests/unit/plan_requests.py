@@ -1,16 +1,19 @@
 """What plans are asked for in these tests: strategies and clusters as they ship, and training."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from whale_train.errors import Fault
-from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.cluster import Cluster, Device, Kernel, Roofline
 from whale_train.strategies.grammar import Strategy, read_strategy
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 from whale_train.strategies.sharing import Training
+from whale_train.strategies.work import Kind
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -31,6 +34,27 @@ def mixed() -> Cluster:
     cluster = read_inventory(mapping, "v100_p100_mix", [], MachineFacts(2, 10**9, (), None))
     assert cluster is not None
     return cluster
+
+
+def at_peak(cluster: Cluster) -> Cluster:
+    """`cluster` with devices whose products run at their peak, whose update does at the bandwidth
+    of their memory, and on which all else takes no time."""
+
+    def bare(device: Device) -> Device:
+        nothing = Roofline(0.0, inf, inf)
+        rate = device.flops["fp32"]
+        kernels = dict.fromkeys(Kind, Kernel(nothing, nothing))
+        kernels[Kind.PRODUCT] = Kernel(Roofline(0.0, rate, inf), Roofline(0.0, rate / 2, inf))
+        stream = Roofline(0.0, inf, device.memory_bandwidth_bytes_s)
+        kernels[Kind.UPDATE] = Kernel(stream, stream)
+        return replace(device, kernels={"fp32": kernels})
+
+    known = {id(device): bare(device) for device in cluster.devices}
+    nodes = (
+        replace(node, devices=tuple(known[id(device)] for device in node.devices))
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=tuple(nodes))
 
 
 def training(global_batch: int = 2000, precision: str = "fp32", **options: Any) -> Training:

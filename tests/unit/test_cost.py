@@ -4,28 +4,75 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.cluster import Cluster, Device, Kernel, Link, Node, Roofline
 from whale_train.strategies.cost import (
-    all_reduce_time_s,
-    compute_time_s,
+    Times,
     flops_rate,
-    gather_time_s,
-    gradient_sync_time_s,
-    optimizer_time_s,
-    slowest_link,
+    kernel_of,
+    offloaded_update_time_s,
+    update_time_s,
+    whole_times,
+    work_times,
 )
+from whale_train.strategies.links import (
+    all_reduce_time_s,
+    crowd_of,
+    gather_time_s,
+    group_link,
+    send_time_s,
+)
+from whale_train.strategies.work import Kind, Traffic, Work
 
 # 1 TFLOP/s, 100 GB/s of memory; 1 GB/s and 1 ms a message.
 DEVICE = Device("round", {"fp32": 1e12, "bf16": 4e12}, 16e9, 1e11)
 LINK = Link("round", 1e9, 1e-3)
+NETWORK = Link("network", 5e8, 1e-2)
+ONE_ROOFLINE = Kernel(Roofline(1.0, 10.0, 5.0), Roofline(2.0, 5.0, 2.5))
+MEASURED = Device("measured", {"fp32": 1.0}, 1.0, 1.0, {"fp32": dict.fromkeys(Kind, ONE_ROOFLINE)})
 
 
-def test_backward_costs_twice_the_forward() -> None:
-    assert compute_time_s(2e12, DEVICE, "fp32") == 6.0
-    assert compute_time_s(2e12, DEVICE, "bf16") == 1.5
+def test_a_roofline_adds_overhead_arithmetic_and_traffic() -> None:
+    assert Roofline(1.0, 10.0, 5.0).seconds(20.0, 15.0) == 1.0 + 2.0 + 3.0
+
+
+def test_what_was_measured_counts_and_not_the_peaks() -> None:
+    # 2 samples: 40 FLOPs and 5 + 2 x 5 bytes: 1 + 4 + 3 forward; 2 + 8 + 6 backward, in halves.
+    product = Work(Kind.PRODUCT, 20.0, Traffic(5.0, 5.0), None, True, True)
+    assert work_times({product: 3}, 2, MEASURED, "fp32") == Times(24.0, 24.0, 24.0)
+    first = Work(Kind.PRODUCT, 20.0, Traffic(5.0, 5.0), None, False, True)
+    assert work_times({first: 1}, 2, MEASURED, "fp32") == Times(8.0, 0.0, 8.0)
+
+
+def test_a_backward_of_its_own_traffic() -> None:
+    lookup = Work(Kind.LOOKUP, 0.0, Traffic(0.0, 5.0), Traffic(20.0, 5.0), False, True)
+    assert work_times({lookup: 1}, 1, MEASURED, "fp32") == Times(2.0, 0.0, 2.0 + 10.0)
+    summed = Work(Kind.POINTWISE, 0.0, Traffic(), Traffic(0.0, 5.0), True, False)
+    assert work_times({summed: 1}, 1, MEASURED, "fp32") == Times(0.0, 4.0, 0.0)
+
+
+def test_without_measurements_a_part_of_the_peaks() -> None:
+    kernel = kernel_of(DEVICE, "fp32", Kind.PRODUCT)
+    assert 0.5e12 < kernel.forward.flops_s < 1e12
+    assert kernel.backward.flops_s == kernel.forward.flops_s / 2
+    assert 0.5e11 < kernel_of(DEVICE, "fp32", Kind.NORM).forward.bytes_s < 1e11
+    # Half as wide, twice as many: traffic is counted in fp32.
+    narrow, wide = (kernel_of(DEVICE, p, Kind.NORM).forward.bytes_s for p in ("bf16", "fp32"))
+    assert narrow == 2 * wide
+    assert whole_times(1e15, DEVICE, "fp32").total > 3e15 / 1e12
     assert flops_rate(DEVICE, "bf16") == 4e12
     with pytest.raises(KeyError):
         flops_rate(DEVICE, "fp16")
+
+
+@pytest.mark.parametrize(("states", "passes"), [(0, 4), (1, 6), (2, 8)])
+def test_the_update_is_memory_traffic(states: int, passes: int) -> None:
+    # Each state and the weight is read and written, the gradient read twice: for the norm as well.
+    found = update_time_s(1e9, states, DEVICE) - update_time_s(0, states, DEVICE)
+    assert found == pytest.approx(4e9 * passes / 0.8e11, rel=1e-9)
+    assert offloaded_update_time_s(1e9, states, DEVICE, on_cpu=True) == update_time_s(
+        1e9, states, DEVICE
+    )
+    assert offloaded_update_time_s(1e9, states, DEVICE, on_cpu=False) > 2 * 4e9 / 16e9
 
 
 @pytest.mark.parametrize(
@@ -40,9 +87,12 @@ def test_backward_costs_twice_the_forward() -> None:
 def test_rings_by_hand(members: int, gather_s: float) -> None:
     assert gather_time_s(4e8, members, LINK) == pytest.approx(gather_s, rel=1e-12)
     assert all_reduce_time_s(4e8, members, LINK) == pytest.approx(2 * gather_s, rel=1e-12)
-    for zero, gathers in [(0, 2), (1, 2), (2, 2), (3, 3)]:
-        time_s = gradient_sync_time_s(4e8, members, LINK, zero)
-        assert time_s == pytest.approx(gathers * gather_s, rel=1e-12)
+    assert send_time_s(4e8, LINK) == pytest.approx(0.401)
+
+
+def test_few_bytes_go_up_and_down_a_tree() -> None:
+    # 1,024 members: ten levels each way, and not 1,023 messages twice.
+    assert all_reduce_time_s(4.0, 1024, LINK) == pytest.approx(20e-3, rel=1e-3)
 
 
 @given(st.integers(2, 40), st.floats(1, 1e12))
@@ -53,27 +103,19 @@ def test_a_gather_is_its_messages_one_after_another(members: int, num_bytes: flo
     assert gather_time_s(num_bytes, members, LINK) == pytest.approx(total, rel=1e-9)
 
 
-@pytest.mark.parametrize(("states", "time_s"), [(0, 0.12), (1, 0.2), (2, 0.28)])
-def test_the_update_is_memory_traffic(states: int, time_s: float) -> None:
-    # 1e9 elements of 4 bytes at 1e11 bytes/s are 0.04 s a pass: each state is read and written,
-    # the weight too, the gradient read. 3 passes for SGD, 5 with momentum, 7 for Adam.
-    assert optimizer_time_s(1e9, states, DEVICE) == pytest.approx(time_s, rel=1e-12)
+def test_groups_that_leave_a_node_share_its_way_out() -> None:
+    cluster = Cluster("two", (Node((DEVICE,) * 2, LINK),) * 2, NETWORK)
+    assert group_link(cluster, (0, 1)) == LINK
+    assert group_link(cluster, (0, 2)) == NETWORK
+    crowd = crowd_of(cluster, [(0, 2), (1, 3), (0, 1)])
+    assert crowd == {0: 2, 1: 2}
+    assert group_link(cluster, (0, 2), crowd).bandwidth_bytes_s == NETWORK.bandwidth_bytes_s / 2
 
 
-FAST, MIDDLE, SLOW = Link("fast", 1e11, 0), Link("middle", 1e10, 0), Link("slow", 1e9, 0)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "network", "slowest"),
-    [
-        ([0, 1], SLOW, FAST),  # inside the first node
-        ([2, 3], SLOW, MIDDLE),
-        ([0, 2], SLOW, SLOW),
-        ([0, 1, 2, 3], FAST, MIDDLE),  # the network is no slower than a node's own link
-        ([1, 4], MIDDLE, SLOW),
-        ([4], FAST, SLOW),
-    ],
-)
-def test_a_ring_waits_for_its_slowest_link(ranks: list[int], network: Link, slowest: Link) -> None:
-    nodes = (Node((DEVICE,) * 2, FAST), Node((DEVICE,) * 2, MIDDLE), Node((DEVICE,), SLOW))
-    assert slowest_link(Cluster("mixed", nodes, network), ranks) is slowest
+def test_a_shard_group_of_one_host_shares_memory() -> None:
+    memory = Link("memory", 1e10, 1e-5)
+    nodes = (Node((DEVICE,) * 2, LINK),) * 2
+    cluster = Cluster("two", nodes, NETWORK, shared_memory=memory)
+    assert group_link(cluster, (0, 1), is_split=True) == memory
+    assert group_link(cluster, (0, 1)) == LINK
+    assert group_link(cluster, (0, 2), is_split=True) == NETWORK

@@ -1,22 +1,11 @@
-"""What a nested strategy costs: the seconds of its chunks, the bytes of its ranks.
+"""The bytes that the ranks of a nested strategy need.
 
-Peak rates and alpha-beta links, as `cost.py`; the time of a step is the schedule's own, simulated
-with these durations. Activations are kept for as many micro-batches as the schedule has in flight.
+Activations are kept for as many micro-batches as the schedule has in flight.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.cost import (
-    BACKWARD_OVER_FORWARD,
-    all_reduce_time_s,
-    flops_rate,
-    gather_time_s,
-    gradient_sync_time_s,
-    optimizer_time_s,
-    slowest_link,
-)
 from whale_train.strategies.instructions import Instruction, in_flight
 from whale_train.strategies.layouts import Layout, Shard
 from whale_train.strategies.memory import (
@@ -26,52 +15,9 @@ from whale_train.strategies.memory import (
 )
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.operations import OperationGraph
-from whale_train.strategies.plan import MemoryEstimate, Prediction
+from whale_train.strategies.plan import MemoryEstimate
 from whale_train.strategies.stages import value_bytes
 from whale_train.strategies.staging import Axes, Chunk, Staging
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The instructions of a copy's positions, and the seconds their computations take."""
-
-    instructions: tuple[tuple[Instruction, ...], ...]
-    makespan: float
-
-
-def durations(
-    job: Staging, chunks: Sequence[Chunk], copy: int, batches: Batches
-) -> dict[tuple[int, int], tuple[float, float, float]]:
-    """Seconds of (forward, input gradient, weight gradient) of a micro-batch, by chunk and
-    the position that holds it."""
-    samples = max(stop - start for start, stop in batches.samples[copy])
-    precision, found = job.training.precision, {}
-    for number, chunk in enumerate(chunks):
-        for position in job.seats.of_stage(chunk.stage):
-            ranks = job.seats.positions[copy][position]
-            rates = [flops_rate(job.cluster.devices[rank], precision) for rank in ranks]
-            forward = chunk.slice.flops * samples / sum(rates)
-            sent = cast_time_s(job, chunk, ranks, samples)
-            half = BACKWARD_OVER_FORWARD / 2 * forward
-            found[number, position] = (forward + sent, half + sent, half)
-    return found
-
-
-def cast_time_s(job: Staging, chunk: Chunk, ranks: tuple[int, ...], samples: int) -> float:
-    """Collectives of one forward (a backward has as many)."""
-    if chunk.sharded is None:
-        return 0.0
-    link, total = slowest_link(job.cluster, ranks), 0.0
-    casts = chunk.sharded.assignment.casts
-    for value, kind, _ in dict.fromkeys((c.value, c.kind, c.target) for c in casts):
-        num_bytes = 4.0
-        for size in job.graph[value].shape or ():
-            num_bytes *= size.at(samples)
-        if kind in ("reduce", "reduce_enter", "reduce_slice"):
-            total += all_reduce_time_s(num_bytes, len(ranks), link)
-        elif kind in ("gather", "gather_enter", "reduce_scatter", "reshard"):
-            total += gather_time_s(num_bytes, len(ranks), link)
-    return total
 
 
 def memory_of_ranks(
@@ -79,11 +25,12 @@ def memory_of_ranks(
     chunks: Sequence[Chunk],
     axes: Axes,
     batches: Batches,
-    timelines: Sequence[Timeline],
+    orders: Sequence[Sequence[Sequence[Instruction]]],
     recomputed: Set[int],
 ) -> dict[int, MemoryEstimate]:
     """Of every rank: what it holds of its chunks, and the activations of as many micro-batches
-    as its schedule keeps in flight. `recomputed` are the stages that compute blocks again."""
+    as its schedule, `orders` by copy and position, keeps in flight. `recomputed` are the stages
+    that compute blocks again."""
     found = {}
     states = job.training.optimizer_states
     sizes = precision_bytes(job.training.precision, job.zero)
@@ -93,7 +40,7 @@ def memory_of_ranks(
             stage = job.seats.stage_of[position]
             mine = [chunk for chunk in chunks if chunk.stage == stage]
             copies = job.form.copies * job.form.stages[stage].copies
-            kept = in_flight(timelines[copy].instructions[position])
+            kept = in_flight(orders[copy][position])
             for index, rank in enumerate(ranks):
                 elements = {
                     path: _local_elements(job, path, chunk, axes, index)
@@ -185,30 +132,6 @@ def refuse_memory(job: Staging, memory: Mapping[int, MemoryEstimate]) -> None:
     else:
         remedy = "use more stages or a wider split, or zero: 1 among copies"
     raise PlanError([Fault("strategy", job.strategy.name, rule, remedy)])
-
-
-def predict_nested(
-    job: Staging, memory: Mapping[int, MemoryEstimate], timelines: Sequence[Timeline]
-) -> Prediction:
-    """The schedule's own time, then gradients reduced and the update, of the slowest stage."""
-    compute = max(timeline.makespan for timeline in timelines)
-    sync = optimizer = 0.0
-    for stage, form in enumerate(job.form.stages):
-        copies = job.form.copies * form.copies
-        for position in job.seats.of_stage(stage):
-            ranks = [of_copy[position][0] for of_copy in job.seats.positions]
-            for rank in ranks:
-                held = memory[rank].gradients / 4
-                own = held / copies if job.zero else held
-                states = job.training.optimizer_states
-                taken = optimizer_time_s(own, states, job.cluster.devices[rank])
-                optimizer = max(optimizer, taken)
-            group = job.data_parallel(stage)[0]
-            link = slowest_link(job.cluster, group)
-            size = max(memory[rank].gradients for rank in group)
-            sync = max(sync, gradient_sync_time_s(size, len(group), link, job.zero))
-    step = compute + sync + optimizer
-    return Prediction(step, job.training.global_batch / step, compute, sync, optimizer)
 
 
 def _fraction(layout: Layout | None, axes: Axes, index: int) -> float:

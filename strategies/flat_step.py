@@ -1,0 +1,165 @@
+"""The step of a flat strategy: copies of the whole model, perhaps beside a split head.
+
+Ranks of equal devices and equal shares do the same at the same time: one stands for all of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.cost import (
+    Times,
+    offloaded_update_time_s,
+    update_time_s,
+    whole_times,
+)
+from whale_train.strategies.cut import CLASSES
+from whale_train.strategies.grammar import Replicate
+from whale_train.strategies.graph import StrategyGraph
+from whale_train.strategies.instructions import Instruction, Kind
+from whale_train.strategies.layouts import BATCH
+from whale_train.strategies.links import all_reduce_time_s, gather_time_s, group_link
+from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
+from whale_train.strategies.operations import ModelProfile
+from whale_train.strategies.pricing import Prices, part_of
+from whale_train.strategies.shares import even_shares, tile
+from whale_train.strategies.sharing import Training
+from whale_train.strategies.step_tasks import PIECES, Actor, Cost, Step, Sync, costs
+
+
+class FlatStep:
+    """A flat strategy on `cluster`; `samples` and `classes` are what each rank takes of the global
+    batch and of a split head."""
+
+    def __init__(
+        self,
+        graph: StrategyGraph,
+        cluster: Cluster,
+        profile: ModelProfile,
+        training: Training,
+        samples: Sequence[int],
+        classes: Sequence[int],
+    ) -> None:
+        self.graph, self.cluster, self.profile, self.training = graph, cluster, profile, training
+        self.samples, self.classes = samples, classes
+        body = graph.task_graphs[0].node
+        assert isinstance(body, Replicate)
+        self.body = body
+        self.count = len(samples)
+        self.link = group_link(cluster, range(self.count))
+        self.elements = self._elements(0)
+        self.prices = Prices(profile.graph, training.precision) if profile.graph else None
+        self.weights_bytes = 2 if training.precision == "bf16" and body.zero else 4
+
+    def step(self) -> tuple[Step, Mapping[int, int]]:
+        """The step of the ranks that stand for all, and who stands for each."""
+        first: dict[tuple[int, int, int], int] = {}
+        stands = {}
+        for rank in range(self.count):
+            device = self.cluster.devices[rank]
+            classes = self.classes[rank] if self.classes else 0
+            stands[rank] = first.setdefault((id(device), self.samples[rank], classes), rank)
+        actors = [self._actor(rank) for rank in first.values()]
+        return Step(actors, self._syncs(len(actors)), self._norm_s()), stands
+
+    def floor_s(self) -> float:
+        """Computing alone, of the slowest rank."""
+        least = 0.0
+        for rank in range(self.count):
+            each = [self._times(rank, size).total for size in self._sizes(rank)]
+            least = max(least, sum(each))
+        return least
+
+    def _actor(self, rank: int) -> Actor:
+        table, instructions = {}, []
+        gathers = self._gathers_s()
+        for number, size in enumerate(self._sizes(rank)):
+            times, moved = self._times(rank, size), self._bridges_s() + gathers
+            backward = times.backward_input + times.backward_weight
+            for kind, seconds in ((Kind.FORWARD, times.forward), (Kind.BACKWARD, backward)):
+                table[kind, 0, number] = Cost(seconds + moved, moved)
+                instructions.append(Instruction(kind, 0, number))
+        return Actor((rank,), 0, instructions, costs(table), self._update_s(rank))
+
+    def _sizes(self, rank: int) -> Sequence[int]:
+        pieces, share = self.training.accumulate, self.samples[rank]
+        sizes = even_shares(share, pieces, [share] * pieces)
+        assert sizes is not None
+        return sizes
+
+    def _times(self, rank: int, size: int) -> Times:
+        """Of one micro-batch of `size` samples of its own."""
+        device, precision = self.cluster.devices[rank], self.training.precision
+        if self.prices is None:
+            return whole_times(self.profile.forward_flops * size, device, precision)
+        if self.graph.cut is None:
+            return self.prices.times("all", self.prices.graph.by_name, device, size)
+        total = Times()
+        axes = {
+            BATCH: tile(sum(self.samples), self.samples),
+            CLASSES: tile(sum(self.classes), self.classes),
+        }
+        for number, segment in enumerate(self.graph.cut.segments):
+            if segment.task_graph == 0:
+                found = self.prices.times(number, segment.operations, device, size)
+            else:
+                assert segment.assignment is not None
+                layouts = segment.assignment.layouts
+                key = (number, self.classes[rank], self.samples[rank])
+                whole = self.training.global_batch / self.training.accumulate
+                found = self.prices.times(
+                    key, segment.operations, device, whole,
+                    lambda layouts=layouts: part_of(layouts, axes, rank),  # type: ignore[misc]
+                )  # fmt: skip
+            total += found
+        return total
+
+    def _gathers_s(self) -> float:
+        """ZeRO 3's parameters, for a forward or for a backward."""
+        if self.body.zero < 3:
+            return 0.0
+        return gather_time_s(self.weights_bytes * self.elements, self.count, self.link)
+
+    def _bridges_s(self) -> float:
+        """What crosses to a split head and back, for a forward or a backward."""
+        cut, total = self.graph.cut, 0.0
+        if cut is None or self.profile.graph is None:
+            return 0.0
+        batch = ceil(self.training.global_batch / self.training.accumulate)
+        for name in (name for segment in cut.segments for name in segment.takes):
+            num_bytes = 4.0
+            for size in self.profile.graph[name].shape or ():
+                num_bytes *= size.at(batch)
+            total += gather_time_s(num_bytes, self.count, self.link)
+        return total
+
+    def _syncs(self, actors: int) -> list[Sync]:
+        if self.count == 1:
+            return []
+        num_bytes, zero, link = 4.0 * self.elements, self.body.zero, self.link
+        pieces = max(1, min(PIECES, ceil(self.elements / REDUCE_BUCKET_ELEMENTS)))
+        if zero == 0:
+            seconds = all_reduce_time_s(num_bytes, self.count, link)
+            return [Sync(tuple(range(actors)), seconds, pieces, True, link.busy)]
+        seconds = gather_time_s(num_bytes, self.count, link)
+        gathers = gather_time_s(self.weights_bytes * self.elements, self.count, link)
+        return [Sync(tuple(range(actors)), seconds, pieces, True, link.busy, gathers * (zero < 3))]
+
+    def _norm_s(self) -> float:
+        return all_reduce_time_s(4.0, self.count, self.link)
+
+    def _update_s(self, rank: int) -> float:
+        held = self.elements / self.count if self.body.zero else self.elements
+        device, states = self.cluster.devices[rank], self.training.optimizer_states
+        if self.body.offload_optimizer == "cpu":
+            seconds = offloaded_update_time_s(held, states, device, self.cluster.on_cpu)
+        else:
+            seconds = update_time_s(held, states, device)
+        if self.classes and self.graph.head:
+            part = self.classes[rank] / self.graph.head.classes
+            seconds += update_time_s(part * self._elements(1), states, device)
+        return seconds
+
+    def _elements(self, number: int) -> float:
+        paths = self.graph.task_graphs[number].parameters
+        return sum(self.profile.parameter_by_path[path].elements for path in paths)

@@ -1,0 +1,65 @@
+"""Which link a group's transfers wait for, with whom they share it, and how long they take.
+
+Links are a hierarchy: shared memory where CPU processes of a host have it, the node's own link, the
+network. Inside a node every device has the link's bandwidth to itself (NVSwitch); a node's way to
+the network is one, which all groups that leave the node share.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil, log2
+
+from whale_train.strategies.cluster import Cluster, Link
+
+Crowd = Mapping[int, int]  # of each node, the groups whose transfers leave it
+
+
+def crowd_of(cluster: Cluster, groups: Iterable[Sequence[int]]) -> Crowd:
+    """How many of `groups` leave each node."""
+    found: Counter[int] = Counter()
+    for ranks in groups:
+        nodes = {cluster.node_of[rank] for rank in ranks}
+        if len(nodes) > 1:
+            found.update(nodes)
+    return found
+
+
+def group_link(
+    cluster: Cluster, ranks: Sequence[int], crowd: Crowd | None = None, is_split: bool = False
+) -> Link:
+    """What a ring over `ranks` waits for: the network where it leaves a node, else the node's own
+    link. `is_split`: they are a shard group, which goes through shared memory where it can."""
+    nodes = {cluster.node_of[rank] for rank in ranks}
+    if len(nodes) == 1 and is_split and cluster.shared_memory is not None:
+        return cluster.shared_memory
+    links = [cluster.nodes[node].link for node in nodes]
+    if len(nodes) > 1:
+        crossing = max((crowd or {}).get(node, 1) for node in nodes)
+        network = cluster.network
+        bandwidth = network.bandwidth_bytes_s / max(1, crossing)
+        links.append(replace(network, bandwidth_bytes_s=bandwidth))
+    return min(links, key=lambda link: link.bandwidth_bytes_s)
+
+
+def all_reduce_time_s(num_bytes: float, members: int, link: Link) -> float:
+    """A ring, or for few bytes a pair of trees, whichever is done first (NCCL 2.4: double binary
+    trees after Sanders, Speck and Träff, "Two-tree algorithms", Parallel Computing 2009)."""
+    if members == 1:
+        return 0.0
+    ring = 2 * gather_time_s(num_bytes, members, link)
+    tree = 2 * (ceil(log2(members)) * link.latency_s + num_bytes / link.bandwidth_bytes_s)
+    return min(ring, tree)
+
+
+def gather_time_s(num_bytes: float, members: int, link: Link) -> float:
+    """All-gather or reduce-scatter, as a ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+    algorithms", JPDC 2009), whose whole (gathered) value has `num_bytes`."""
+    if members == 1:
+        return 0.0
+    moved = num_bytes * (members - 1) / members
+    return moved / link.bandwidth_bytes_s + (members - 1) * link.latency_s
+
+
+def send_time_s(num_bytes: float, link: Link) -> float:
+    return link.latency_s + num_bytes / link.bandwidth_bytes_s

@@ -1,0 +1,62 @@
+"""What pieces of the model take on a device: the seconds of a chunk's operations, priced once.
+
+A piece is some operations and which part of their values a rank has. Its price is a sum over kinds
+of equal operations (`work.py`), kept for every device and number of samples it was asked for.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from whale_train.strategies.cluster import Device
+from whale_train.strategies.cost import Times, work_times
+from whale_train.strategies.layouts import Layout, Shard
+from whale_train.strategies.operations import OperationGraph
+from whale_train.strategies.work import Part, Work, Works, whole
+
+Intervals = Mapping[str, Sequence[tuple[int, int]]]
+
+
+@dataclass
+class Prices:
+    """Prices of the pieces of one graph at one precision. Pieces are told apart by the keys they
+    are asked for with."""
+
+    graph: OperationGraph
+    precision: str
+    _works: dict[Hashable, Counter[Work]] = field(default_factory=dict)
+    _times: dict[tuple[Hashable, int, float], Times] = field(default_factory=dict)
+    _all: Works | None = None
+
+    def times(
+        self,
+        key: Hashable,
+        operations: Iterable[str],
+        device: Device,
+        samples: float,
+        part: Callable[[], Part] = lambda: whole,
+    ) -> Times:
+        """Seconds of `operations` for `samples` samples. `key` stands for the operations and
+        their `part`."""
+        asked = (key, id(device), samples)
+        if asked not in self._times:
+            if key not in self._works:
+                self._all = self._all or Works(self.graph)
+                self._works[key] = self._all.of(operations, part())
+            self._times[asked] = work_times(self._works[key], samples, device, self.precision)
+        return self._times[asked]
+
+
+def part_of(layouts: Mapping[str, Layout], axes: Intervals, index: int) -> Part:
+    """Which part of each value member `index` of a group has."""
+    fractions = {
+        axis: (intervals[index][1] - intervals[index][0]) / intervals[-1][1]
+        for axis, intervals in axes.items()
+        if index < len(intervals) and intervals[-1][1]
+    }
+
+    def part(name: str) -> float:
+        layout = layouts.get(name)
+        return fractions.get(layout.axis, 1.0) if isinstance(layout, Shard) else 1.0
+
+    return part

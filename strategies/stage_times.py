@@ -1,0 +1,146 @@
+"""The seconds of a nested strategy's chunks: their operations, and the casts between layouts."""
+
+from collections.abc import Mapping, Sequence
+
+from whale_train.strategies.cluster import Link
+from whale_train.strategies.cost import Times
+from whale_train.strategies.layouts import BATCH
+from whale_train.strategies.links import all_reduce_time_s, gather_time_s, group_link
+from whale_train.strategies.micro_batches import Batches, member_shares
+from whale_train.strategies.pricing import part_of
+from whale_train.strategies.shares import tile
+from whale_train.strategies.staging import Axes, Chunk, Staging
+
+
+class ChunkTimes:
+    """What the chunks of a nested strategy take on the positions that hold them. `recomputed` are
+    the stages that compute their blocks again in the backward."""
+
+    def __init__(
+        self,
+        job: Staging,
+        chunks: Sequence[Chunk],
+        axes: Axes,
+        recomputed: frozenset[int] = frozenset(),
+    ) -> None:
+        self.job, self.chunks, self.axes, self.recomputed = job, chunks, axes, recomputed
+        self._members = [self._alike(chunk) for chunk in chunks]
+        self._known: dict[tuple[int, tuple[int, ...], int, Link], tuple[Times, Times]] = {}
+
+    def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:
+        """(all, and the part of it that is transfers) of a micro-batch of chunk `number`."""
+        ranks = self.job.seats.positions[copy][position]
+        link = group_link(self.job.cluster, ranks, is_split=True)
+        devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
+        key = (number, devices, samples, link)
+        if key not in self._known:
+            self._known[key] = self._priced(number, copy, ranks, samples, link)
+        return self._known[key]
+
+    def durations(self, copy: int, batches: Batches) -> dict[tuple[int, int], tuple[float, ...]]:
+        """Seconds of (forward, input gradient, weight gradient) of a copy's largest micro-batch,
+        by chunk and the position that holds it."""
+        samples = max(stop - start for start, stop in batches.samples[copy])
+        found: dict[tuple[int, int], tuple[float, ...]] = {}
+        for number, chunk in enumerate(self.chunks):
+            for position in self.job.seats.of_stage(chunk.stage):
+                times, _ = self.of(number, copy, position, samples)
+                found[number, position] = (
+                    times.forward, times.backward_input, times.backward_weight
+                )  # fmt: skip
+        return found
+
+    def _priced(
+        self, number: int, copy: int, ranks: Sequence[int], samples: int, link: Link
+    ) -> tuple[Times, Times]:
+        """Of the group's slowest member, which the others wait for, and the casts."""
+        chunk = self.chunks[number]
+        if chunk.head is None:
+            each = [self._split(number, index, rank, samples) for index, rank in enumerate(ranks)]
+        else:
+            stage = chunk.stage
+            shares = member_shares(self.job, stage, samples, copy)
+            each = [self._head(number, i, rank, shares) for i, rank in enumerate(ranks)]
+        slowest = max(each, key=lambda times: times.total)
+        moved = self._casts(chunk, len(ranks), samples, link)
+        if chunk.stage in self.recomputed:
+            again = Times(backward_input=slowest.forward + moved.forward)
+            slowest, moved = slowest + again, moved + Times(backward_input=moved.forward)
+        return slowest + moved, moved
+
+    def _split(self, number: int, index: int, rank: int, samples: int) -> Times:
+        chunk, device = self.chunks[number], self.job.cluster.devices[rank]
+        member = self._members[number][index] if chunk.sharded else 0
+        layouts = chunk.sharded.assignment.layouts if chunk.sharded else {}
+        return self.job.prices.times(
+            (number, member), chunk.slice.operations, device, samples,
+            lambda: part_of(layouts, self.axes, index),
+        )  # fmt: skip
+
+    def _head(self, number: int, index: int, rank: int, shares: Sequence[int]) -> Times:
+        """Copies of the rest, each with its share of the samples, beside a split head."""
+        cut, total = self.chunks[number].head, Times()
+        assert cut is not None
+        axes = {**self.axes, BATCH: tile(sum(shares), shares)}
+        device = self.job.cluster.devices[rank]
+        for part, segment in enumerate(cut.segments):
+            shared = segment.assignment is not None
+            samples = sum(shares) if shared else shares[index]
+            layouts = segment.assignment.layouts if segment.assignment else {}
+            key = (number, part, (index, *shares) if shared else ())
+            total += self.job.prices.times(
+                key, segment.operations, device, samples,
+                lambda layouts=layouts: part_of(layouts, axes, index),  # type: ignore[misc]
+            )  # fmt: skip
+        return total
+
+    def _casts(self, chunk: Chunk, members: int, samples: int, link: Link) -> Times:
+        """The collectives of a shard group, each once a value."""
+        cut, total = chunk.head, Times()
+        if cut is not None:
+            bridged = sum(self._bytes(n, samples) for s in cut.segments for n in s.takes)
+            each = gather_time_s(bridged, members, link)
+            return Times(each, each)
+        if chunk.sharded is None:
+            return total
+        casts = chunk.sharded.assignment.casts
+        for value, kind, _ in dict.fromkeys((c.value, c.kind, c.target) for c in casts):
+            num_bytes = self._bytes(value, samples)
+            gather = gather_time_s(num_bytes, members, link)
+            reduce = all_reduce_time_s(num_bytes, members, link)
+            price = {"g": gather, "r": reduce, "-": 0.0}
+            forward, backward = _COLLECTIVES[kind]
+            total += Times(price[forward], price[backward])
+        return total
+
+    def _bytes(self, value: str, samples: int) -> float:
+        num_bytes = 4.0 if self.job.training.precision == "fp32" else 2.0
+        for size in self.job.graph[value].shape or ():
+            num_bytes *= size.at(samples)
+        return num_bytes
+
+    def _alike(self, chunk: Chunk) -> Sequence[int]:
+        """Of each member of a chunk's group, the first whose parts are as large as its own."""
+        if chunk.sharded is None:
+            return ()
+        mine = [self.axes[axis] for axis in chunk.sharded.axes if axis in self.axes]
+        members = len(mine[0]) if mine else 1
+        first: dict[tuple[int, ...], int] = {}
+        sizes = [tuple(each[i][1] - each[i][0] for each in mine) for i in range(members)]
+        return [first.setdefault(size, i) for i, size in enumerate(sizes)]
+
+
+# Design §7's table: what each cast is forward and backward; an all-reduce, a gather (or a
+# reduce-scatter, which moves as much), nothing.
+_COLLECTIVES: Mapping[str, tuple[str, str]] = {
+    "enter": ("-", "r"),
+    "reduce": ("r", "-"),
+    "gather": ("g", "-"),
+    "slice": ("-", "g"),
+    "gather_enter": ("g", "g"),
+    "reduce_scatter": ("g", "g"),
+    "reduce_enter": ("r", "r"),
+    "reduce_slice": ("r", "g"),
+    "reshard": ("g", "g"),
+    "once": ("-", "-"),
+}

@@ -1,0 +1,210 @@
+"""The step of a nested strategy: the schedule's instructions, sums over copies, the update.
+
+Copies of a pipeline with equal devices and equal micro-batches do the same at the same time: one
+stands for all of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import ceil
+
+from whale_train.strategies.cost import offloaded_update_time_s, update_time_s
+from whale_train.strategies.instructions import Instruction, Kind
+from whale_train.strategies.links import (
+    Crowd,
+    all_reduce_time_s,
+    crowd_of,
+    gather_time_s,
+    group_link,
+    send_time_s,
+)
+from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
+from whale_train.strategies.micro_batches import Batches
+from whale_train.strategies.plan import MemoryEstimate
+from whale_train.strategies.stage_times import ChunkTimes
+from whale_train.strategies.staging import Staging
+from whale_train.strategies.step_tasks import PIECES, Actor, Cost, Step, Sync, costs
+
+
+class StagedStep:
+    """`orders` are the instructions by copy and position; `memory` says what a rank holds."""
+
+    def __init__(
+        self,
+        job: Staging,
+        times: ChunkTimes,
+        batches: Batches,
+        orders: Sequence[Sequence[Sequence[Instruction]]],
+        memory: Mapping[int, MemoryEstimate],
+    ) -> None:
+        self.job, self.times, self.batches = job, times, batches
+        self.orders, self.memory = orders, memory
+        self.cluster = job.cluster
+        crossing = (
+            group for stage in range(len(job.form.stages)) for group in job.data_parallel(stage)
+        )
+        self.crowd: Crowd = crowd_of(self.cluster, crossing)
+        self.senders: Crowd = crowd_of(self.cluster, self._edges())
+
+    def step(self) -> tuple[Step, Mapping[int, int]]:
+        """The step of the copies that stand for all, and which rank stands for each."""
+        first: dict[object, int] = {}
+        stands: dict[int, int] = {}
+        chosen: list[int] = []
+        for copy, positions in enumerate(self.job.seats.positions):
+            alike = (
+                tuple(
+                    tuple((id(self.cluster.devices[r]), self._node(r, positions)) for r in ranks)
+                    for ranks in positions
+                ),
+                tuple(stop - start for start, stop in self.batches.samples[copy]),
+            )
+            other = first.setdefault(alike, copy)
+            if other == copy:
+                chosen.append(copy)
+            for mine, theirs in zip(positions, self.job.seats.positions[other], strict=True):
+                stands |= dict(zip(mine, theirs, strict=True))
+        actors, numbers = list[Actor](), dict[tuple[int, int], int]()
+        for copy in chosen:
+            for position in range(len(self.job.seats.stage_of)):
+                numbers[copy, position] = len(actors)
+                actors.append(self._actor(copy, position))
+        norm = all_reduce_time_s(
+            4.0, len(self.cluster.devices), group_link(self.cluster, range(len(stands)))
+        )
+        return Step(actors, self._syncs(chosen, numbers), norm), stands
+
+    def floor_s(self) -> float:
+        """Computing alone, of the busiest position."""
+        least = 0.0
+        for copy, positions in enumerate(self.job.seats.positions):
+            for position in range(len(positions)):
+                total = 0.0
+                for instruction in self.orders[copy][position]:
+                    if instruction.kind in _COMPUTES:
+                        cost = self._cost(copy, position, instruction)
+                        total += cost.seconds - cost.transfer_s
+                least = max(least, total)
+            if copy > 64:
+                break  # further copies are like these
+        return least
+
+    def _node(self, rank: int, positions: Sequence[Sequence[int]]) -> int:
+        """Its node, counted from the copy's first."""
+        return self.cluster.node_of[rank] - self.cluster.node_of[positions[0][0]]
+
+    def _actor(self, copy: int, position: int) -> Actor:
+        ranks = self.job.seats.positions[copy][position]
+        order = self.orders[copy][position]
+        table = {
+            (each.kind, each.chunk, each.micro_batch): self._cost(copy, position, each)
+            for each in order
+            if each.kind in _COMPUTES
+        }
+        sends = {
+            _as_sent(each): self._send(copy, position, each)
+            for each in order
+            if each.kind in (Kind.SEND, Kind.SEND_GRADIENT)
+        }
+        computations = costs(table)
+
+        def cost(instruction: Instruction) -> Cost:
+            if instruction.kind in _COMPUTES:
+                return computations(instruction)
+            return sends[_as_sent(instruction)]
+
+        return Actor(ranks, copy, order, cost, max(self._update_s(rank) for rank in ranks))
+
+    def _cost(self, copy: int, position: int, instruction: Instruction) -> Cost:
+        start, stop = self.batches.samples[copy][instruction.micro_batch]
+        times, moved = self.times.of(instruction.chunk, copy, position, stop - start)
+        match instruction.kind:
+            case Kind.FORWARD:
+                return Cost(times.forward, moved.forward)
+            case Kind.BACKWARD_INPUT:
+                return Cost(times.backward_input, moved.backward_input)
+            case Kind.BACKWARD_WEIGHT:
+                return Cost(times.backward_weight, moved.backward_weight)
+        return Cost(times.total - times.forward, moved.total - moved.forward)
+
+    def _send(self, copy: int, position: int, instruction: Instruction) -> Cost:
+        """A value, or the gradient of one, to the position that owns the micro-batch there."""
+        there = self.batches.owners[copy][instruction.peer][instruction.micro_batch]
+        ends = (
+            self.job.seats.positions[copy][position][0],
+            self.job.seats.positions[copy][there][0],
+        )
+        link = group_link(self.cluster, ends, self.senders)
+        backward = instruction.kind is Kind.SEND_GRADIENT
+        maker, taker = instruction.chunk, instruction.peer
+        if backward:
+            maker, taker = taker, maker
+        start, stop = self.batches.samples[copy][instruction.micro_batch]
+        num_bytes = self._crossing_bytes(maker, taker, stop - start, backward)
+        return Cost(send_time_s(num_bytes, link))
+
+    def _crossing_bytes(self, maker: int, taker: int, samples: int, backward: bool) -> float:
+        taken = set(self.times.chunks[taker].slice.takes)
+        total = 0.0
+        for name in self.times.chunks[maker].slice.gives:
+            operation = self.job.graph[name]
+            if name in taken and (not backward or "float" in operation.dtype):
+                num_bytes = 4.0 if self.job.training.precision == "fp32" else 2.0
+                for size in operation.shape or ():
+                    num_bytes *= size.at(samples)
+                total += num_bytes
+        return total
+
+    def _edges(self) -> list[tuple[int, int]]:
+        """Pairs of ranks of neighbouring stages, as far as they send to each other."""
+        found = []
+        for positions in self.job.seats.positions:
+            for one, other in pairwise(positions):
+                found += [(one[i % len(one)], rank) for i, rank in enumerate(other)]
+        return found
+
+    def _syncs(self, chosen: Sequence[int], numbers: Mapping[tuple[int, int], int]) -> list[Sync]:
+        """The sums of every stage's gradients over its copies."""
+        found, zero = [], self.job.zero
+        for stage in range(len(self.job.form.stages)):
+            groups = self.job.data_parallel(stage)
+            copies = len(groups[0])
+            if copies == 1:
+                continue
+            link = group_link(self.cluster, groups[0], self.crowd)
+            num_bytes = max(self.memory[rank].gradients for rank in groups[0])
+            if zero == 3:
+                num_bytes *= copies
+            pieces = max(1, min(PIECES, ceil(num_bytes / 4 / REDUCE_BUCKET_ELEMENTS)))
+            members = tuple(
+                numbers[copy, position]
+                for copy in chosen
+                for position in self.job.seats.of_stage(stage)
+            )
+            if zero == 0:
+                seconds = all_reduce_time_s(num_bytes, copies, link)
+                found.append(Sync(members, seconds, pieces, True, link.busy))
+                continue
+            seconds = gather_time_s(num_bytes, copies, link)
+            gathers = 0.0 if zero == 3 else seconds
+            found.append(Sync(members, seconds, pieces, zero > 1, link.busy, gathers))
+        return found
+
+    def _update_s(self, rank: int) -> float:
+        stage = self.job.form.stages[self.job.seats.stage_of[self.job.place_of(rank)[1]]]
+        copies = self.job.form.copies * stage.copies
+        held = self.memory[rank].gradients / 4
+        if self.job.zero in (1, 2):
+            held /= copies
+        device, states = self.cluster.devices[rank], self.job.training.optimizer_states
+        keeper = self.job.form.keeper
+        if keeper is not None and keeper.offload_optimizer == "cpu":
+            return offloaded_update_time_s(held, states, device, self.cluster.on_cpu)
+        return update_time_s(held, states, device)
+
+
+_COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def _as_sent(instruction: Instruction) -> tuple[Kind, int, int, int]:
+    return instruction.kind, instruction.chunk, instruction.micro_batch, instruction.peer

@@ -1,0 +1,215 @@
+"""A step as tasks: what the ranks compute, send and sum, in the order the runtime does it.
+
+Actors are the ranks that act as one (a copy of the model, or a shard group at its place in a
+pipeline); their instructions are the schedule's own. Owns the order; what a task takes is given.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from whale_train.strategies.instructions import Instruction, Kind
+from whale_train.strategies.simulator import Lane, Task
+
+PIECES = 8  # at most, in which a backward makes gradients ready for their sums
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of an instruction: all, and those of them that pass in collectives."""
+
+    seconds: float
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Actor:
+    """`ranks` that act as one, in the pipeline numbered `copy`, and what they do in a step. `cost`
+    is what a computation takes, or a send until it has arrived."""
+
+    ranks: tuple[int, ...]
+    copy: int
+    instructions: Sequence[Instruction]
+    cost: Callable[[Instruction], Cost]
+    update_s: float
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Gradients summed over the actors `members` (numbers) for the chunks they hold: `seconds` of
+    transfers, in pieces as they become ready where it is `overlapped` with the last backward.
+    `busy` is the part of a transfer's time for which a rank's processor is at it. `gathers_s` are
+    those of parameters after the update (ZeRO)."""
+
+    members: tuple[int, ...]
+    seconds: float
+    pieces: int = 1
+    overlapped: bool = True
+    busy: float = 0.0
+    gathers_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """All of a step. `before_s` and `after_s` are what every rank takes beside the model: data
+    before, a line of metrics after; `norm_s` the sum of the gradient's norm over all."""
+
+    actors: Sequence[Actor]
+    syncs: Sequence[Sync]
+    norm_s: float = 0.0
+    before_s: float = 0.0
+
+
+def tasks_of(step: Step) -> list[Task]:
+    """The tasks of a step, each after those it waits for."""
+    return _Writer(step).written()
+
+
+class _Writer:
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.tasks: list[Task] = []
+        self.last: list[int] = []  # of each actor, its last task
+        self.ready: list[list[int]] = []  # of each actor, when its gradients are, piece by piece
+        self.sent: dict[tuple[int, bool, int, int, int], int] = {}
+        self.pieces = [1] * len(step.actors)
+        for sync in step.syncs:
+            for member in sync.members:
+                if sync.overlapped:
+                    self.pieces[member] = max(self.pieces[member], sync.pieces)
+
+    def written(self) -> list[Task]:
+        for actor in self.step.actors:
+            self.last.append(self.add(Task(actor.ranks, Lane.COMPUTE, self.step.before_s)))
+            self.ready.append([])
+        self.run()
+        summed = self.sums()
+        if self.step.norm_s:
+            everyone = tuple(rank for actor in self.step.actors for rank in actor.ranks)
+            waits = tuple(dict.fromkeys((*self.last, *(n for each in summed for n in each))))
+            seconds = self.step.norm_s
+            task = Task(everyone, Lane.COMPUTE, seconds, waits, seconds, "update", "update")
+            norm = self.add(task)
+            self.last = [norm] * len(self.last)
+        for number, actor in enumerate(self.step.actors):
+            waits = (self.last[number], *summed[number])
+            task = Task(actor.ranks, Lane.COMPUTE, actor.update_s, waits, 0.0, "update", "update")
+            self.last[number] = self.add(task)
+        for sync in self.step.syncs:
+            if sync.gathers_s:
+                ranks = tuple(r for member in sync.members for r in self.step.actors[member].ranks)
+                waits = tuple(self.last[member] for member in sync.members)
+                seconds = sync.gathers_s
+                task = Task(ranks, Lane.COMPUTE, seconds, waits, seconds, "update", "update")
+                number = self.add(task)
+                for member in sync.members:
+                    self.last[member] = number
+        return self.tasks
+
+    def add(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    def run(self) -> None:
+        """Every actor's instructions; one that receives waits for the send to be written."""
+        at = [0] * len(self.step.actors)
+        final = [_last_backwards(actor.instructions) for actor in self.step.actors]
+        arrived: list[list[int]] = [[] for _ in self.step.actors]
+        moved = True
+        while moved:
+            moved = False
+            for number, actor in enumerate(self.step.actors):
+                while at[number] < len(actor.instructions):
+                    instruction = actor.instructions[at[number]]
+                    if instruction.kind in _RECEIVES:
+                        key = _wire(actor.copy, instruction)
+                        if key not in self.sent:
+                            break
+                        arrived[number].append(self.sent[key])
+                    elif instruction.kind in _SENDS:
+                        self.send(number, instruction)
+                    else:
+                        is_final = instruction in final[number]
+                        self.compute(number, instruction, arrived[number], is_final)
+                        arrived[number] = []
+                    at[number] += 1
+                    moved = True
+        assert all(
+            position == len(actor.instructions)
+            for position, actor in zip(at, self.step.actors, strict=True)
+        ), "the schedule waits for what nobody sends"
+
+    def compute(
+        self, number: int, instruction: Instruction, arrived: Sequence[int], is_final: bool
+    ) -> None:
+        actor = self.step.actors[number]
+        cost = actor.cost(instruction)
+        whole = Task(
+            actor.ranks, Lane.COMPUTE, cost.seconds, (self.last[number], *arrived),
+            cost.transfer_s, f"{instruction.kind} {instruction.micro_batch}", instruction.kind,
+            instruction.chunk, instruction.micro_batch,
+        )  # fmt: skip
+        pieces = self.pieces[number] if is_final else 1
+        for piece in range(pieces):
+            seconds, transfer = cost.seconds / pieces, cost.transfer_s / pieces
+            waits = whole.after if piece == 0 else (self.last[number],)
+            task = replace(whole, seconds=seconds, transfer_s=transfer, after=waits)
+            self.last[number] = self.add(task)
+            if is_final:
+                self.ready[number].append(self.last[number])
+
+    def send(self, number: int, instruction: Instruction) -> None:
+        actor = self.step.actors[number]
+        seconds = actor.cost(instruction).seconds
+        # One member's link stands for all of the group's, which send their parts at once.
+        task = Task(actor.ranks[:1], Lane.LINK, seconds, (self.last[number],))
+        self.sent[_wire(actor.copy, instruction)] = self.add(task)
+
+    def sums(self) -> list[list[int]]:
+        """The sums of gradients; of each actor, those it waits for before its update."""
+        found: list[list[int]] = [[] for _ in self.step.actors]
+        for sync in self.step.syncs:
+            ranks = tuple(self.step.actors[member].ranks[0] for member in sync.members)
+            pieces = sync.pieces if sync.overlapped else 1
+            for piece in range(pieces):
+                waits = []
+                for member in sync.members:
+                    ready = self.ready[member] or [self.last[member]]
+                    # Pieces of an actor with more of them than this sum are taken together.
+                    waits.append(ready[(piece + 1) * len(ready) // pieces - 1])
+                each = sync.seconds / pieces
+                number = self.add(Task(ranks, Lane.LINK, each * (1 - sync.busy), tuple(waits)))
+                for member in sync.members:
+                    found[member].append(number)
+                    if sync.busy:
+                        ranks, seconds = self.step.actors[member].ranks, each * sync.busy
+                        after = (self.last[member],)
+                        task = Task(ranks, Lane.COMPUTE, seconds, after, seconds)
+                        self.last[member] = self.add(task)
+        return found
+
+
+_RECEIVES = (Kind.RECEIVE, Kind.RECEIVE_GRADIENT)
+_SENDS = (Kind.SEND, Kind.SEND_GRADIENT)
+
+
+def _wire(copy: int, instruction: Instruction) -> tuple[int, bool, int, int, int]:
+    """What a send and its receive have in common."""
+    backward = instruction.kind in (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
+    ends = (instruction.chunk, instruction.peer)
+    if instruction.kind in _RECEIVES:
+        ends = (instruction.peer, instruction.chunk)
+    return copy, backward, *ends, instruction.micro_batch
+
+
+def _last_backwards(instructions: Sequence[Instruction]) -> set[Instruction]:
+    """The backwards after which a chunk's gradients are final."""
+    last: dict[int, Instruction] = {}
+    for instruction in instructions:
+        if instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            last[instruction.chunk] = instruction
+    return set(last.values())
+
+
+def costs(table: Mapping[tuple[Kind, int, int], Cost]) -> Callable[[Instruction], Cost]:
+    """The costs of instructions by kind, chunk and micro-batch."""
+    return lambda instruction: table[instruction.kind, instruction.chunk, instruction.micro_batch]

@@ -1,0 +1,74 @@
+"""What operations ask of a device, counted by hand on a graph of a few."""
+
+from tests.unit.operation_graphs import Sketch, classifier, gpt
+
+from whale_train.strategies.operations import OperationGraph
+from whale_train.strategies.work import Kind, Traffic, Work, Works
+
+# [B, 3] numbers of a table [10, 4]; the rows, once through a product [8, 4], once added to what
+# came of it transposed and back.
+F32 = 4.0
+
+
+def sketched() -> OperationGraph:
+    sketch = Sketch()
+    sketch.input("numbers", "B 3")
+    sketch.parameter("table.weight", "10 4")
+    sketch.parameter("up.weight", "8 4")
+    sketch.call("rows", "embedding.default", "table_weight", "numbers", shape="B 3 4")
+    sketch.call("up", "linear.default", "rows", "up_weight", shape="B 3 8", flops=192.0)
+    sketch.call("half", "slice.Tensor", "up", 2, 0, 4, shape="B 3 4")
+    sketch.call("turned", "transpose.int", "half", 1, 2, shape="B 4 3")
+    sketch.call("flat", "reshape.default", "turned", (0, 12), shape="B 12")
+    sketch.call("sum", "add.Tensor", "rows", "half", shape="B 3 4")
+    return sketch.graph("sum")
+
+
+def only(graph: OperationGraph, name: str) -> list[tuple[Work, int]]:
+    return list(Works(graph).of([name]).items())
+
+
+def test_a_lookup_reads_rows_and_gives_a_gradient_of_the_whole_table() -> None:
+    work = Work(
+        Kind.LOOKUP, 0.0, Traffic(0, 2 * 12 * F32), Traffic(40 * F32, 2 * 12 * F32), False, True
+    )
+    # Two operations read the rows: their gradients are added.
+    added = Work(Kind.POINTWISE, 0.0, Traffic(), Traffic(0, 3 * 12 * F32), True, False)
+    assert only(sketched(), "rows") == [(work, 1), (added, 1)]
+
+
+def test_a_product_moves_its_factors_and_its_result() -> None:
+    moved = Traffic(32 * F32, (12 + 24) * F32)
+    assert only(sketched(), "up") == [(Work(Kind.PRODUCT, 192.0, moved, None, True, True), 1)]
+
+
+def test_a_part_moves_in_the_backward_only() -> None:
+    half, *_ = only(sketched(), "half")
+    assert half == (Work(Kind.VIEW, 0.0, Traffic(), Traffic(0, 24 * F32), True, False), 1)
+    turned = Work(Kind.VIEW, 0.0, Traffic(), Traffic(), True, False)
+    assert only(sketched(), "turned") == [(turned, 1)]
+
+
+def test_what_a_transpose_parted_is_copied_when_joined() -> None:
+    copied = Work(Kind.COPY, 0.0, Traffic(0, 2 * 12 * F32), None, True, False)
+    assert only(sketched(), "flat") == [(copied, 1)]
+
+
+def test_a_sum_hands_its_gradient_through() -> None:
+    added = Work(Kind.POINTWISE, 0.0, Traffic(0, 3 * 12 * F32), Traffic(), True, False)
+    assert only(sketched(), "sum") == [(added, 1)]
+
+
+def test_a_rank_has_a_part() -> None:
+    parts = {"up": 0.5, "up_weight": 0.5}
+    found = Works(sketched()).of(["up"], lambda name: parts.get(name, 1.0))
+    moved = Traffic(16 * F32, (12 + 12) * F32)
+    assert list(found) == [Work(Kind.PRODUCT, 96.0, moved, None, True, True)]
+
+
+def test_all_flops_are_somebodys() -> None:
+    for profile in (classifier(), gpt(tied=True)):
+        assert profile.graph is not None
+        works = Works(profile.graph).of(profile.graph.by_name)
+        flops = sum(work.flops * count for work, count in works.items())
+        assert flops == sum(operation.flops for operation in profile.graph)
