@@ -14,6 +14,7 @@ from rich.console import Console
 from whale_train.config import Request, read_request
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
+from whale_train.launcher.calibrate import kept_of, measuring, refuse_others, show
 from whale_train.launcher.compose import compared_strategies
 from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
 from whale_train.launcher.machine import machine_facts
@@ -87,6 +88,8 @@ def run_job(
         with remembered_interrupts() as interrupts:
             if request.mode == "verify":
                 return _verify(request, run_dir, console, interrupts)
+            if request.mode == "calibrate":
+                return _calibrate(request, run_dir, console, interrupts)
             return _train(request, run_dir, console, place, interrupts)
     except RequestError as error:
         _remove_unused(run_dir)
@@ -182,6 +185,34 @@ def _verify(request: Request, run_dir: Path, console: Console, interrupts: Seque
         sys.stdout.flush()
         sys.stderr.write(f"error: {verdict_line(found)}; see {run_dir / 'verify.json'}\n")
         return JobEnd("failed", run_dir)
+    return JobEnd("done", run_dir)
+
+
+def _calibrate(
+    request: Request, run_dir: Path, console: Console, interrupts: Sequence[int]
+) -> JobEnd:
+    """Ranks on this machine's devices measure them; the figures are kept and shown."""
+    request = measuring(request)
+    run_dir = make_run_dir(request, run_dir)
+    host = Host.start(run_dir)
+
+    def poll() -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+
+    try:
+        resolved = resolve_request(request.model_copy(update={"mode": "train"}))
+        refuse_others(resolved)
+        write_plan(run_dir, resolved)
+        kind = resolved.cluster.devices[0].name
+        console.print(f"measuring {resolved.plan.world_size} x {kind}, less than a minute")
+        outcome = host.wait(poll)
+    finally:
+        host.stop()
+    if outcome.status != "done":
+        return finish(outcome, resolved, run_dir, console)
+    calibration, path = kept_of(run_dir, resolved)
+    show(calibration, path, console)
     return JobEnd("done", run_dir)
 
 

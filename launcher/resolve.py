@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -19,8 +19,10 @@ from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
+from whale_train.launcher.calibrations import kept
 from whale_train.launcher.emulation import paces as emulated_paces
 from whale_train.launcher.machine import machine_facts
+from whale_train.strategies.calibration import calibrated
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.grammar import Replicate, every_node, read_strategy
 from whale_train.strategies.inventory import MachineFacts, read_inventory
@@ -123,10 +125,25 @@ def _devices(
     if cluster is None:
         return None, "cpu", False
     try:
-        return (cluster, *_where(request, cluster, machine))
+        device, emulated = _where(request, cluster, machine)
+        return _as_measured(cluster, request, machine), device, emulated
     except ConfigError as error:
         faults += error.faults
         return None, "cpu", False
+
+
+def _as_measured(cluster: Cluster, request: Request, machine: MachineFacts) -> Cluster:
+    """`cluster` with the figures that were measured of its devices, and the processors that its
+    CPU processes share. Raises ConfigError for a calibration that cannot be read."""
+    threads = threads_of(request, machine.cores, len(cluster.devices))
+    if cluster.on_cpu:
+        cluster = replace(cluster, processors=machine.cores / threads)
+    return calibrated(cluster, kept(), threads)
+
+
+def threads_of(request: Request, cores: int, ranks: int) -> int:
+    """Of each of so many CPU processes: their share of the cores, unless the request says."""
+    return request.launcher.threads or max(1, cores // ranks)
 
 
 def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:

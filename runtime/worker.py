@@ -18,8 +18,10 @@ from whale_train.data.open import open_dataset
 from whale_train.models.export import export_model, with_constants
 from whale_train.models.loss import LossModule
 from whale_train.runtime.assemble import assemble
+from whale_train.runtime.calibrate import calibrate
 from whale_train.runtime.groups import file_rendezvous, join, leave, limit_waits, make_groups
 from whale_train.runtime.kernels import load_cpu_adam
+from whale_train.runtime.optimizers import make_optimizer
 from whale_train.runtime.pace import Pace
 from whale_train.runtime.programs import Program
 from whale_train.runtime.seat import Seat
@@ -85,8 +87,32 @@ def run(
     with named_waits(run_dir, rank):
         # The program is let go of first: a reducer freed after its group was left joins gloo's
         # threads while holding the GIL they wait for.
-        train_as_planned(run_dir, rank, world_size, rendezvous, prepared)
+        if prepared.request.mode == "calibrate":
+            measure(run_dir, rank, world_size, rendezvous, prepared.request)
+        else:
+            train_as_planned(run_dir, rank, world_size, rendezvous, prepared)
         leave()
+
+
+def measure(
+    run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, request: Request
+) -> None:
+    """Measure this machine together with the other ranks, still joined afterwards."""
+    device = _joined(run_dir, rank, world_size, rendezvous, request)
+    optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments())
+    calibrate(run_dir, device, request.train.precision or "fp32", optimizer)
+
+
+def _joined(
+    run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, request: Request
+) -> torch.device:
+    """This rank's device, once all ranks have met."""
+    if request.launcher.threads is not None:
+        torch.set_num_threads(request.launcher.threads)
+    device = _device(run_dir)
+    timeout = timedelta(seconds=request.launcher.timeout_s)
+    join(rendezvous, rank, world_size, device, timeout, _pace(run_dir, rank))
+    return device
 
 
 def train_as_planned(
@@ -99,11 +125,8 @@ def train_as_planned(
     request = prepared.request
     plan = Plan.from_json((run_dir / "plan.json").read_text())
     assert world_size == plan.world_size, (world_size, plan.world_size)
-    if request.launcher.threads is not None:
-        torch.set_num_threads(request.launcher.threads)
-    device = _device(run_dir)
     timeout = timedelta(seconds=request.launcher.timeout_s)
-    join(rendezvous, rank, world_size, device, timeout, _pace(run_dir, rank))
+    device = _joined(run_dir, rank, world_size, rendezvous, request)
     seat = Seat(rank, device, make_groups(plan, rank, timeout))
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))

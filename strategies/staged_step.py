@@ -118,14 +118,25 @@ class StagedStep:
     def _cost(self, copy: int, position: int, instruction: Instruction) -> Cost:
         start, stop = self.batches.samples[copy][instruction.micro_batch]
         times, moved = self.times.of(instruction.chunk, copy, position, stop - start)
+        gathers = self._gathers_s(copy, position)
         match instruction.kind:
             case Kind.FORWARD:
-                return Cost(times.forward, moved.forward)
+                return Cost(times.forward + gathers, moved.forward + gathers)
             case Kind.BACKWARD_INPUT:
                 return Cost(times.backward_input, moved.backward_input)
             case Kind.BACKWARD_WEIGHT:
                 return Cost(times.backward_weight, moved.backward_weight)
-        return Cost(times.total - times.forward, moved.total - moved.forward)
+        backward, of_it_moved = times.total - times.forward, moved.total - moved.forward
+        return Cost(backward + gathers, of_it_moved + gathers)
+
+    def _gathers_s(self, copy: int, position: int) -> float:
+        """ZeRO 3's parameters, for a forward or for a backward (which no pipeline splits)."""
+        if self.job.zero < 3:
+            return 0.0
+        group = self.job.data_parallel(self.job.seats.stage_of[position])[0]
+        held = self.memory[self.job.seats.positions[copy][position][0]].parameters
+        link = group_link(self.cluster, group, self.crowd)
+        return gather_time_s(held * len(group), len(group), link)
 
     def _send(self, copy: int, position: int, instruction: Instruction) -> Cost:
         """A value, or the gradient of one, to the position that owns the micro-batch there."""

@@ -36,7 +36,7 @@ def _no_truth_value(value: object) -> object:
     return value
 
 
-Mode = Literal["train", "plan", "verify"]
+Mode = Literal["train", "plan", "verify", "calibrate"]
 _Whole = Annotated[int, BeforeValidator(_no_truth_value)]
 _Count = Annotated[_Whole, Field(ge=1)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -202,7 +202,7 @@ def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ..
         remedy = "list names of strategies, as in compare=[dp,zero3]"
         faults.append(Fault("compare", as_yaml(value), "is not a list of names", remedy))
         return ()
-    if names and mode in ("train", "verify"):
+    if names and mode in ("train", "verify", "calibrate"):
         rule = f"has no effect on mode={mode}"
         faults.append(Fault("compare", as_yaml(names), rule, "use mode=plan, or compare=[]"))
     return tuple(dict.fromkeys(names))

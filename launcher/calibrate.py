@@ -1,0 +1,94 @@
+"""`mode=calibrate`: this machine's devices and links measured, and the figures kept for plans."""
+
+import json
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from whale_train.config import Request
+from whale_train.data.open import DataOptions
+from whale_train.errors import ConfigError, Fault
+from whale_train.launcher.calibrations import keep
+from whale_train.launcher.quantities import in_seconds
+from whale_train.launcher.resolve import Resolved
+from whale_train.launcher.terminal import Portable
+from whale_train.models.options import ModelOptions
+from whale_train.strategies.calibration import Calibration
+from whale_train.strategies.cluster import Link
+
+_MODEL = {"_target_": "whale_train.models.class_head.ClassHead", "num_classes": 10}
+_DATA = {"kind": "classes", "num_classes": 10, "num_samples": 1000}
+_SAMPLES = 1000  # of which every rank has some
+
+
+def measuring(request: Request) -> Request:
+    """The request whose ranks measure: on the same devices, with a model that is in nobody's way
+    and a copy of it on each."""
+    data: TypeAdapter[DataOptions] = TypeAdapter(DataOptions)
+    return request.model_copy(
+        update={
+            "model": ModelOptions.from_mapping(_MODEL),
+            "data": data.validate_python(_DATA),
+            "strategy": {"graph": {"replicate": {}}},
+            "train": request.train.model_copy(update={"global_batch": _SAMPLES, "accumulate": 1}),
+            "names": {**request.names, "model": "class_head", "data": "classes"},
+        }
+    )
+
+
+def refuse_others(resolved: Resolved) -> None:
+    """Raise ConfigError where the inventory's devices are not this machine's, or of several
+    kinds, of which one calibration would be for none."""
+    kinds = sorted({device.name for device in resolved.cluster.devices})
+    rule = ""
+    if resolved.emulated:
+        rule = f"measures this machine's devices, and those of hardware={resolved.cluster.name} "
+        rule += "are others"
+    elif len(kinds) > 1:
+        rule = f"measures devices of one kind, and there are {', '.join(kinds)}"
+    if rule:
+        raise ConfigError([Fault("mode", "calibrate", rule, "use hardware=local or hardware=cpu")])
+
+
+def kept_of(run_dir: Path, resolved: Resolved) -> tuple[Calibration, Path]:
+    """What the ranks measured, and the file it is kept in."""
+    written = json.loads((run_dir / "calibration.json").read_text())
+    calibration = Calibration.from_mapping({"device": resolved.cluster.devices[0].name, **written})
+    return calibration, keep(calibration)
+
+
+def show(calibration: Calibration, path: Path, console: Console) -> None:
+    """A line a kind of operation, then the links. Fits 60 columns and more."""
+    console.print(Portable(_view(calibration, path)))
+
+
+def _view(calibration: Calibration, path: Path) -> Group:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("operation")
+    for name in ("each", "FLOP/s", "bytes/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for kinds in calibration.kernels.values():
+        for kind, kernel in kinds.items():
+            forward = kernel.forward
+            rates = (_rate(forward.flops_s), _rate(forward.bytes_s))
+            table.add_row(*map(Text, (kind, in_seconds(forward.overhead_s), *rates)))
+    lines = [
+        Text(f"{name}: {_rate(link.bandwidth_bytes_s)} bytes/s, {in_seconds(link.latency_s)} each")
+        for name, link in _links(calibration)
+    ]
+    return Group(table, *lines, Text(f"kept in {path}; plans for {calibration.device} use it"))
+
+
+def _links(calibration: Calibration) -> list[tuple[str, Link]]:
+    pairs = (("link", calibration.link), ("shared memory", calibration.shared_memory))
+    return [(name, link) for name, link in pairs if link is not None]
+
+
+_REACHED = 1e25  # rates beyond are no limits
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e9:,.2f} G" if rate < _REACHED else "-"

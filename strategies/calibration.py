@@ -1,0 +1,113 @@
+"""What was measured of a machine's devices and links, and a cluster with these figures in it.
+
+Owns the figures and their file's form; measuring is `runtime/calibrate.py`'s, keeping the files
+`launcher/calibrations.py`'s.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from whale_train.strategies.cluster import (
+    CPU_PROCESS,
+    Cluster,
+    Device,
+    Kernel,
+    Link,
+    Node,
+    Roofline,
+)
+
+Kernels = Mapping[str, Mapping[str, Kernel]]  # by precision and kind
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """`device` is the catalogue's name; `threads` those of a process that is one (0: a GPU),
+    `ranks` how many measured at once. `link` joins them, `shared_memory` those of a shard group;
+    None where one rank alone measured."""
+
+    device: str
+    threads: int
+    ranks: int
+    kernels: Kernels
+    link: Link | None = None
+    shared_memory: Link | None = None
+
+    @property
+    def name(self) -> str:
+        """What its file is called."""
+        return f"{self.device}-{self.threads}-threads" if self.threads else self.device
+
+    def to_mapping(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> "Calibration":
+        """What `to_mapping` gave. Raises KeyError, TypeError, ValueError or AttributeError for
+        anything else."""
+        kernels = {
+            str(precision): {
+                str(kind): Kernel(Roofline(**each["forward"]), Roofline(**each["backward"]))
+                for kind, each in kinds.items()
+            }
+            for precision, kinds in mapping["kernels"].items()
+        }
+        link, memory = (
+            Link(**mapping[key]) if mapping[key] is not None else None
+            for key in ("link", "shared_memory")
+        )
+        return cls(
+            str(mapping["device"]), int(mapping["threads"]), int(mapping["ranks"]),
+            kernels, link, memory,
+        )  # fmt: skip
+
+
+def calibrated(cluster: Cluster, known: Sequence[Calibration], threads: int) -> Cluster:
+    """`cluster` with what is `known` of its devices; its CPU processes have `threads` each."""
+    found = {x.device: x for x in known if x.threads == (threads if x.threads else 0)}
+    devices: dict[int, Device] = {}
+    for device in cluster.devices:
+        there = found.get(device.name)
+        kernels = there.kernels if there else device.kernels
+        devices.setdefault(id(device), replace(device, kernels=kernels))
+    of_cpu = found.get(CPU_PROCESS) if cluster.on_cpu else None
+    nodes = []
+    for node in cluster.nodes:
+        there = found.get(node.devices[0].name)
+        link = there.link if there and there.link else node.link
+        nodes.append(Node(tuple(devices[id(device)] for device in node.devices), link))
+    memory = of_cpu.shared_memory if of_cpu else cluster.shared_memory
+    return replace(cluster, nodes=tuple(nodes), shared_memory=memory)
+
+
+def stand_ins(
+    cluster: Cluster, measured: Calibration, paces: Sequence[float] | None, processors: float
+) -> Cluster:
+    """The CPU processes that stand for the devices of `cluster`, as `measured`: each takes `paces`
+    seconds for a second of computing (None: as fast as it can, `processors` of them at once). All
+    are on one host, whatever nodes they stand for."""
+    first = Device(CPU_PROCESS, {}, 0.0, 1.0, measured.kernels)
+    slowed = {pace: _slowed(first, pace) for pace in set(paces or (1.0,))}
+    devices = tuple(slowed[pace] for pace in paces or (1.0,) * len(cluster.devices))
+    link = measured.link or cluster.network
+    return Cluster(
+        cluster.name, (Node(devices, link),), link,
+        processors if paces is None else float("inf"), measured.shared_memory,
+    )  # fmt: skip
+
+
+def _slowed(device: Device, pace: float) -> Device:
+    def slower(roofline: Roofline) -> Roofline:
+        return Roofline(
+            pace * roofline.overhead_s, roofline.flops_s / pace, roofline.bytes_s / pace
+        )
+
+    kernels = {
+        precision: {
+            kind: Kernel(slower(kernel.forward), slower(kernel.backward))
+            for kind, kernel in kinds.items()
+        }
+        for precision, kinds in device.kernels.items()
+    }
+    return replace(device, kernels=kernels)
