@@ -36,7 +36,7 @@ def shape_check(
     if found:
         return tuple(found)
     arrives = {(cast.user, cast.value): cast.target for cast in assignment.casts}
-    members = range(max((len(intervals) for intervals in axes.values()), default=1))
+    members = _unlike(axes)
     for operation in graph:
         if operation.name not in assignment.layouts or operation.name in assignment.becomes:
             continue
@@ -50,6 +50,16 @@ def shape_check(
                 where = f"{operation.name} ({operation.target}) on member {member}"
                 found.append(f"{where}: {said}")
     return tuple(found)
+
+
+def _unlike(axes: Mapping[str, Sequence[Interval]]) -> list[int]:
+    """A member for each set of local shapes there is: what it has of every axis decides them."""
+    count = max((len(intervals) for intervals in axes.values()), default=1)
+    found: dict[tuple[int, ...], int] = {}
+    for member in range(count):
+        held = (intervals[member] for intervals in axes.values())
+        found.setdefault(tuple(stop - start for start, stop in held), member)
+    return list(found.values())
 
 
 def local_shape(
