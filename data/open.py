@@ -13,12 +13,7 @@ from whale_train.data.images import ImagesOptions, open_images
 from whale_train.data.text import TextOptions, open_text
 
 DataOptions = Annotated[
-    TextOptions
-    | ArraysOptions
-    | DigitsOptions
-    | ClassesOptions
-    | ImagesOptions
-    | HfDatasetOptions,
+    TextOptions | ArraysOptions | DigitsOptions | ClassesOptions | ImagesOptions | HfDatasetOptions,
     Field(discriminator="kind"),
 ]
 
