@@ -145,6 +145,7 @@ STRATEGIES: dict[str, tuple[int, str] | tuple[int, str, tuple[float, ...]]] = {
         (1, 3, 1),
     ),
     "recompute": (2, pipeline("[{stage: {recompute: full}}, {stage: {recompute: full}}]")),
+    "split3_split2": (5, pipeline(f"[{{split: {{degree: 3}}}}, {_SPLIT2}]")),
 }
 
 
