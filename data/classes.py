@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from whale_train.data.dataset import Batch, Dataset, Indices
 from whale_train.data.permutation import permute
-from whale_train.data.random_bits import nearly_normal, random_bits, stream_key
+from whale_train.data.random_bits import Bits, nearly_normal, random_bits, stream_key
 from whale_train.strategies.operations import InputField
 
 # Centres have deviation 1 in each feature. With 256 features two of them are some 23 apart, so
@@ -39,6 +39,13 @@ class ClassesOptions(BaseModel):
 def open_classes(options: ClassesOptions) -> Dataset:
     """Fields `features`, float32 `[num_features]`, and `labels`, int64, 0..num_classes-1."""
     return _Classes(options)
+
+
+def balanced_labels(indices: Indices, num_samples: int, num_classes: int, key: Bits) -> Indices:
+    """The classes of samples `indices` of `num_samples`, drawn by `key`. All classes occur equally
+    often, give or take one; where there are fewer samples than classes they are spread over all of
+    them."""
+    return permute(indices, num_samples, key) * num_classes // num_samples
 
 
 @dataclass(frozen=True)
@@ -67,11 +74,9 @@ class _Classes:
         return self._generate("evaluation", indices, self.num_evaluation_samples)
 
     def _generate(self, part: str, indices: Indices, num_samples: int) -> Batch:
-        """Samples of one part. All classes occur equally often, give or take one; where there are
-        fewer samples than classes they are spread over all of them."""
         options = self.options
-        shuffled = permute(indices, num_samples, stream_key(f"labels {part}", options.seed))
-        labels = shuffled * options.num_classes // num_samples
+        key = stream_key(f"labels {part}", options.seed)
+        labels = balanced_labels(indices, num_samples, options.num_classes, key)
         features = self._vectors("centres", labels)
         features += _NOISE * self._vectors(f"noise {part}", indices)
         return {"features": features, "labels": labels}

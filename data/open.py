@@ -9,10 +9,11 @@ from whale_train.data.classes import ClassesOptions, open_classes
 from whale_train.data.dataset import Dataset
 from whale_train.data.digits import DigitsOptions, open_digits
 from whale_train.data.hf_dataset import HfDatasetOptions, open_hf_dataset
+from whale_train.data.images import ImagesOptions, open_images
 from whale_train.data.text import TextOptions, open_text
 
 DataOptions = Annotated[
-    TextOptions | ArraysOptions | DigitsOptions | ClassesOptions | HfDatasetOptions,
+    TextOptions | ArraysOptions | DigitsOptions | ClassesOptions | ImagesOptions | HfDatasetOptions,
     Field(discriminator="kind"),
 ]
 
@@ -28,6 +29,8 @@ def open_dataset(options: DataOptions) -> Dataset:
             return open_digits(options)
         case ClassesOptions():
             return open_classes(options)
+        case ImagesOptions():
+            return open_images(options)
         case HfDatasetOptions():
             return open_hf_dataset(options)
         case _:

@@ -21,9 +21,37 @@ class Output(NamedTuple):
     logits: Tensor
 
 
-def _dropout(probability: float) -> nn.Module:
+def dropout_layer(probability: float) -> nn.Module:
     # Dropout of 0 is an operation all the same; leaving it out keeps the traced graph small.
     return nn.Dropout(probability) if probability else nn.Identity()
+
+
+def start_weights(model: nn.Module, depth: int) -> None:
+    """Give the weights of a decoder of `depth` blocks the values GPT-2's start with.
+
+    Normal with deviation 0.02, biases 0, and the projections back into the residual stream, of
+    which there are 2 x depth, divided by sqrt(2 x depth). They come from torch's global generator,
+    so that the same seed gives the same weights.
+    """
+    for name, parameter in model.named_parameters():
+        if name.removesuffix(".weight").endswith(("projection", "contract")):
+            nn.init.normal_(parameter, std=0.02 / sqrt(2 * depth))
+        elif parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy of `logits` [batch, sequence, vocabulary] over the labels that are
+    not -100 of `labels` [batch, sequence]: each position's is the token after it."""
+    # Shifting the labels instead of the logits leaves the large tensor uncopied.
+    following = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(),  # a half-precision loss keeps three digits
+        following.flatten(),
+        ignore_index=IGNORED_LABEL,
+    )
 
 
 class Attention(nn.Module):
@@ -64,7 +92,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
-        self.drop = _dropout(dropout)
+        self.drop = dropout_layer(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.drop(self.attention(self.attention_norm(hidden)))
@@ -77,11 +105,7 @@ class GPT(nn.Module):
     """A decoder over `vocab_size` tokens for sequences of up to `sequence_length` of them.
 
     `width` is the hidden size (a multiple of `heads`, else ValueError), `depth` the number of
-    blocks. `tied` lets `lm_head` share the token embedding's weight.
-
-    Weights start as GPT-2's do: normal with deviation 0.02, biases 0, and the projections back
-    into the residual stream, of which there are 2 x depth, divided by sqrt(2 x depth). They come
-    from torch's global generator, so that the same seed gives the same weights.
+    blocks. `tied` lets `lm_head` share the token embedding's weight. Weights start as GPT-2's do.
     """
 
     def __init__(
@@ -97,19 +121,13 @@ class GPT(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(sequence_length, width)
-        self.drop = _dropout(dropout)
+        self.drop = dropout_layer(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, vocab_size, bias=False)
         if tied:
             self.lm_head.weight = self.token.weight
-        for name, parameter in self.named_parameters():
-            if name.endswith(("projection.weight", "contract.weight")):
-                nn.init.normal_(parameter, std=0.02 / sqrt(2 * depth))
-            elif parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+        start_weights(self, depth)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
         """`input_ids` and `labels` are [batch, sequence] of int64.
@@ -124,11 +142,4 @@ class GPT(nn.Module):
         logits = self.lm_head(self.norm(hidden))
         if labels is None:
             return Output(None, logits)
-        # Shifting the labels instead of the logits leaves the large tensor uncopied.
-        following = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
-        loss = functional.cross_entropy(
-            logits.flatten(0, 1).float(),  # a half-precision loss keeps three digits
-            following.flatten(),
-            ignore_index=IGNORED_LABEL,
-        )
-        return Output(loss, logits)
+        return Output(next_token_loss(logits, labels), logits)

@@ -72,7 +72,8 @@ _FAMILIES: tuple[tuple[Rule, str], ...] = (
     (transposed_convolution,
      "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"),
     (attention, "scaled_dot_product_attention.default"),
-    (grouped_mm, "_grouped_mm.default transformers.grouped_mm_fallback.default"),
+    (grouped_mm, "_grouped_mm.default transformers.grouped_mm_fallback.default "
+                 "whale_train.grouped_mm.default"),
     # Tables and losses
     (embedding, "embedding.default"),
     (cross_entropy, "cross_entropy_loss.default"),
@@ -146,7 +147,7 @@ _FAMILIES: tuple[tuple[Rule, str], ...] = (
 
 
 def _full_name(target: str) -> str:
-    return target if target.startswith("transformers.") else f"aten.{target}"
+    return target if target.count(".") == 2 else f"aten.{target}"
 
 
 def _each(targets: str) -> list[str]:

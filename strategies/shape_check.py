@@ -36,7 +36,9 @@ def shape_check(
     if found:
         return tuple(found)
     arrives = {(cast.user, cast.value): cast.target for cast in assignment.casts}
-    members = range(max((len(intervals) for intervals in axes.values()), default=1))
+    laid = (*assignment.layouts.values(), *arrives.values())
+    cuts = {layout.axis for layout in laid if isinstance(layout, Shard)}
+    members = _unlike([axes[axis] for axis in sorted(cuts)])
     for operation in graph:
         if operation.name not in assignment.layouts or operation.name in assignment.becomes:
             continue
@@ -50,6 +52,15 @@ def shape_check(
                 where = f"{operation.name} ({operation.target}) on member {member}"
                 found.append(f"{where}: {said}")
     return tuple(found)
+
+
+def _unlike(axes: Sequence[Sequence[Interval]]) -> list[int]:
+    """A member for each set of local shapes there is: what it has of every axis decides them."""
+    found: dict[tuple[int, ...], int] = {}
+    for member in range(len(axes[0]) if axes else 1):
+        held = tuple(stop - start for start, stop in (axis[member] for axis in axes))
+        found.setdefault(held, member)
+    return list(found.values())
 
 
 def local_shape(

@@ -296,7 +296,7 @@ def _fault(problem: Any, section: str, error: ValidationError) -> Fault:
     return Fault(key, shown, rule, remedy)
 
 
-_TAGS = ("text", "arrays", "digits", "classes", "hf_dataset")
+_TAGS = ("text", "arrays", "digits", "classes", "images", "hf_dataset")
 _BOUNDS = {
     "ge": ("is below", "use {} or more"),
     "gt": ("is not above", "use more than {}"),

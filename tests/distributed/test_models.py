@@ -76,6 +76,13 @@ REFERENCE: dict[str, tuple[ModelOptions, Callable[[int], dict[str, Tensor]]]] = 
         options_of("whale_train.models.gpt.GPT", vocab_size=31, width=16, depth=1, tied=True),
         tokens,
     ),
+    "moe_gpt": (
+        options_of(
+            "whale_train.models.moe_gpt.MoEGPT",
+            **{"vocab_size": 31, "width": 16, "depth": 2, "heads": 2, "ffn": 24, "experts": 5},
+        ),
+        tokens,
+    ),
     "image_classifier": (
         options_of("whale_train.models.image_classifier.ImageClassifier", width=4, depth=4),
         images,

@@ -87,6 +87,11 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("model=gpt", "model.vocab_size=67", "model.sequence_length=12", "model.width=32",
          "model.depth=4", "model.heads=4", "model.tied=true"),
     ),
+    "moe_gpt": (
+        "tokens",
+        ("model=moe_gpt", "model.vocab_size=67", "model.sequence_length=12", "model.width=32",
+         "model.ffn=48", "model.experts=6"),
+    ),
 }  # fmt: skip
 
 # --- Strategies ----------------------------------------------------------------------------------
@@ -140,6 +145,7 @@ STRATEGIES: dict[str, tuple[int, str] | tuple[int, str, tuple[float, ...]]] = {
         (1, 3, 1),
     ),
     "recompute": (2, pipeline("[{stage: {recompute: full}}, {stage: {recompute: full}}]")),
+    "split3_split2": (5, pipeline(f"[{{split: {{degree: 3}}}}, {_SPLIT2}]")),
 }
 
 
@@ -235,7 +241,7 @@ def cases() -> list[Case]:
     found = []
     for number, strategy in enumerate(STRATEGIES):
         for turn, optimizer in enumerate(("sgd", "adamw")):
-            chosen = models if full else [models[(3 * number + 5 * turn) % len(models)]]
+            chosen = models if full else [models[(5 * number + 7 * turn) % len(models)]]
             found += [Case(model, strategy, optimizer) for model in chosen]
     return [
         *found,
@@ -249,6 +255,8 @@ def cases() -> list[Case]:
         Case("resnet", "split3_uneven", "sgd"),
         Case("resnet", "replicate2_split2", "sgd"),
         Case("mixtral", "split2", "sgd"),
+        Case("moe_gpt", "split3_uneven", "adamw"),
+        Case("moe_gpt", "replicate2_pipeline2_split2", "sgd"),
         Case("t5", "pipeline4", "sgd"),
     ]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from whale_train.models.gpt import GPT
+from whale_train.models.moe_gpt import MoEGPT
 
 BATCH, TOKENS, VOCABULARY, WIDTH, LAYERS = 4, 16, 128, 64, 2
 TOLERANCE = 2e-5
@@ -112,6 +113,8 @@ MODELS = {
                     forward=BLOCKS + 1, backward=BLOCKS + 1 + LAYERS),
     "torch_encoder": Case(TorchEncoder, "features", forward=BLOCKS, backward=BLOCKS),
     "gpt": Case(partial(GPT, VOCABULARY, TOKENS, WIDTH, LAYERS, 4), **DECODER),
+    "moe_gpt": Case(partial(MoEGPT, VOCABULARY, TOKENS, WIDTH, LAYERS, 4, 2 * WIDTH, 4),
+                    forward=BLOCKS + 1, backward=BLOCKS + 1 + LAYERS),
     "opt": Case(partial(hugging_face, "OPTForCausalLM", vocab_size=VOCABULARY, hidden_size=WIDTH,
                         ffn_dim=2 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4,
                         dropout=0, word_embed_proj_dim=WIDTH, max_position_embeddings=32),
@@ -222,3 +225,5 @@ def test_patterns_of_a_block(outcomes: dict[str, Found]) -> None:
     assert experts["model.layers.0.mlp.experts.gate_up_proj"] == "experts"
     assert experts["model.layers.0.mlp.experts.down_proj"] == "experts"
     assert experts["model.layers.0.mlp.gate.weight"] == "replicate"
+    ours = outcomes["two"][0]["moe_gpt", "auto"].patterns
+    assert [ours[f"blocks.1.experts.{name}"] for name in ("expand", "contract")] == ["experts"] * 2

@@ -50,6 +50,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         *(f"model.config={{{_BERT}}}", *TEXT),
     ),
     "image_classifier": ("model=image_classifier", "data=digits"),
+    "images": ("model=image_classifier", "data=images", "data.size=12", "model.channels=3"),
 }
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "sgd": (
@@ -194,6 +195,7 @@ EQUAL = [
             ("gpt_tied", "hybrid_split_dp", "adamw"),
             ("image_classifier", "dp", "adamw"),
             ("image_classifier", "zero2", "sgd"),
+            ("images", "dp", "sgd"),
         )
     ),
     Case("gpt", "zero2", "adamw", UNEVEN, ("train.grad_clip=0.3",)),

@@ -1,4 +1,4 @@
-"""Digits, generated classes, and the config files of every kind."""
+"""Digits, generated classes and images, and the config files of every kind."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from whale_train.data.classes import ClassesOptions
 from whale_train.data.digits import DigitsOptions
+from whale_train.data.images import ImagesOptions
 from whale_train.data.open import DataOptions, open_dataset
 from whale_train.data.order import step_indices
 from whale_train.strategies.operations import InputField
@@ -118,6 +119,40 @@ def test_classes_stay_what_they_are() -> None:
     )
 
 
+def test_images_have_their_fields_and_sizes() -> None:
+    options = ImagesOptions(num_classes=50, channels=2, size=10, num_samples=1000)
+    dataset = open_dataset(options)
+    assert dataset.fields == (
+        InputField("pixel_values", (2, 10, 10), "float32"),
+        InputField("labels", (), "int64", 50),
+    )
+    assert (dataset.num_samples, dataset.num_evaluation_samples) == (1000, 10)
+    batch = dataset.samples(np.arange(7))
+    assert (batch["pixel_values"].shape, batch["pixel_values"].dtype.name) == (
+        (7, 2, 10, 10),
+        "float32",
+    )
+    counts = np.bincount(dataset.samples(np.arange(1000))["labels"], minlength=50)
+    assert counts.tolist() == [20] * 50
+
+
+def test_images_are_their_class_and_noise_and_do_not_depend_on_their_batch() -> None:
+    options = ImagesOptions(num_classes=8, size=9, num_samples=800, evaluation_fraction=0.1)
+    dataset = open_dataset(options)
+    training, held = dataset.samples(np.arange(800)), dataset.evaluation_samples(np.arange(80))
+    images, labels = training["pixel_values"], training["labels"]
+    means = np.stack([images[labels == c].mean(0) for c in range(8)])
+    distances = ((held["pixel_values"][:, None] - means) ** 2).sum((2, 3, 4))
+    assert (distances.argmin(1) == held["labels"]).all()
+    assert np.abs((images - means[labels]).std() - 0.5) < 0.02
+    # Pixels of one patch are alike, but for what is left of the noise in a mean of a hundred.
+    assert np.abs(means[:, :, 0, 0] - means[:, :, 1, 1]).max() < 0.4
+    alone = dataset.samples(np.array([123]))["pixel_values"]
+    assert alone.tolist() == dataset.samples(np.array([5, 123]))["pixel_values"][1:].tolist()
+    other = open_dataset(options.model_copy(update={"seed": 1}))
+    assert (other.samples(np.array([123]))["pixel_values"] != alone).any()
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_config_files_spell_out_the_options_defaults(config: Path) -> None:
     loaded = OmegaConf.load(config)
@@ -138,6 +173,7 @@ def test_there_is_a_config_file_for_each_kind() -> None:
         "classes",
         "digits",
         "hf_dataset",
+        "images",
         "text",
     ]
 
@@ -148,6 +184,15 @@ def test_the_number_of_classes_follows_the_model() -> None:
     assert composed.data.num_classes == 77
 
 
+def test_images_follow_the_model() -> None:
+    data = OmegaConf.load(next(config for config in CONFIGS if config.stem == "images"))
+    ours = OmegaConf.create({"model": {"num_classes": 77, "channels": 1}, "data": data})
+    assert (ours.data.num_classes, ours.data.channels, ours.data.size) == (77, 1, 224)
+    theirs = {"config": {"num_labels": 5, "image_size": 32}}
+    hugging_face = OmegaConf.create({"model": theirs, "data": data})
+    assert (hugging_face.data.num_classes, hugging_face.data.size) == (5, 32)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -155,7 +200,8 @@ def test_the_number_of_classes_follows_the_model() -> None:
         {"kind": "classes", "num_classes": 1_000_001},
         {"kind": "digits", "path": "x"},
         {"kind": "arrays"},
-        {"kind": "images"},
+        {"kind": "images", "size": 0},
+        {"kind": "pictures"},
     ],
 )
 def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:

@@ -1,0 +1,66 @@
+"""The product of every expert with its own rows, as one operation that can be exported.
+
+torch has the kernel (`functional.grouped_mm`), but traces it in bf16 alone; here it is wrapped so
+that shapes, gradients and FLOPs are known in every floating type. It knows nothing of whale-train.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
+
+
+@torch.library.custom_op("whale_train::grouped_mm", mutates_args=())
+def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """[rows, out]: the rows of `rows` [rows, in] that belong to expert e times `weight[e]`, of
+    `weight` [experts, in, out].
+
+    Rows are sorted by expert; `ends` (int32, [experts]) says where each one's end, the last where
+    all end. An expert may have none. Rows of `in` and `out` elements are multiples of 16 bytes.
+    """
+    return functional.grouped_mm(rows, weight, offs=ends)
+
+
+@grouped_mm.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("whale_train::grouped_mm_backward", mutates_args=())
+def _backward(
+    gradient: Tensor, rows: Tensor, weight: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    of_rows = functional.grouped_mm(gradient, weight.mT, offs=ends)
+    # Here the experts' rows are what is summed over, and the result is a stack again.
+    return of_rows, functional.grouped_mm(rows.mT, gradient, offs=ends)
+
+
+@_backward.register_fake
+def _(gradient: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_backward(gradient.contiguous(), *ctx.saved_tensors), None
+
+
+grouped_mm.register_autograd(_gradients, setup_context=_keep)
+
+
+@register_flop_formula([torch.ops.whale_train.grouped_mm])
+def _flops(rows: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * rows[0] * weight[1] * weight[2]
+
+
+@register_flop_formula([torch.ops.whale_train.grouped_mm_backward])
+def _backward_flops(
+    gradient: Sequence[int], rows: Sequence[int], weight: Sequence[int], *_: Any, **__: Any
+) -> int:
+    return 2 * _flops(rows, weight)
