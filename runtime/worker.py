@@ -20,6 +20,7 @@ from whale_train.models.loss import LossModule
 from whale_train.runtime.assemble import assemble
 from whale_train.runtime.groups import file_rendezvous, join, leave, limit_waits, make_groups
 from whale_train.runtime.kernels import load_cpu_adam
+from whale_train.runtime.links import Links
 from whale_train.runtime.pace import Pace
 from whale_train.runtime.programs import Program
 from whale_train.runtime.seat import Seat
@@ -103,7 +104,8 @@ def train_as_planned(
         torch.set_num_threads(request.launcher.threads)
     device = _device(run_dir)
     timeout = timedelta(seconds=request.launcher.timeout_s)
-    join(rendezvous, rank, world_size, device, timeout, _pace(run_dir, rank))
+    links = _links(run_dir)
+    join(rendezvous, rank, world_size, device, timeout, _pace(run_dir, rank), links)
     seat = Seat(rank, device, make_groups(plan, rank, timeout))
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
@@ -126,6 +128,8 @@ def train_as_planned(
     if metrics is not None:
         metrics.close()
         summary["peak_memory_bytes"] = peaks
+        if links is not None:
+            summary["full_bandwidth_bytes_s"] = links.full_bytes_s
         path = run_dir / "summary.json"
         path.with_suffix(".partial").write_text(json.dumps(summary, indent=1) + "\n")
         path.with_suffix(".partial").replace(path)
@@ -136,6 +140,12 @@ def _pace(run_dir: Path, rank: int) -> Pace | None:
     """That of the device this rank stands for, where it keeps one."""
     paces = json.loads((run_dir / "launch.json").read_text())["paces"]
     return None if paces is None else Pace(paces[rank])
+
+
+def _links(run_dir: Path) -> Links | None:
+    """Those this rank stands behind, where they are slowed."""
+    relative = json.loads((run_dir / "launch.json").read_text())["links"]
+    return None if relative is None else Links(relative)
 
 
 def _device(run_dir: Path) -> torch.device:
