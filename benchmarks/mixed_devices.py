@@ -29,6 +29,7 @@ def main() -> None:
     parser.formatter_class = words
     parser.add_argument("--rounds", type=int, default=3, help="runs of each of the two")
     parser.add_argument("--steps", type=int, default=12, help="of a run")
+    parser.add_argument("--link-speed", action="store_true", help="slow links, too")
     parser.add_argument("--parts", nargs="+", choices=ROWS, default=list(ROWS))
     options = parser.parse_args()
     table = Table(title="GPT, AdamW, medians of all steps", title_justify="left")
@@ -39,7 +40,9 @@ def main() -> None:
         seconds: dict[str, list[float]] = {"even": [], "hardware": []}
         for _ in range(options.rounds):
             for balance, found in seconds.items():
-                found += steps_of([*overrides, f"strategy.balance={balance}"], options.steps)
+                asked = [*overrides, f"strategy.balance={balance}"]
+                asked += ["launcher.link_speed=true"] * options.link_speed
+                found += steps_of(asked, options.steps)
         even, aware = median(seconds["even"]), median(seconds["hardware"])
         cells = (f"{even * 1e3:.0f} ms", f"{aware * 1e3:.0f} ms", f"{even / aware:.2f}")
         table.add_row(devices, strategy, *cells)

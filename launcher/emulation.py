@@ -1,9 +1,12 @@
-"""How slowly a CPU process computes to stand for a device (`launcher.device_speed`)."""
+"""How slow CPU processes and what joins them are, to stand for devices (`launcher.device_speed`)
+and their links (`launcher.link_speed`)."""
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
-from whale_train.strategies.cluster import Device
+from whale_train.strategies.cluster import Cluster, Device
 from whale_train.strategies.cost import flops_rate
+from whale_train.strategies.links import group_link
 
 # The part of the machine's processors that ranks may fill, so that none has to wait for one.
 _FILLED = 0.9
@@ -20,3 +23,31 @@ def paces(devices: Sequence[Device], precision: str, processors: float) -> tuple
     relative = [rate / max(rates) for rate in rates]
     crowd = max(1.0, sum(relative) / (_FILLED * processors))
     return tuple(crowd / part for part in relative)
+
+
+def bandwidths_in_use(cluster: Cluster) -> set[float]:
+    """In bytes/s, those of the links between any two ranks (none of one rank)."""
+    ends = list(accumulate(len(node.devices) for node in cluster.nodes))
+    inside = [
+        (end - 2, end - 1)
+        for end, node in zip(ends, cluster.nodes, strict=True)
+        if len(node.devices) > 1
+    ]
+    # Between two nodes it may be the slower one's, so that neighbours by it have all there are.
+    by_link = sorted(ends, key=lambda end: group_link(cluster, [end - 1]).bandwidth_bytes_s)
+    across = [(first - 1, second - 1) for first, second in pairwise(by_link)]
+    return {group_link(cluster, pair).bandwidth_bytes_s for pair in (*inside, *across)}
+
+
+def relative_bandwidths(cluster: Cluster) -> tuple[tuple[float, ...], ...]:
+    """For every two ranks, the bandwidth between them over that of the fastest link in use (1 for a
+    rank and itself). The least among a group's ranks is that of the link its collectives wait for.
+    """
+    ranks, fastest = range(len(cluster.devices)), max(bandwidths_in_use(cluster), default=1.0)
+    return tuple(
+        tuple(
+            1.0 if i == j else group_link(cluster, (i, j)).bandwidth_bytes_s / fastest
+            for j in ranks
+        )
+        for i in ranks
+    )

@@ -110,7 +110,8 @@ def make_run_dir(request: Request, run_dir: Path) -> Path:
 def write_plan(run_dir: Path, resolved: Resolved) -> None:
     """All the ranks wait for, `ready` last."""
     write_environment(run_dir)
-    write_json(run_dir / "launch.json", {"device": resolved.device, "paces": resolved.paces})
+    launch = {"device": resolved.device, "paces": resolved.paces, "links": resolved.links}
+    write_json(run_dir / "launch.json", launch)
     write_text(run_dir / "plan.json", resolved.plan.to_json())
     mark_ready(run_dir)
 
@@ -245,7 +246,7 @@ def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resol
         remedy = "verify a smaller model or train.global_batch"
         fault = Fault("mode", "verify", rule, remedy)
         raise PlanError([fault, *error.faults]) from None
-    return alone, replace(resolved, plan=plan, cluster=cluster, paces=None)
+    return alone, replace(resolved, plan=plan, cluster=cluster, paces=None, links=None)
 
 
 def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
@@ -289,6 +290,7 @@ def _show(resolved: Resolved, request: Request, console: Console) -> None:
                 local=False,
                 inventory=names.get("hardware", ""),
                 paces=resolved.paces,
+                slow_links=resolved.links is not None,
             )
         )
     view = plan_view(resolved.plan, resolved.cluster, resolved.profile, title)

@@ -20,6 +20,7 @@ from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.calibrations import kept
+from whale_train.launcher.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.emulation import paces as emulated_paces
 from whale_train.launcher.machine import machine_facts
 from whale_train.strategies.calibration import calibrated
@@ -35,8 +36,9 @@ from whale_train.strategies.sharing import Training
 @dataclass(frozen=True)
 class Resolved:
     """A request's plan and what it was made of. `emulated`: CPU processes stand for devices this
-    machine does not have, each of which takes `paces` seconds for a second of computing (None:
-    all are as fast as they can)."""
+    machine does not have, each of which takes `paces` seconds for a second of computing, and any
+    two of which are joined by `links` of the fastest link's bandwidth (None: all are as fast as
+    they can)."""
 
     plan: Plan
     cluster: Cluster
@@ -44,6 +46,7 @@ class Resolved:
     device: Literal["cpu", "cuda"]
     emulated: bool
     paces: tuple[float, ...] | None = None
+    links: tuple[tuple[float, ...], ...] | None = None
 
 
 def training_of(request: Request) -> Training:
@@ -67,6 +70,9 @@ def resolve_request(request: Request) -> Resolved:
     if cluster is not None:
         refuse_without_model(strategy, cluster, training, faults)
         _refuse_device_speed(request, cluster, emulated, faults)
+        _refuse_link_speed(
+            request, cluster.first(strategy.devices or len(cluster.devices)), emulated, faults
+        )
     dataset = _dataset(request, faults)
     if request.mode == "train":
         _refuse_without_compiler(request, faults)
@@ -81,7 +87,8 @@ def resolve_request(request: Request) -> Resolved:
     if faults:
         raise ConfigError(faults)
     used = cluster.first(plan.world_size)
-    return Resolved(plan, used, profile, device, emulated, _paces(request, used))
+    paces, links = _paces(request, used), _links(request, used)
+    return Resolved(plan, used, profile, device, emulated, paces, links)
 
 
 def resolve_each(
@@ -256,12 +263,36 @@ def _refuse_device_speed(
         faults.append(Fault("launcher.device_speed", "true", rule, "use false"))
 
 
+def _refuse_link_speed(
+    request: Request, used: Cluster, emulated: bool, faults: list[Fault]
+) -> None:
+    """Where links stand for no others, or for equal ones, or there is none."""
+    if not request.launcher.link_speed:
+        return
+    rule = ""
+    if not emulated:
+        rule = f"has no effect where ranks are the devices of hardware={used.name} themselves"
+    elif len(used.devices) == 1:
+        rule = f"has no effect on 1 device of hardware={used.name}, which nothing is linked to"
+    elif len(bandwidths_in_use(used)) == 1:
+        rule = f"has no effect on the links of hardware={used.name}, all of one bandwidth"
+    if rule:
+        faults.append(Fault("launcher.link_speed", "true", rule, "use false"))
+
+
 def _paces(request: Request, cluster: Cluster) -> tuple[float, ...] | None:
     """How slowly each rank computes, if they keep their devices' proportions."""
     if not request.launcher.device_speed:
         return None
     processors = len(os.sched_getaffinity(0)) / (request.launcher.threads or 1)
     return emulated_paces(cluster.devices, training_of(request).precision, processors)
+
+
+def _links(request: Request, cluster: Cluster) -> tuple[tuple[float, ...], ...] | None:
+    """How fast what joins any two ranks is, if links keep their proportions."""
+    if not request.launcher.link_speed or request.mode == "plan":
+        return None
+    return relative_bandwidths(cluster)
 
 
 def _check_data(

@@ -52,13 +52,15 @@ def banner_emulated(
     local: bool,
     inventory: str = "",
     paces: Sequence[float] | None = None,
+    slow_links: bool = False,
 ) -> RenderableType:
     """What must be known about speeds before a run on CPU processes: a panel on a terminal, else
     a single line.
 
     `local`: the processes are this machine's own devices (it has no GPU, or the inventory is CPU
     processes) and stand for nothing else; otherwise they stand for the `count` devices of
-    `inventory`, and take `paces` seconds for a second of computing.
+    `inventory`, and take `paces` seconds for a second of computing; with `slow_links`, what joins
+    them keeps the proportions of the inventory's links.
     """
     processes = f"{count:,} CPU {'process' if count == 1 else 'processes'} over gloo"
     if local:
@@ -71,17 +73,26 @@ def banner_emulated(
             )
         )
     devices = f"{count:,} {'device' if count == 1 else 'devices'} of {inventory or 'the inventory'}"
-    ratios = ""
+    kept = []
     if paces is not None:
         fastest = f"1/{min(paces):.1f} of a processor" if min(paces) > 1 else "a processor"
-        ratios = f", but keep their proportions (the fastest has {fastest})"
+        kept.append(f"but keep their proportions (the fastest has {fastest})")
+    if slow_links:
+        kept.append("and so do links" if kept else "but links keep their proportions")
+        kept[-1] += " (the fastest has all that gloo moves here)"
+    ratios = "".join(f", {each}" for each in kept)
+    speeds = {
+        (False, False): "not their speeds",
+        (True, False): "only relative speeds",
+        (False, True): "relative link speeds",
+        (True, True): "all speeds relative",
+    }[paces is not None, slow_links]
     return Portable(
         _Banner(
             name="emulated",
             facts=f"{devices} emulated as {processes} on this machine.\n"
             f"Results are real training; speeds are not those devices'{ratios}.",
-            line=f"{devices} as CPU processes over gloo on this machine: "
-            f"real training, {'not their' if paces is None else 'only relative'} speeds",
+            line=f"{devices} as CPU processes over gloo on this machine: real training, {speeds}",
         )
     )
 

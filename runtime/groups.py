@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store, _set_pg_timeout, _world
 
 from whale_train.runtime import paced_group, shared_memory
 from whale_train.runtime.hangs import group_name
+from whale_train.runtime.links import Links
 from whale_train.runtime.pace import Pace
 from whale_train.runtime.paced_group import PacedGroup
 from whale_train.runtime.shared_memory import SharedMemoryGroup
@@ -29,12 +30,14 @@ def join(
     device: torch.device,
     timeout: timedelta = TIMEOUT,
     pace: Pace | None = None,
+    links: Links | None = None,
 ) -> None:
     """Join the job's world, met at a URL or a store; NCCL between GPUs, gloo between CPU
-    processes, which may keep a `pace`. `timeout` is for the meeting and for every wait in it."""
+    processes, which may keep a `pace` and have slow `links` (measured here). `timeout` is for the
+    meeting and for every wait in it."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if pace is not None:
-        backend = paced_group.register(pace)
+    if pace is not None or links is not None:
+        backend = paced_group.register(pace, links)
     dist.init_process_group(
         backend,
         init_method=rendezvous if isinstance(rendezvous, str) else None,
@@ -43,6 +46,9 @@ def join(
         world_size=world_size,
         timeout=timeout,
     )
+    if links is not None:
+        assert isinstance(dist.group.WORLD, PacedGroup)
+        links.measure(dist.group.WORLD.inner)
 
 
 def file_rendezvous(run_dir: Path) -> str:

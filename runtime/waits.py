@@ -24,6 +24,8 @@ from whale_train.strategies.plan import Plan
 
 _LIBRARIES = ("torch", "deepspeed")
 _OURS = "whale_train"
+# Rooms of ours that stand between torch and who asks for something.
+_BETWEEN = ("whale_train.runtime.late_work", "whale_train.runtime.paced_group")
 # What the frames and objects that communicate call their group: torch's, DeepSpeed's and ours.
 _GROUPS = ("group", "_group", "process_group", "dp_process_group")
 
@@ -74,7 +76,7 @@ def _whom(frames: Sequence[FrameType], plan: Plan, rank: int) -> tuple[str, str,
         if group is not None:
             ranks = tuple(dist.get_process_group_ranks(group))
             break
-        if _package(frame) not in _LIBRARIES:
+        if _package(frame) not in _LIBRARIES and frame.f_globals["__name__"] not in _BETWEEN:
             break
     name = group_name(plan, ranks)
     return name, plan_path(plan, name), ranks

@@ -21,6 +21,7 @@ from whale_train.runtime.assemble import assemble
 from whale_train.runtime.calibrate import calibrate
 from whale_train.runtime.groups import file_rendezvous, join, leave, limit_waits, make_groups
 from whale_train.runtime.kernels import load_cpu_adam
+from whale_train.runtime.links import Links
 from whale_train.runtime.optimizers import make_optimizer
 from whale_train.runtime.pace import Pace
 from whale_train.runtime.programs import Program
@@ -98,21 +99,22 @@ def measure(
     run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, request: Request
 ) -> None:
     """Measure this machine together with the other ranks, still joined afterwards."""
-    device = _joined(run_dir, rank, world_size, rendezvous, request)
+    device, _ = _joined(run_dir, rank, world_size, rendezvous, request)
     optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments())
     calibrate(run_dir, device, request.train.precision or "fp32", optimizer)
 
 
 def _joined(
     run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, request: Request
-) -> torch.device:
-    """This rank's device, once all ranks have met."""
+) -> tuple[torch.device, Links | None]:
+    """This rank's device and the links it emulates, if it does, once all ranks have met."""
     if request.launcher.threads is not None:
         torch.set_num_threads(request.launcher.threads)
     device = _device(run_dir)
     timeout = timedelta(seconds=request.launcher.timeout_s)
-    join(rendezvous, rank, world_size, device, timeout, _pace(run_dir, rank))
-    return device
+    links = _links(run_dir)
+    join(rendezvous, rank, world_size, device, timeout, _pace(run_dir, rank), links)
+    return device, links
 
 
 def train_as_planned(
@@ -126,7 +128,7 @@ def train_as_planned(
     plan = Plan.from_json((run_dir / "plan.json").read_text())
     assert world_size == plan.world_size, (world_size, plan.world_size)
     timeout = timedelta(seconds=request.launcher.timeout_s)
-    device = _joined(run_dir, rank, world_size, rendezvous, request)
+    device, links = _joined(run_dir, rank, world_size, rendezvous, request)
     seat = Seat(rank, device, make_groups(plan, rank, timeout))
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
@@ -149,6 +151,8 @@ def train_as_planned(
     if metrics is not None:
         metrics.close()
         summary["peak_memory_bytes"] = peaks
+        if links is not None:
+            summary["full_bandwidth_bytes_s"] = links.full_bytes_s
         path = run_dir / "summary.json"
         path.with_suffix(".partial").write_text(json.dumps(summary, indent=1) + "\n")
         path.with_suffix(".partial").replace(path)
@@ -159,6 +163,12 @@ def _pace(run_dir: Path, rank: int) -> Pace | None:
     """That of the device this rank stands for, where it keeps one."""
     paces = json.loads((run_dir / "launch.json").read_text())["paces"]
     return None if paces is None else Pace(paces[rank])
+
+
+def _links(run_dir: Path) -> Links | None:
+    """Those this rank stands behind, where they are slowed."""
+    relative = json.loads((run_dir / "launch.json").read_text())["links"]
+    return None if relative is None else Links(relative)
 
 
 def _device(run_dir: Path) -> torch.device:

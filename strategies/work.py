@@ -239,7 +239,8 @@ _VIEWS = _TURNING | _CASTS | _SPREADING | _TAKING_PART | _names(
 )  # fmt: skip
 _WIDTHS = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
 _OF_KIND = {
-    Kind.PRODUCT: "linear addmm matmul mm bmm baddbmm einsum _grouped_mm grouped_mm grouped_mm_fallback",
+    Kind.PRODUCT: "linear addmm matmul mm bmm baddbmm einsum _grouped_mm grouped_mm "
+                  "grouped_mm_fallback",
     Kind.CONVOLUTION: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
     Kind.ATTENTION: "scaled_dot_product_attention",
     Kind.FUNCTION: "silu sigmoid softplus mish elu hardswish exp log log1p erf sin cos",

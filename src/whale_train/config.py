@@ -97,7 +97,7 @@ class LauncherOptions(_Section):
     """Where the ranks run; `threads` per rank (null: the cores shared among the ranks). A rank that
     waits for others longer than `timeout_s` fails, naming those that did not come. Where ranks
     stand for devices this machine does not have, `device_speed` slows each to its device's speed
-    relative to the fastest."""
+    relative to the fastest, and `link_speed` each link to its relative bandwidth."""
 
     kind: Literal["auto", "local", "emulate"] = "auto"
     threads: _Count | None = None
@@ -334,8 +334,7 @@ def _known_keys(name: str, section: str, problem: Any, error: ValidationError) -
 def _refuse_unexecuted(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     """Keys of the design that later work executes: known, and refused by name."""
     rule = "is valid but not executed by this version"
-    train, launcher = sections.get("train"), sections.get("launcher")
-    verify = sections.get("verify")
+    train, verify = sections.get("train"), sections.get("verify")
     if sections.get("mode") == "verify" and isinstance(verify, VerifyOptions):
         _refuse_steps(verify, train, faults)
     if isinstance(train, TrainOptions):
@@ -351,9 +350,6 @@ def _refuse_unexecuted(sections: Mapping[str, Any], faults: list[Fault]) -> None
     optimizer = sections.get("optimizer")
     if isinstance(optimizer, OptimizerOptions):
         _refuse_ineffective(optimizer, faults)
-    if isinstance(launcher, LauncherOptions):
-        if launcher.link_speed:
-            faults.append(Fault("launcher.link_speed", "true", rule, "use false"))
 
 
 def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:

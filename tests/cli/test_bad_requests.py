@@ -436,9 +436,24 @@ UNEXECUTED = (
         "one kind; use false",
     ),
     Case(
-        "speeds",
-        "launcher.device_speed=true launcher.link_speed=true",
-        f"launcher.link_speed=true {NOT_EXECUTED}; use false",
+        "speeds_of_own_devices_and_links",
+        f"launcher.device_speed=true launcher.link_speed=true {PLAN}",
+        "launcher.device_speed=true has no effect where ranks are the devices of hardware=cpu "
+        "themselves; use false",
+        "launcher.link_speed=true has no effect where ranks are the devices of hardware=cpu "
+        "themselves; use false",
+    ),
+    Case(
+        "speed_of_equal_links",
+        f"launcher.link_speed=true strategy.devices=8 {ON_THE_MIX}",
+        "launcher.link_speed=true has no effect on the links of hardware=v100_p100_mix, all of "
+        "one bandwidth; use false",
+    ),
+    Case(
+        "speed_of_no_link",
+        f"launcher.link_speed=true strategy=single {ON_THE_MIX}",
+        "launcher.link_speed=true has no effect on 1 device of hardware=v100_p100_mix, which "
+        "nothing is linked to; use false",
     ),
     Case(
         "pipeline",

@@ -339,6 +339,17 @@ def test_emulated_ratios_are_named() -> None:
     panel = words(rendered(banner, 50, terminal=True))
     assert "but keep their proportions (the fastest has 1/1.5 of a processor)" in panel
     assert "only relative speeds" in rendered(banner, 120)
+    linked = banner_emulated(2, local=False, slow_links=True)
+    panel = words(rendered(linked, 50, terminal=True))
+    assert "speeds are not those devices', but links keep their proportions (the fastest" in panel
+    assert "only" not in rendered(linked, 120)
+    assert "relative link speeds" in rendered(linked, 120)
+    both = banner_emulated(16, False, "v100_p100_mix", paces=(1.5, 3.0), slow_links=True)
+    panel = words(rendered(both, 50, terminal=True))
+    assert "of a processor), and so do links (the fastest has all that gloo moves here)" in panel
+    line = rendered(both, 120)
+    assert line.count("\n") == 1
+    assert "all speeds relative" in line
 
 
 def test_own_processes_are_not_called_emulated() -> None:

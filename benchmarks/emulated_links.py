@@ -1,0 +1,198 @@
+"""Links that are slowed to the proportions of an inventory, beside what they should take.
+
+python benchmarks/emulated_links.py
+
+Two nodes of two devices, a fast link inside and a network in between that is slower by a ratio.
+First bare transfers by four processes that do nothing else, then steps of the command, by turns
+without and with `launcher.link_speed=true`, of models so small that they wait for the network most
+of the time. Nominal is what the network needs by the bandwidth that each run measured.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import distributed as dist
+
+from whale_train.runtime.groups import join, leave
+from whale_train.runtime.links import Links, moved_bytes
+
+RANKS = 4
+WARM_UP = 4  # steps that do not count
+MICRO_BATCHES = 4
+BATCH, SEQUENCE, WIDTH = 8, 64, 256
+PIPELINE = f"{{pipeline: {{stages: 4, schedule: 1f1b, micro_batches: {MICRO_BATCHES}}}}}"
+
+
+def main() -> None:
+    words = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.formatter_class = words
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
+    parser.add_argument("--steps", type=int, default=14, help="of a run")
+    options = parser.parse_args()
+    console = Console(width=120)
+    console.print(_bare_transfers(24.0))
+    console.print(_steps(options))
+
+
+def _bare_transfers(ratio: float) -> Table:
+    table = Table(title="A transfer of 4 MB, medians", title_justify="left")
+    for name in ("transfer", "fast link", "slow link", "nominal", "slow / nominal"):
+        table.add_column(name, justify="left" if name == "transfer" else "right")
+    context = get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
+        answers = context.SimpleQueue()
+        ranks = [
+            context.Process(target=_transfers, args=(folder, rank, ratio, answers))
+            for rank in range(RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        found = answers.get()
+        for process in ranks:
+            process.join()
+    for name, (fast_s, slow_s, nominal_s) in found.items():
+        table.add_row(name, *map(_ms, (fast_s, slow_s, nominal_s)), f"{slow_s / nominal_s:.2f}")
+    return table
+
+
+def _transfers(folder: str, rank: int, ratio: float, answers: Any) -> None:
+    """Be a rank; the first answers, by transfer, with (fast, slow, nominal) seconds."""
+    torch.set_num_threads(1)
+    nodes = [i // 2 for i in range(RANKS)]
+    links = Links([[1.0 if i == j else 1 / ratio for j in nodes] for i in nodes])
+    join(f"file://{folder}/meet", rank, RANKS, torch.device("cpu"), links=links)
+    inside = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    value = torch.zeros(1 << 20)
+    half = torch.zeros(1 << 19)
+
+    def message(group: dist.ProcessGroup, peer: int) -> None:
+        """There and, a number only, back: the sender would else be done before it is there."""
+        if rank < peer:
+            dist.send(value, peer, group)
+            dist.recv(value[:1], peer, group)
+        else:
+            dist.recv(value, peer, group)
+            dist.send(value[:1], peer, group)
+
+    def all_reduce(group: dist.ProcessGroup, peer: int) -> None:
+        dist.all_reduce(value, group=group)
+
+    def all_gather(group: dist.ProcessGroup, peer: int) -> None:
+        dist.all_gather_single(value, half, group=group)
+
+    bytes_s = links.full_bytes_s
+    assert bytes_s is not None
+    kinds = {
+        "all-reduce": (all_reduce, moved_bytes("allreduce", ([value],), 2)),
+        "all-gather": (all_gather, moved_bytes("all_gather_single", (value, half), 2)),
+        "message": (message, moved_bytes("send", ([value], 1, 0), 2)),
+    }
+    found = {}
+    for name, (transfer, moved) in kinds.items():
+        fast = _median_s(transfer, inside, rank ^ 1)
+        slow = _median_s(transfer, across, rank ^ 2)
+        found[name] = fast, slow, moved * ratio / bytes_s
+    if rank == 0:
+        answers.put(found)
+    leave()
+
+
+def _median_s(
+    transfer: Callable[[dist.ProcessGroup, int], None], group: dist.ProcessGroup, peer: int
+) -> float:
+    taken = []
+    for _ in range(15):
+        dist.barrier()
+        started = perf_counter()
+        transfer(group, peer)
+        taken.append(perf_counter() - started)
+    return median(taken[3:])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy, the ratio of its links, and what goes over the network one after another in a
+    step, by the bytes of a rank's parameters (in bytes)."""
+
+    name: str
+    overrides: tuple[str, ...]
+    ratio: float
+    moved: Callable[[float], float]
+
+
+ROWS = (
+    Row("copies: the sum of gradients", ("strategy=dp",), 24.0, lambda size: size * 3 / 2),
+    # All micro-batches' values, and the last one's gradient back: the others go beside them.
+    Row(
+        f"pipeline of 4, {MICRO_BATCHES} micro-batches",
+        (f"strategy.graph={PIPELINE}",),
+        600.0,
+        lambda _: 4 * BATCH * SEQUENCE * WIDTH * (MICRO_BATCHES + 1) / MICRO_BATCHES,
+    ),
+)
+
+
+def _steps(options: argparse.Namespace) -> Table:
+    table = Table(title="A step of GPT, AdamW, medians of a run", title_justify="left")
+    names = ("all fast", "slow links", "longer by", "nominal", "longer / nominal", "full MB/s")
+    for name in ("strategy", "ratio", *names):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for row in ROWS:
+        for _ in range(options.rounds):
+            fast, _, _ = _run(row, options.steps, slowed=False)
+            slow, parameter_bytes, bytes_s = _run(row, options.steps, slowed=True)
+            nominal = row.moved(parameter_bytes) * row.ratio / bytes_s
+            cells = map(_ms, (fast, slow, slow - fast, nominal))
+            words = (f"{(slow - fast) / nominal:.2f}", f"{bytes_s / 1e6:.0f}")
+            table.add_row(row.name, f"{row.ratio:g}", *cells, *words)
+    return table
+
+
+def _run(row: Row, steps: int, slowed: bool) -> tuple[float, float, float]:
+    """The seconds of a run's median step, the bytes of a rank's parameters, and the full bandwidth
+    it measured (0 where it is not slowed). Exits where it fails."""
+    link = f"{{bandwidth_bytes_s: {row.ratio}e9, latency_s: 1e-6}}"
+    nodes = ", ".join([f"{{devices: 2, device: v100_sxm2_32gb, link: {link}}}"] * 2)
+    with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
+        run_dir = Path(folder) / "run"
+        command = [
+            *(sys.executable, "-m", "whale_train.launcher.cli", *row.overrides),
+            *("model=gpt", f"model.width={WIDTH}", "model.depth=4", f"train.global_batch={BATCH}"),
+            *(f"model.sequence_length={SEQUENCE}", f"data.sequence_length={SEQUENCE}"),
+            *("hardware=v100_p100_mix", f"hardware.nodes=[{nodes}]"),
+            "hardware.network={bandwidth_bytes_s: 1e9, latency_s: 1e-5}",
+            *("launcher=emulate", f"launcher.link_speed={str(slowed).lower()}"),
+            *(f"train.steps={steps}", f"hydra.run.dir={run_dir}"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        summary = json.loads((run_dir / "summary.json").read_text())
+        plan = json.loads((run_dir / "plan.json").read_text())
+    parameter_bytes = plan["ranks"][0]["memory_bytes"]["parameters"]
+    seconds = [json.loads(line)["step_time_s"] for line in lines[WARM_UP:]]
+    return median(seconds), parameter_bytes, summary.get("full_bandwidth_bytes_s", 0.0)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+if __name__ == "__main__":
+    main()
