@@ -23,9 +23,9 @@ from whale_train.launcher.calibrations import kept
 from whale_train.launcher.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.emulation import paces as emulated_paces
 from whale_train.launcher.machine import machine_facts
-from whale_train.strategies.calibration import calibrated
-from whale_train.strategies.cluster import Cluster
-from whale_train.strategies.grammar import Replicate, every_node, read_strategy
+from whale_train.strategies.calibration import calibrated, stand_ins
+from whale_train.strategies.cluster import CPU_PROCESS, Cluster
+from whale_train.strategies.grammar import Replicate, Strategy, every_node, read_strategy
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Ref
 from whale_train.strategies.plan import Plan
@@ -80,8 +80,9 @@ def resolve_request(request: Request) -> Resolved:
         raise ConfigError(faults)
     profile = _profile(request, dataset)
     _check_data(request, profile, dataset.num_evaluation_samples, faults)
+    here = _stand_ins(request, strategy, cluster) if emulated else None
     try:
-        plan = resolve(strategy, cluster, profile, training)
+        plan = resolve(strategy, cluster, profile, training, here)
     except PlanError as error:
         raise PlanError([*faults, *error.faults]) from None
     if faults:
@@ -246,6 +247,18 @@ def _where(
     if kind == "emulate" or not local:
         return "cpu", not cluster.on_cpu
     return ("cpu" if cluster.on_cpu else "cuda"), False
+
+
+def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluster | None:
+    """The CPU processes that stand for the devices `strategy` uses, where they were measured and
+    nothing else slows them."""
+    used = cluster.first(strategy.devices or len(cluster.devices))
+    cores = len(os.sched_getaffinity(0))
+    threads = threads_of(request, cores, len(used.devices))
+    measured = [x for x in kept() if x.device == CPU_PROCESS and x.threads == threads]
+    if not measured or request.launcher.link_speed:
+        return None
+    return stand_ins(used, measured[0], _paces(request, used), cores / threads)
 
 
 def _refuse_device_speed(

@@ -226,6 +226,7 @@ def train(
         "samples_per_s": plan.global_batch / typical,
         "step_time_s_median": typical,
         "predicted_step_time_s": plan.predicted.step_time_s,
+        "predicted_here_s": plan.predicted_here and plan.predicted_here.step_time_s,
     }
 
 

@@ -52,13 +52,16 @@ class FlatStep:
         self.weights_bytes = 2 if training.precision == "bf16" and body.zero else 4
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
-        """The step of the ranks that stand for all, and who stands for each."""
-        first: dict[tuple[int, int, int], int] = {}
+        """The step of the ranks that stand for all, and who stands for each. Ranks that share
+        processors stand for themselves."""
+        first: dict[tuple[int, int, int, int], int] = {}
         stands = {}
         for rank in range(self.count):
             device = self.cluster.devices[rank]
             classes = self.classes[rank] if self.classes else 0
-            stands[rank] = first.setdefault((id(device), self.samples[rank], classes), rank)
+            itself = rank if self.count > self.cluster.processors else 0
+            alike = (id(device), self.samples[rank], classes, itself)
+            stands[rank] = first.setdefault(alike, rank)
         actors = [self._actor(rank) for rank in first.values()]
         return Step(actors, self._syncs(len(actors)), self._norm_s()), stands
 

@@ -108,8 +108,9 @@ class Decision:
 class Plan:
     """The whole job. `rewrite` says how the exported graph is cut and which layouts its values
     have (None when the model runs as it is); `exported` whether there was a graph at all, and so
-    whether parameters without a gradient are known. `pipeline` says who runs which chunk of it
-    for which micro-batch (None for a flat strategy); the order is `schedule.py`'s."""
+    whether parameters without a gradient are known. `predicted_here` is the step of the CPU
+    processes that stand for the devices, where those were measured. `pipeline` says who runs which
+    chunk of it for which micro-batch (None for a flat strategy); the order is `schedule.py`'s."""
 
     cluster: str
     world_size: int
@@ -121,6 +122,7 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     predicted: Prediction
     decisions: tuple[Decision, ...]
+    predicted_here: Prediction | None = None
     exported: bool = True
     rewrite: dict[str, Any] | None = None
     pipeline: dict[str, Any] | None = None
@@ -155,6 +157,8 @@ class Plan:
                     for x in content["ranks"]
                 ),
                 "predicted": Prediction(**content["predicted"]),
+                "predicted_here": content["predicted_here"]
+                and Prediction(**content["predicted_here"]),
                 "decisions": tuple(Decision(**x) for x in content["decisions"]),
                 "rewrite": _tuples(content["rewrite"]),
                 "pipeline": _tuples(content["pipeline"]),

@@ -40,9 +40,14 @@ _PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def resolve(
-    strategy: Strategy, cluster: Cluster, profile: ModelProfile, training: Training
+    strategy: Strategy,
+    cluster: Cluster,
+    profile: ModelProfile,
+    training: Training,
+    stand_ins: Cluster | None = None,
 ) -> Plan:
-    """The plan for `strategy` on the devices of `cluster`. Raises PlanError with all faults."""
+    """The plan for `strategy` on the devices of `cluster`; a step is also predicted for
+    `stand_ins`, a device for each of those the strategy uses. Raises PlanError with all faults."""
     faults: list[Fault] = []
     decisions: list[Decision] = []
     refuse_without_model(strategy, cluster, training, faults)
@@ -50,7 +55,7 @@ def resolve(
         raise PlanError(faults)
     cluster = _used_devices(strategy, cluster, faults, decisions)
     if is_nested(strategy):
-        plan = resolve_nested(strategy, cluster, profile, training)
+        plan = resolve_nested(strategy, cluster, profile, training, stand_ins)
         return replace(plan, decisions=(*decisions, *plan.decisions))
     if len(cluster.devices) > 1 or training.accumulate > 1:
         refuse_shared_batch(profile, faults)
@@ -65,7 +70,10 @@ def resolve(
     if sharing is None:
         raise PlanError(faults)
     decisions += _explain(strategy, graph, cluster, profile, sharing)
-    return _plan(graph, cluster, profile, training, sharing, decisions)
+    plan = _plan(graph, cluster, profile, training, sharing, decisions)
+    if stand_ins is None:
+        return plan
+    return replace(plan, predicted_here=_predicted(graph, stand_ins, profile, training, sharing))
 
 
 def refuse_without_model(

@@ -37,7 +37,7 @@ from whale_train.strategies.stage_memory import (
     refuse_memory,
 )
 from whale_train.strategies.stage_times import ChunkTimes
-from whale_train.strategies.staged_plan import Decided, written
+from whale_train.strategies.staged_plan import Decided, predicted_of, written
 from whale_train.strategies.stages import (
     Slice,
     balanced,
@@ -52,9 +52,14 @@ _Edges = Mapping[tuple[int, int], bool]
 
 
 def resolve_nested(
-    strategy: Strategy, cluster: Cluster, profile: ModelProfile, training: Training
+    strategy: Strategy,
+    cluster: Cluster,
+    profile: ModelProfile,
+    training: Training,
+    stand_ins: Cluster | None = None,
 ) -> Plan:
-    """The plan of a nested strategy. Raises PlanError with all faults of a stage."""
+    """The plan of a nested strategy; a step is also predicted for `stand_ins`. Raises PlanError
+    with all faults of a stage."""
     job, decisions = _staging(strategy, cluster, profile, training), list[Decision]()
     micro_batches = count_micro_batches(job, decisions)
     refuse_batch_norm(job, micro_batches)
@@ -77,7 +82,12 @@ def resolve_nested(
     refuse_memory(job, memory)
     _explain(job, chunks, recomputed, decisions)
     parts = Decided(times, axes, batches, edges, shared, memory, orders, recomputed)
-    return written(job, parts, decisions)
+    plan = written(job, parts, decisions)
+    if stand_ins is None:
+        return plan
+    there = replace(job, cluster=stand_ins)
+    parts = replace(parts, times=ChunkTimes(there, chunks, axes, frozenset(recomputed)))
+    return replace(plan, predicted_here=predicted_of(there, parts))
 
 
 def _staging(

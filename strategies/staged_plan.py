@@ -73,7 +73,7 @@ def written(job: Staging, decided: Decided, decisions: Sequence[Decision]) -> Pl
         groups=groups,
         schedule=pipeline["schedule"] if form.pipeline else "none",
         ranks=tuple(_rank(job, rank, decided) for rank in range(count)),
-        predicted=_predicted(job, decided),
+        predicted=predicted_of(job, decided),
         decisions=tuple(decisions),
         rewrite={
             "axes": decided.axes,
@@ -83,7 +83,8 @@ def written(job: Staging, decided: Decided, decisions: Sequence[Decision]) -> Pl
     )
 
 
-def _predicted(job: Staging, decided: Decided) -> Prediction:
+def predicted_of(job: Staging, decided: Decided) -> Prediction:
+    """The step's time on the devices of `job`."""
     priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.memory)
     step, _ = priced.step()
     spans = simulated(step, job.cluster)

@@ -47,7 +47,8 @@ class StagedStep:
         self.senders: Crowd = crowd_of(self.cluster, self._edges())
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
-        """The step of the copies that stand for all, and which rank stands for each."""
+        """The step of the copies that stand for all, and which rank stands for each. Where ranks
+        share processors, all copies stand for themselves."""
         first: dict[object, int] = {}
         stands: dict[int, int] = {}
         chosen: list[int] = []
@@ -58,6 +59,7 @@ class StagedStep:
                     for ranks in positions
                 ),
                 tuple(stop - start for start, stop in self.batches.samples[copy]),
+                copy if len(self.cluster.devices) > self.cluster.processors else 0,
             )
             other = first.setdefault(alike, copy)
             if other == copy:
