@@ -19,7 +19,7 @@ from whale_train.launcher.compose import compared_strategies
 from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
 from whale_train.launcher.machine import machine_facts
 from whale_train.launcher.placement import Place
-from whale_train.launcher.progress import Progress, summary_line
+from whale_train.launcher.progress import Progress, summary_line, unlike_predicted
 from whale_train.launcher.resolve import (
     Resolved,
     offloads_adam,
@@ -48,6 +48,7 @@ from whale_train.launcher.supervise import (
 )
 from whale_train.launcher.terminal import Portable, open_console
 from whale_train.launcher.verify import compare
+from whale_train.strategies.calibration import is_measured
 from whale_train.strategies.plan import Plan
 from whale_train.strategies.resolve import resolve
 
@@ -83,7 +84,11 @@ def run_job(
             console.print(comparison_view(found))
             return JobEnd("done", run_dir)
         if request.mode == "plan":
-            _show(resolve_request(request), request, console)
+            resolved = resolve_request(request)
+            _show(resolved, request, console)
+            if resolved.timeline:
+                path = write_timeline(run_dir, resolved)
+                console.print(f"the predicted step's timeline: {path}")
             return JobEnd("done", run_dir)
         with remembered_interrupts() as interrupts:
             if request.mode == "verify":
@@ -107,8 +112,18 @@ def make_run_dir(request: Request, run_dir: Path) -> Path:
     return run_dir
 
 
+def write_timeline(run_dir: Path, resolved: Resolved) -> Path:
+    """The predicted step's, to be laid beside that of a run."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / "predicted_trace.json"
+    write_json(path, {"traceEvents": resolved.timeline})
+    return path
+
+
 def write_plan(run_dir: Path, resolved: Resolved) -> None:
     """All the ranks wait for, `ready` last."""
+    if resolved.timeline:
+        write_timeline(run_dir, resolved)
     write_environment(run_dir)
     launch = {"device": resolved.device, "paces": resolved.paces, "links": resolved.links}
     write_json(run_dir / "launch.json", launch)
@@ -253,6 +268,13 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
     """Say how a run ended."""
     if outcome.status == "done":
         summary = json.loads((run_dir / "summary.json").read_text())
+        unlike = unlike_predicted(summary, resolved.emulated)
+        if unlike:
+            remedy = "the machine may have been busy, or other programs while it was calibrated"
+            if not is_measured(resolved.cluster) and not resolved.emulated:
+                kind = resolved.cluster.devices[0].name
+                remedy = f"{kind}'s figures are nominal: whale-train mode=calibrate measures them"
+            console.print(f"warning: {unlike}; {remedy}", style="yellow", soft_wrap=True)
         console.print(Portable(summary_line(summary, run_dir, resolved.emulated)))
         return JobEnd("done", run_dir, summary)
     if outcome.status == "failed":

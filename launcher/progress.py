@@ -156,10 +156,11 @@ def summary_line(summary: Mapping[str, Any], run_dir: Path, emulated: bool = Fal
     A prediction for devices that were only `emulated` says so: the two are not alike.
     """
     step = f"{in_seconds(summary['step_time_s_median'])} a step"
-    predicted = summary.get("predicted_step_time_s")
+    predicted, here = summary.get("predicted_step_time_s"), summary.get("predicted_here_s")
     if predicted is not None:
         where = " on the real devices" if emulated else ""
-        step += f" (predicted{where} {in_seconds(predicted)})"
+        first = f"{in_seconds(here)}, " if here is not None else ""
+        step += f" (predicted {first}{in_seconds(predicted)}{where})"
     parts = [
         f"done: {summary['steps']} steps",
         f"loss {_loss(summary['final_loss'])}",
@@ -168,6 +169,23 @@ def summary_line(summary: Mapping[str, Any], run_dir: Path, emulated: bool = Fal
         str(run_dir),
     ]
     return "  ".join(parts)
+
+
+_LIKE = 0.25  # a prediction that far off is worth a word
+
+
+def unlike_predicted(summary: Mapping[str, Any], emulated: bool) -> str:
+    """That a run's steps took much longer or shorter than predicted for what ran them ('' where
+    they did not, or nothing was: for devices that were `emulated` by what nobody measured)."""
+    predicted = summary.get("predicted_here_s")
+    if predicted is None and not emulated:
+        predicted = summary.get("predicted_step_time_s")
+    measured = summary["step_time_s_median"]
+    if not predicted or abs(measured / predicted - 1) <= _LIKE:
+        return ""
+    times = measured / predicted
+    said = f"{times:.2f} times" if times < 10 else f"{times:,.0f} times"
+    return f"a step took {in_seconds(measured)}, {said} the predicted {in_seconds(predicted)}"
 
 
 class _Tail:

@@ -29,8 +29,13 @@ from whale_train.strategies.grammar import Replicate, Strategy, every_node, read
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Ref
 from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import refuse_without_model, resolve
+from whale_train.strategies.resolve import (
+    refuse_without_model,
+    resolve,
+    resolve_and_simulate,
+)
 from whale_train.strategies.sharing import Training
+from whale_train.strategies.timeline import Event
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Resolved:
     """A request's plan and what it was made of. `emulated`: CPU processes stand for devices this
     machine does not have, each of which takes `paces` seconds for a second of computing, and any
     two of which are joined by `links` of the fastest link's bandwidth (None: all are as fast as
-    they can)."""
+    they can). `timeline` is the predicted step's, of the stand-ins where these were measured."""
 
     plan: Plan
     cluster: Cluster
@@ -47,6 +52,7 @@ class Resolved:
     emulated: bool
     paces: tuple[float, ...] | None = None
     links: tuple[tuple[float, ...], ...] | None = None
+    timeline: tuple[Event, ...] = ()
 
 
 def training_of(request: Request) -> Training:
@@ -82,14 +88,15 @@ def resolve_request(request: Request) -> Resolved:
     _check_data(request, profile, dataset.num_evaluation_samples, faults)
     here = _stand_ins(request, strategy, cluster) if emulated else None
     try:
-        plan = resolve(strategy, cluster, profile, training, here)
+        plan, step = resolve_and_simulate(strategy, cluster, profile, training, here)
     except PlanError as error:
         raise PlanError([*faults, *error.faults]) from None
     if faults:
         raise ConfigError(faults)
     used = cluster.first(plan.world_size)
     paces, links = _paces(request, used), _links(request, used)
-    return Resolved(plan, used, profile, device, emulated, paces, links)
+    timeline = tuple(step.events(here or used)) if request.train.trace else ()
+    return Resolved(plan, used, profile, device, emulated, paces, links, timeline)
 
 
 def resolve_each(

@@ -1,7 +1,7 @@
 """A timeline of what one rank does, for chrome://tracing and ui.perfetto.dev.
 
-The Trace Event Format: complete events ("ph": "X"), microseconds, one process per rank. On a GPU
-a span is the time its work took to be asked for, unless what is asked for waits.
+Its form is `strategies/timeline.py`'s. On a GPU a span is the time its work took to be asked for,
+unless what is asked for waits.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whale_train.strategies.instructions import Instruction
+from whale_train.strategies.timeline import event, named
 
 
 class Trace:
@@ -19,15 +20,7 @@ class Trace:
 
     def __init__(self, rank: int, device: str) -> None:
         self._rank = rank
-        self._events: list[dict[str, Any]] = [
-            {
-                "name": "process_name",
-                "ph": "M",
-                "pid": rank,
-                "tid": 0,
-                "args": {"name": f"rank {rank} ({device})"},
-            }
-        ]
+        self._events = [named(rank, device)]
 
     @contextmanager
     def span(self, what: Instruction | str) -> Iterator[None]:
@@ -37,26 +30,7 @@ class Trace:
             yield
         finally:
             took = time.time_ns() - started
-            args: dict[str, Any] = {}
-            if isinstance(what, Instruction):
-                args = {"chunk": what.chunk, "micro_batch": what.micro_batch}
-                if what.peer >= 0:
-                    args["peer"] = what.peer
-                name = f"{what.kind} {what.micro_batch}"
-            else:
-                name = what
-            self._events.append(
-                {
-                    "name": name,
-                    "cat": what.kind if isinstance(what, Instruction) else "step",
-                    "ph": "X",
-                    "ts": started / 1e3,
-                    "dur": took / 1e3,
-                    "pid": self._rank,
-                    "tid": 0,
-                    "args": args,
-                }
-            )
+            self._events.append(event(self._rank, what, started / 1e3, took / 1e3))
 
     def write(self, run_dir: Path) -> None:
         """`run_dir/trace/rank_N.json`."""

@@ -63,6 +63,11 @@ class Calibration:
         )  # fmt: skip
 
 
+def is_measured(cluster: Cluster) -> bool:
+    """Whether all its devices have figures that were measured."""
+    return all(device.kernels for device in cluster.devices)
+
+
 def calibrated(cluster: Cluster, known: Sequence[Calibration], threads: int) -> Cluster:
     """`cluster` with what is `known` of its devices; its CPU processes have `threads` each."""
     found = {x.device: x for x in known if x.threads == (threads if x.threads else 0)}

@@ -1,32 +1,51 @@
-"""The time of one step: its tasks simulated, and the parts that make it up."""
+"""The time of one step: its tasks simulated, the parts that make it up, and its timeline."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.plan import Prediction
 from whale_train.strategies.simulator import RankTime, Spans, rank_times, simulate
 from whale_train.strategies.step_tasks import Step, tasks_of
+from whale_train.strategies.timeline import Event, events_of
 
 
-def simulated(step: Step, cluster: Cluster) -> Spans:
-    """When each task of `step` begins and ends on the devices of `cluster`."""
-    return simulate(tasks_of(step), cluster.processors)
+@dataclass(frozen=True)
+class Simulated:
+    """A simulated step of `global_batch` samples; `stands` says which rank's tasks are those of
+    each rank. `floor_s` is the least that the devices need to compute it."""
+
+    spans: Spans
+    stands: Mapping[int, int]
+    global_batch: int
+    floor_s: float
+
+    def prediction(self) -> Prediction:
+        """The step's time, which is not under the floor, and where that of its busiest rank
+        goes."""
+        seconds = self.spans.seconds
+        assert seconds >= self.floor_s * (1 - 1e-9), (seconds, self.floor_s)
+        busiest = _busiest(rank_times(self.spans))
+        return Prediction(
+            seconds,
+            self.global_batch / seconds,
+            busiest.compute_s,
+            busiest.communication_s,
+            busiest.optimizer_s,
+            busiest.idle_s,
+        )
+
+    def events(self, cluster: Cluster) -> list[Event]:
+        """Its timeline, as a trace of a run has it."""
+        return events_of(self.spans, self.stands, [device.name for device in cluster.devices])
 
 
-def prediction(spans: Spans, global_batch: int, floor_s: float) -> Prediction:
-    """The step's time, and where that of its busiest rank goes. `floor_s` is the least that the
-    devices need to compute it, which no step can be under."""
-    seconds = spans.seconds
-    assert seconds >= floor_s * (1 - 1e-9), (seconds, floor_s)
-    busiest = _busiest(rank_times(spans))
-    return Prediction(
-        seconds,
-        global_batch / seconds,
-        busiest.compute_s,
-        busiest.communication_s,
-        busiest.optimizer_s,
-        busiest.idle_s,
-    )
+def simulated(
+    step: Step, stands: Mapping[int, int], cluster: Cluster, global_batch: int, floor_s: float
+) -> Simulated:
+    """`step` on the devices of `cluster`."""
+    spans = simulate(tasks_of(step), cluster.processors)
+    return Simulated(spans, stands, global_batch, floor_s)
 
 
 def _busiest(times: Mapping[int, RankTime]) -> RankTime:

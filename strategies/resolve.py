@@ -22,7 +22,7 @@ from whale_train.strategies.memory import added
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision, Plan, Prediction, RankPlan
 from whale_train.strategies.plan import TaskGraph as PlannedTaskGraph
-from whale_train.strategies.prediction import prediction, simulated
+from whale_train.strategies.prediction import Simulated, simulated
 from whale_train.strategies.rewrite_plan import rewrite_plan, shard_plan
 from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
 from whale_train.strategies.shares import even_shares, tile
@@ -44,10 +44,21 @@ def resolve(
     cluster: Cluster,
     profile: ModelProfile,
     training: Training,
-    stand_ins: Cluster | None = None,
 ) -> Plan:
-    """The plan for `strategy` on the devices of `cluster`; a step is also predicted for
-    `stand_ins`, a device for each of those the strategy uses. Raises PlanError with all faults."""
+    """The plan for `strategy` on the devices of `cluster`. Raises PlanError with all faults."""
+    return resolve_and_simulate(strategy, cluster, profile, training)[0]
+
+
+def resolve_and_simulate(
+    strategy: Strategy,
+    cluster: Cluster,
+    profile: ModelProfile,
+    training: Training,
+    stand_ins: Cluster | None = None,
+) -> tuple[Plan, Simulated]:
+    """The plan, and its step simulated: on `stand_ins`, a device for each of those the strategy
+    uses, where there are any, for which the plan then has a prediction as well. Raises PlanError
+    with all faults."""
     faults: list[Fault] = []
     decisions: list[Decision] = []
     refuse_without_model(strategy, cluster, training, faults)
@@ -55,8 +66,8 @@ def resolve(
         raise PlanError(faults)
     cluster = _used_devices(strategy, cluster, faults, decisions)
     if is_nested(strategy):
-        plan = resolve_nested(strategy, cluster, profile, training, stand_ins)
-        return replace(plan, decisions=(*decisions, *plan.decisions))
+        plan, step = resolve_nested(strategy, cluster, profile, training, stand_ins)
+        return replace(plan, decisions=(*decisions, *plan.decisions)), step
     if len(cluster.devices) > 1 or training.accumulate > 1:
         refuse_shared_batch(profile, faults)
     graph = bind(strategy, profile, len(cluster.devices), cluster.name, faults)
@@ -70,10 +81,12 @@ def resolve(
     if sharing is None:
         raise PlanError(faults)
     decisions += _explain(strategy, graph, cluster, profile, sharing)
-    plan = _plan(graph, cluster, profile, training, sharing, decisions)
+    step = _simulated(graph, cluster, profile, training, sharing)
+    plan = _plan(graph, cluster, profile, training, sharing, step.prediction(), decisions)
     if stand_ins is None:
-        return plan
-    return replace(plan, predicted_here=_predicted(graph, stand_ins, profile, training, sharing))
+        return plan, step
+    step = _simulated(graph, stand_ins, profile, training, sharing)
+    return replace(plan, predicted_here=step.prediction()), step
 
 
 def refuse_without_model(
@@ -194,6 +207,7 @@ def _plan(
     profile: ModelProfile,
     training: Training,
     sharing: Sharing,
+    predicted: Prediction,
     decisions: list[Decision],
 ) -> Plan:
     count = len(cluster.devices)
@@ -221,23 +235,22 @@ def _plan(
         ranks=tuple(
             _rank(rank, graph, cluster, profile, training, sharing) for rank in range(count)
         ),
-        predicted=_predicted(graph, cluster, profile, training, sharing),
+        predicted=predicted,
         decisions=tuple(decisions),
         exported=profile.graph is not None,
         rewrite=rewrite,
     )
 
 
-def _predicted(
+def _simulated(
     graph: StrategyGraph,
     cluster: Cluster,
     profile: ModelProfile,
     training: Training,
     sharing: Sharing,
-) -> Prediction:
+) -> Simulated:
     priced = FlatStep(graph, cluster, profile, training, sharing.samples, sharing.classes)
-    step, _ = priced.step()
-    return prediction(simulated(step, cluster), training.global_batch, priced.floor_s())
+    return simulated(*priced.step(), cluster, training.global_batch, priced.floor_s())
 
 
 def _task_graph(

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from math import inf
 
+from whale_train.strategies.instructions import Instruction
+
+UPDATE = "update"  # the name of tasks that are part of it
+
 
 class Lane(Enum):
     """Where a rank does a task."""
@@ -22,8 +26,8 @@ class Lane(Enum):
 @dataclass(frozen=True)
 class Task:
     """`seconds` of work that `ranks` do together on their `lane`, when the tasks `after` (numbers
-    in the list) are done. `transfer_s` of these a rank that computes spends in collectives, and
-    `name` and `category` are what a trace calls it ('' leaves it out)."""
+    in the list) are done. Of these a rank that computes spends `transfer_s` in collectives. It is
+    an `instruction`, or a part of the step called `name`."""
 
     ranks: tuple[int, ...]
     lane: Lane
@@ -31,9 +35,7 @@ class Task:
     after: tuple[int, ...] = ()
     transfer_s: float = 0.0
     name: str = ""
-    category: str = "step"
-    chunk: int = -1
-    micro_batch: int = -1
+    instruction: Instruction | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def rank_times(spans: Spans) -> dict[int, RankTime]:
             idle += start - clock - waited
             part = task.transfer_s / task.seconds if task.seconds else 0.0
             communication += part * (end - start)
-            if task.category == "update":
+            if task.name == UPDATE:
                 optimizer += (1 - part) * (end - start)
             else:
                 compute += (1 - part) * (end - start)

@@ -26,6 +26,7 @@ from whale_train.strategies.micro_batches import (
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Size
 from whale_train.strategies.patterns import Sharded, choose_patterns
 from whale_train.strategies.plan import Decision, Plan
+from whale_train.strategies.prediction import Simulated
 from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
 from whale_train.strategies.schedule import schedule
 from whale_train.strategies.shape_check import shape_check
@@ -37,7 +38,7 @@ from whale_train.strategies.stage_memory import (
     refuse_memory,
 )
 from whale_train.strategies.stage_times import ChunkTimes
-from whale_train.strategies.staged_plan import Decided, predicted_of, written
+from whale_train.strategies.staged_plan import Decided, simulated_step, written
 from whale_train.strategies.stages import (
     Slice,
     balanced,
@@ -57,9 +58,9 @@ def resolve_nested(
     profile: ModelProfile,
     training: Training,
     stand_ins: Cluster | None = None,
-) -> Plan:
-    """The plan of a nested strategy; a step is also predicted for `stand_ins`. Raises PlanError
-    with all faults of a stage."""
+) -> tuple[Plan, Simulated]:
+    """The plan of a nested strategy and its step simulated, on `stand_ins` where there are any.
+    Raises PlanError with all faults of a stage."""
     job, decisions = _staging(strategy, cluster, profile, training), list[Decision]()
     micro_batches = count_micro_batches(job, decisions)
     refuse_batch_norm(job, micro_batches)
@@ -82,12 +83,14 @@ def resolve_nested(
     refuse_memory(job, memory)
     _explain(job, chunks, recomputed, decisions)
     parts = Decided(times, axes, batches, edges, shared, memory, orders, recomputed)
-    plan = written(job, parts, decisions)
+    step = simulated_step(job, parts)
+    plan = written(job, parts, step.prediction(), decisions)
     if stand_ins is None:
-        return plan
+        return plan, step
     there = replace(job, cluster=stand_ins)
     parts = replace(parts, times=ChunkTimes(there, chunks, axes, frozenset(recomputed)))
-    return replace(plan, predicted_here=predicted_of(there, parts))
+    step = simulated_step(there, parts)
+    return replace(plan, predicted_here=step.prediction()), step
 
 
 def _staging(

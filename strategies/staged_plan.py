@@ -17,7 +17,7 @@ from whale_train.strategies.plan import (
     RankPlan,
     TaskGraph,
 )
-from whale_train.strategies.prediction import prediction, simulated
+from whale_train.strategies.prediction import Simulated, simulated
 from whale_train.strategies.rewrite_plan import segment_plan, shard_plan
 from whale_train.strategies.shares import tile
 from whale_train.strategies.stage_times import ChunkTimes
@@ -43,7 +43,9 @@ class Decided:
         return self.times.chunks
 
 
-def written(job: Staging, decided: Decided, decisions: Sequence[Decision]) -> Plan:
+def written(
+    job: Staging, decided: Decided, predicted: Prediction, decisions: Sequence[Decision]
+) -> Plan:
     """The plan of all that was decided."""
     form, count = job.form, len(job.cluster.devices)
     task_graphs = tuple(
@@ -73,7 +75,7 @@ def written(job: Staging, decided: Decided, decisions: Sequence[Decision]) -> Pl
         groups=groups,
         schedule=pipeline["schedule"] if form.pipeline else "none",
         ranks=tuple(_rank(job, rank, decided) for rank in range(count)),
-        predicted=predicted_of(job, decided),
+        predicted=predicted,
         decisions=tuple(decisions),
         rewrite={
             "axes": decided.axes,
@@ -83,12 +85,10 @@ def written(job: Staging, decided: Decided, decisions: Sequence[Decision]) -> Pl
     )
 
 
-def predicted_of(job: Staging, decided: Decided) -> Prediction:
-    """The step's time on the devices of `job`."""
+def simulated_step(job: Staging, decided: Decided) -> Simulated:
+    """The step on the devices of `job`."""
     priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.memory)
-    step, _ = priced.step()
-    spans = simulated(step, job.cluster)
-    return prediction(spans, job.training.global_batch, priced.floor_s())
+    return simulated(*priced.step(), job.cluster, job.training.global_batch, priced.floor_s())
 
 
 def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> dict[str, Any]:

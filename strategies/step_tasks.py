@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from whale_train.strategies.instructions import Instruction, Kind
-from whale_train.strategies.simulator import Lane, Task
+from whale_train.strategies.simulator import UPDATE, Lane, Task
 
 PIECES = 8  # at most, in which a backward makes gradients ready for their sums
 
@@ -50,13 +50,11 @@ class Sync:
 
 @dataclass(frozen=True)
 class Step:
-    """All of a step. `before_s` and `after_s` are what every rank takes beside the model: data
-    before, a line of metrics after; `norm_s` the sum of the gradient's norm over all."""
+    """All of a step; `norm_s` is the sum of the gradient's norm over all ranks."""
 
     actors: Sequence[Actor]
     syncs: Sequence[Sync]
     norm_s: float = 0.0
-    before_s: float = 0.0
 
 
 def tasks_of(step: Step) -> list[Task]:
@@ -68,8 +66,9 @@ class _Writer:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.tasks: list[Task] = []
-        self.last: list[int] = []  # of each actor, its last task
-        self.ready: list[list[int]] = []  # of each actor, when its gradients are, piece by piece
+        # Of each actor, its last task, and those after which its gradients are, piece by piece.
+        self.last: list[int | None] = [None] * len(step.actors)
+        self.ready: list[list[int]] = [[] for _ in step.actors]
         self.sent: dict[tuple[int, bool, int, int, int], int] = {}
         self.pieces = [1] * len(step.actors)
         for sync in step.syncs:
@@ -78,28 +77,26 @@ class _Writer:
                     self.pieces[member] = max(self.pieces[member], sync.pieces)
 
     def written(self) -> list[Task]:
-        for actor in self.step.actors:
-            self.last.append(self.add(Task(actor.ranks, Lane.COMPUTE, self.step.before_s)))
-            self.ready.append([])
         self.run()
         summed = self.sums()
         if self.step.norm_s:
             everyone = tuple(rank for actor in self.step.actors for rank in actor.ranks)
-            waits = tuple(dict.fromkeys((*self.last, *(n for each in summed for n in each))))
+            before = (n for number in range(len(self.last)) for n in self.after(number))
+            waits = tuple(dict.fromkeys((*before, *(n for each in summed for n in each))))
             seconds = self.step.norm_s
-            task = Task(everyone, Lane.COMPUTE, seconds, waits, seconds, "update", "update")
+            task = Task(everyone, Lane.COMPUTE, seconds, waits, seconds, UPDATE)
             norm = self.add(task)
-            self.last = [norm] * len(self.last)
+            self.last = [norm for _ in self.last]
         for number, actor in enumerate(self.step.actors):
-            waits = (self.last[number], *summed[number])
-            task = Task(actor.ranks, Lane.COMPUTE, actor.update_s, waits, 0.0, "update", "update")
+            waits = (*self.after(number), *summed[number])
+            task = Task(actor.ranks, Lane.COMPUTE, actor.update_s, waits, 0.0, UPDATE)
             self.last[number] = self.add(task)
         for sync in self.step.syncs:
             if sync.gathers_s:
                 ranks = tuple(r for member in sync.members for r in self.step.actors[member].ranks)
-                waits = tuple(self.last[member] for member in sync.members)
+                waits = tuple(n for member in sync.members for n in self.after(member))
                 seconds = sync.gathers_s
-                task = Task(ranks, Lane.COMPUTE, seconds, waits, seconds, "update", "update")
+                task = Task(ranks, Lane.COMPUTE, seconds, waits, seconds, UPDATE)
                 number = self.add(task)
                 for member in sync.members:
                     self.last[member] = number
@@ -108,6 +105,11 @@ class _Writer:
     def add(self, task: Task) -> int:
         self.tasks.append(task)
         return len(self.tasks) - 1
+
+    def after(self, number: int) -> tuple[int, ...]:
+        """What an actor's next task comes after."""
+        last = self.last[number]
+        return () if last is None else (last,)
 
     def run(self) -> None:
         """Every actor's instructions; one that receives waits for the send to be written."""
@@ -143,25 +145,26 @@ class _Writer:
     ) -> None:
         actor = self.step.actors[number]
         cost = actor.cost(instruction)
+        waits = (*self.after(number), *arrived)
         whole = Task(
-            actor.ranks, Lane.COMPUTE, cost.seconds, (self.last[number], *arrived),
-            cost.transfer_s, f"{instruction.kind} {instruction.micro_batch}", instruction.kind,
-            instruction.chunk, instruction.micro_batch,
-        )  # fmt: skip
+            actor.ranks, Lane.COMPUTE, cost.seconds, waits, cost.transfer_s, instruction=instruction
+        )
         pieces = self.pieces[number] if is_final else 1
         for piece in range(pieces):
             seconds, transfer = cost.seconds / pieces, cost.transfer_s / pieces
-            waits = whole.after if piece == 0 else (self.last[number],)
+            waits = whole.after if piece == 0 else self.after(number)
             task = replace(whole, seconds=seconds, transfer_s=transfer, after=waits)
-            self.last[number] = self.add(task)
+            done = self.last[number] = self.add(task)
             if is_final:
-                self.ready[number].append(self.last[number])
+                self.ready[number].append(done)
 
     def send(self, number: int, instruction: Instruction) -> None:
         actor = self.step.actors[number]
         seconds = actor.cost(instruction).seconds
         # One member's link stands for all of the group's, which send their parts at once.
-        task = Task(actor.ranks[:1], Lane.LINK, seconds, (self.last[number],))
+        task = Task(
+            actor.ranks[:1], Lane.LINK, seconds, self.after(number), instruction=instruction
+        )
         self.sent[_wire(actor.copy, instruction)] = self.add(task)
 
     def sums(self) -> list[list[int]]:
@@ -173,21 +176,23 @@ class _Writer:
             for piece in range(pieces):
                 waits = []
                 for member in sync.members:
-                    ready = self.ready[member] or [self.last[member]]
+                    ready = self.ready[member]
                     # Pieces of an actor with more of them than this sum are taken together.
                     waits.append(ready[(piece + 1) * len(ready) // pieces - 1])
                 each = sync.seconds / pieces
-                number = self.add(Task(ranks, Lane.LINK, each * (1 - sync.busy), tuple(waits)))
+                seconds = each * (1 - sync.busy)
+                number = self.add(Task(ranks, Lane.LINK, seconds, tuple(waits), name=_SUM))
                 for member in sync.members:
                     found[member].append(number)
                     if sync.busy:
-                        ranks, seconds = self.step.actors[member].ranks, each * sync.busy
-                        after = (self.last[member],)
-                        task = Task(ranks, Lane.COMPUTE, seconds, after, seconds)
+                        own, seconds = self.step.actors[member].ranks, each * sync.busy
+                        after = self.after(member)
+                        task = Task(own, Lane.COMPUTE, seconds, after, seconds, _SUM)
                         self.last[member] = self.add(task)
         return found
 
 
+_SUM = "sum of gradients"
 _RECEIVES = (Kind.RECEIVE, Kind.RECEIVE_GRADIENT)
 _SENDS = (Kind.SEND, Kind.SEND_GRADIENT)
 

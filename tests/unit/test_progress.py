@@ -11,7 +11,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from whale_train.launcher.progress import Progress, summary_line
+from whale_train.launcher.progress import Progress, summary_line, unlike_predicted
 
 
 @pytest.fixture(autouse=True)
@@ -272,5 +272,31 @@ def test_summary_line() -> None:
     line = summary_line(summary, Path("outputs/run"))
     for fact in ("0.0123", "1,939 samples/s", "132 ms", "predicted 128 ms", "outputs/run"):
         assert fact in line
-    assert "(predicted on the real devices" in summary_line(summary, Path("o"), emulated=True)
+    line = summary_line(summary, Path("o"), emulated=True)
+    assert "(predicted 128 ms on the real devices)" in line
+    line = summary_line({**summary, "predicted_here_s": 0.1}, Path("o"), emulated=True)
+    assert "(predicted 100 ms, 128 ms on the real devices)" in line
     assert "predicted" not in summary_line({**summary, "predicted_step_time_s": None}, Path("o"))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "here", "emulated", "said"),
+    [
+        (0.1, None, False, ""),  # 0.125 s are a quarter longer, which is not more
+        (0.05, None, False, "a step took 125 ms, 2.50 times the predicted 50.0 ms"),
+        (1.25, None, False, "a step took 125 ms, 0.10 times the predicted 1.25 s"),
+        (0.001, None, False, "a step took 125 ms, 125 times the predicted 1.00 ms"),
+        (0.001, None, True, ""),  # of devices that nobody ran on
+        (0.001, 0.12, True, ""),
+        (0.125, 0.05, True, "a step took 125 ms, 2.50 times the predicted 50.0 ms"),
+    ],
+)
+def test_a_prediction_far_off_is_said(
+    predicted: float, here: float | None, emulated: bool, said: str
+) -> None:
+    summary = {
+        "step_time_s_median": 0.125,
+        "predicted_step_time_s": predicted,
+        "predicted_here_s": here,
+    }
+    assert unlike_predicted(summary, emulated) == said

@@ -17,7 +17,7 @@ def test_a_lane_does_one_thing_after_another_and_two_lanes_go_on_together() -> N
         Task((0,), COMPUTE, 2.0),
         Task((0,), LINK, 3.0, (0,)),
         Task((0,), COMPUTE, 1.0),
-        Task((0,), COMPUTE, 1.0, (1,), category="update"),
+        Task((0,), COMPUTE, 1.0, (1,), name="update"),
     ]
     spans = simulate(tasks)
     assert spans.starts == (0.0, 2.0, 2.0, 5.0)
@@ -153,5 +153,5 @@ def test_sums_of_gradients(sync: Sync, seconds: float) -> None:
 
 def test_the_norm_is_everyones() -> None:
     step = two_copies(Sync((0, 1), 1.0, 1, False))
-    with_norm = Step(step.actors, step.syncs, norm_s=0.125, before_s=0.25)
-    assert simulate(tasks_of(with_norm)).seconds == pytest.approx(0.25 + 3 + 1 + 0.125 + 0.5)
+    with_norm = Step(step.actors, step.syncs, norm_s=0.125)
+    assert simulate(tasks_of(with_norm)).seconds == pytest.approx(3 + 1 + 0.125 + 0.5)
