@@ -17,7 +17,7 @@ from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.operations import OperationGraph
 from whale_train.strategies.plan import MemoryEstimate
 from whale_train.strategies.stages import value_bytes
-from whale_train.strategies.staging import Axes, Chunk, Staging
+from whale_train.strategies.staging import Axes, Chunk, Staging, alike_members
 
 
 def memory_of_ranks(
@@ -31,51 +31,74 @@ def memory_of_ranks(
     """Of every rank: what it holds of its chunks, and the activations of as many micro-batches
     as its schedule, `orders` by copy and position, keeps in flight. `recomputed` are the stages
     that compute blocks again."""
-    found = {}
-    states = job.training.optimizer_states
-    sizes = precision_bytes(job.training.precision, job.zero)
+    found: dict[int, MemoryEstimate] = {}
+    known: dict[tuple[int, int, int, int], MemoryEstimate] = {}  # of members that hold as much
+    held_by = [[c for c in chunks if c.stage == stage] for stage in range(len(job.form.stages))]
+    alike = [
+        alike_members([axis for c in mine for axis in c.axes], axes) for mine in held_by
+    ]  # fmt: skip
     for copy, of_copy in enumerate(job.seats.positions):
         samples = max(stop - start for start, stop in batches.samples[copy])
         for position, ranks in enumerate(of_copy):
             stage = job.seats.stage_of[position]
-            mine = [chunk for chunk in chunks if chunk.stage == stage]
-            copies = job.form.copies * job.form.stages[stage].copies
             kept = in_flight(orders[copy][position])
             for index, rank in enumerate(ranks):
-                elements = {
-                    path: _local_elements(job, path, chunk, axes, index)
-                    for chunk in mine
-                    for path in chunk.slice.parameters
-                }
-                held = sum(elements.values())
-                own = held / copies if job.zero else held
-                parts = [_kept_part(job.graph, chunk, axes, index) for chunk in mine]
-                activations = _kept_bytes(mine, parts, kept, stage in recomputed)
-                crossing = sum(
-                    value_bytes(job.graph[name])
-                    for chunk in mine
-                    for name in (*chunk.slice.takes, *chunk.slice.gives)
-                )
-                bucket = min(held, REDUCE_BUCKET_ELEMENTS) if copies > 1 else 0.0
-                moving = sizes.gradients * bucket
-                gradients = sizes.gradients * held
-                if job.zero == 3:
-                    gradients = sizes.gradients * own
-                    if copies > 1:
-                        largest = max(elements.values(), default=0.0)
-                        moving += stage_3_moving_bytes(sizes, bucket, largest)
-                keeper = job.form.keeper
-                offloaded = keeper is not None and keeper.offload_optimizer == "cpu"
-                found[rank] = MemoryEstimate(
-                    parameters=sizes.weights * (own if job.zero == 3 else held)
-                    + sizes.casts * held
-                    + float(job.profile.buffer_bytes),
-                    gradients=float(gradients),
-                    optimizer=0.0 if offloaded else own * (4 * states + sizes.master),
-                    activations=activations * samples * sizes.activations,
-                    communication=float(moving + 2 * samples * crossing),
-                )
+                member = alike[stage][index] if alike[stage] else 0
+                key = (stage, member, samples, kept)
+                if key not in known:
+                    again = stage in recomputed
+                    known[key] = _of_member(job, held_by[stage], axes, member, samples, kept, again)
+                found[rank] = known[key]
     return found
+
+
+def _of_member(
+    job: Staging,
+    chunks: Sequence[Chunk],
+    axes: Axes,
+    member: int,
+    samples: int,
+    kept: int,
+    again: bool,
+) -> MemoryEstimate:
+    """Of one member of the shard group that holds `chunks`, with micro-batches of `samples`, `kept`
+    of them in flight."""
+    sizes = precision_bytes(job.training.precision, job.zero)
+    copies = job.form.copies * job.form.stages[chunks[0].stage].copies
+    elements = {
+        path: _local_elements(job, path, chunk, axes, member)
+        for chunk in chunks
+        for path in chunk.slice.parameters
+    }
+    held = sum(elements.values())
+    own = held / copies if job.zero else held
+    parts = [_kept_part(job.graph, chunk, axes, member) for chunk in chunks]
+    activations = _kept_bytes(chunks, parts, kept, again)
+    crossing = sum(
+        value_bytes(job.graph[name])
+        for chunk in chunks
+        for name in (*chunk.slice.takes, *chunk.slice.gives)
+    )
+    bucket = min(held, REDUCE_BUCKET_ELEMENTS) if copies > 1 else 0.0
+    moving = sizes.gradients * bucket
+    gradients = sizes.gradients * held
+    if job.zero == 3:
+        gradients = sizes.gradients * own
+        if copies > 1:
+            largest = max(elements.values(), default=0.0)
+            moving += stage_3_moving_bytes(sizes, bucket, largest)
+    keeper = job.form.keeper
+    offloaded = keeper is not None and keeper.offload_optimizer == "cpu"
+    states = 4 * job.training.optimizer_states + sizes.master
+    return MemoryEstimate(
+        parameters=sizes.weights * (own if job.zero == 3 else held)
+        + sizes.casts * held
+        + float(job.profile.buffer_bytes),
+        gradients=float(gradients),
+        optimizer=0.0 if offloaded else own * states,
+        activations=activations * samples * sizes.activations,
+        communication=float(moving + 2 * samples * crossing),
+    )
 
 
 def _kept_bytes(

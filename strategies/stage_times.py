@@ -9,7 +9,7 @@ from whale_train.strategies.links import all_reduce_time_s, gather_time_s, group
 from whale_train.strategies.micro_batches import Batches, member_shares
 from whale_train.strategies.pricing import part_of
 from whale_train.strategies.shares import tile
-from whale_train.strategies.staging import Axes, Chunk, Staging
+from whale_train.strategies.staging import Axes, Chunk, Staging, alike_members
 
 
 class ChunkTimes:
@@ -24,7 +24,7 @@ class ChunkTimes:
         recomputed: frozenset[int] = frozenset(),
     ) -> None:
         self.job, self.chunks, self.axes, self.recomputed = job, chunks, axes, recomputed
-        self._members = [self._alike(chunk) for chunk in chunks]
+        self._members = [alike_members(chunk.axes, axes) for chunk in chunks]
         self._known: dict[tuple[int, tuple[int, ...], int, Link], tuple[Times, Times]] = {}
 
     def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:
@@ -70,7 +70,7 @@ class ChunkTimes:
 
     def _split(self, number: int, index: int, rank: int, samples: int) -> Times:
         chunk, device = self.chunks[number], self.job.cluster.devices[rank]
-        member = self._members[number][index] if chunk.sharded else 0
+        member = self._members[number][index] if self._members[number] else 0
         layouts = chunk.sharded.assignment.layouts if chunk.sharded else {}
         return self.job.prices.times(
             (number, member), chunk.slice.operations, device, samples,
@@ -118,16 +118,6 @@ class ChunkTimes:
         for size in self.job.graph[value].shape or ():
             num_bytes *= size.at(samples)
         return num_bytes
-
-    def _alike(self, chunk: Chunk) -> Sequence[int]:
-        """Of each member of a chunk's group, the first whose parts are as large as its own."""
-        if chunk.sharded is None:
-            return ()
-        mine = [self.axes[axis] for axis in chunk.sharded.axes if axis in self.axes]
-        members = len(mine[0]) if mine else 1
-        first: dict[tuple[int, ...], int] = {}
-        sizes = [tuple(each[i][1] - each[i][0] for each in mine) for i in range(members)]
-        return [first.setdefault(size, i) for i, size in enumerate(sizes)]
 
 
 # Design §7's table: what each cast is forward and backward; an all-reduce, a gather (or a

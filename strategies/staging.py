@@ -3,7 +3,7 @@
 Ranks follow each other: copies of the pipeline, stages, copies of a stage, shards of a copy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,6 +65,25 @@ class Chunk:
         if self.sharded is not None:
             return self.sharded.weights
         return self.head.shards if self.head is not None else {}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which its parameters and values are cut."""
+        if self.sharded is not None:
+            return tuple(self.sharded.axes)
+        return tuple(dict.fromkeys(shard.axis for shard in self.shards.values()))
+
+
+def alike_members(named: Iterable[str], axes: Axes) -> Sequence[int]:
+    """Of each member of a shard group, the first whose parts along the axes `named` are as large as
+    its own; none where nothing is cut."""
+    cut = [axes[axis] for axis in dict.fromkeys(named) if axis in axes]
+    first: dict[tuple[int, ...], int] = {}
+    sizes = [
+        tuple(each[member][1] - each[member][0] for each in cut)
+        for member in range(len(cut[0]) if cut else 0)
+    ]
+    return [first.setdefault(size, member) for member, size in enumerate(sizes)]
 
 
 @dataclass(frozen=True)
