@@ -2,11 +2,10 @@
 
 python benchmarks/accuracy.py
 
-The machine is calibrated first (`mode=calibrate`, with its figures in a folder of this run), which
-runs no model. Then every pair is trained by the command, and the step that its plan predicted is
-set beside the median of those it took. On a machine that others use as well, speed drifts: the same
-product is timed on all cores after the calibration and around every run, and a prediction is for
-the speed of its run.
+Every round calibrates the machine (`mode=calibrate`, with its figures in a folder of this run),
+which runs no model, and then trains every pair with the command. What the plan predicted for a step
+is set beside the median of those taken; of several rounds the medians count, as a machine that
+others use as well is faster at one time than at another.
 """
 
 import argparse
@@ -16,19 +15,14 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from multiprocessing import Pool
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 WARM_UP = 3  # steps that do not count
-TIMED_S = 1.0  # that products are timed for
 
 
 def hugging_face(architecture: str, config: str) -> tuple[str, ...]:
@@ -119,30 +113,34 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14, help="of a run")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--calibrations", type=Path, help="measured before, and not again")
+    parser.add_argument("--rounds", type=int, default=3, help="of calibrating and training")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
-        where = options.calibrations or Path(folder) / "calibrations"
-        if not where.exists():
+    pairs = [
+        (model, strategy)
+        for model in options.models
+        for strategy in PAIRS[model][1]
+        if strategy in options.strategies
+    ]
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {pair: [] for pair in pairs}
+    for number in range(options.rounds):
+        with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
+            where = Path(folder) / "calibrations"
             command(["mode=calibrate", "hardware=cpu"], Path(folder) / "calibrate", where)
-        found = {}
-        with Pool(len(os.sched_getaffinity(0)), torch.set_num_threads, (1,)) as cores:
-            calibrated = before = speed(cores)
-            for model in options.models:
-                for strategy in (s for s in PAIRS[model][1] if s in options.strategies):
-                    asked = [*MODELS[model], *STRATEGIES[strategy]]
-                    asked.append(f"train.global_batch={PAIRS[model][0]}")
-                    run_dir = Path(folder) / re.sub("[^a-z0-9]+", "_", f"{model} {strategy}")
-                    predicted, measured = run(asked, run_dir, where, options.steps)
-                    after = speed(cores)
-                    drift = (before + after) / 2 / calibrated
-                    found[model, strategy] = predicted / drift, measured
-                    Console(stderr=True, width=100).print(
-                        f"{model}, {strategy}: {predicted / drift / measured:.2f} of what was "
-                        f"measured; the machine at {drift:.2f} of its speed when calibrated"
-                    )
-                    before = after
-    Console(width=100).print(table_of(found))
+            for model, strategy in pairs:
+                asked = [*MODELS[model], *STRATEGIES[strategy]]
+                asked.append(f"train.global_batch={PAIRS[model][0]}")
+                run_dir = Path(folder) / re.sub("[^a-z0-9]+", "_", f"{model} {strategy}")
+                predicted, measured = run(asked, run_dir, where, options.steps)
+                found[model, strategy].append((predicted, measured))
+                Console(stderr=True, width=100).print(
+                    f"round {number + 1}, {model}, {strategy}: {predicted * 1e3:.1f} ms predicted, "
+                    f"{measured * 1e3:.1f} ms measured"
+                )
+    middle = {
+        pair: (median(p for p, _ in each), median(m for _, m in each))
+        for pair, each in found.items()
+    }
+    Console(width=100).print(table_of(middle))
 
 
 def table_of(found: Mapping[tuple[str, str], tuple[float, float]]) -> Table:
@@ -187,20 +185,6 @@ def run(asked: Sequence[str], run_dir: Path, where: Path, steps: int) -> tuple[f
     measured = median(json.loads(line)["step_time_s"] for line in lines[WARM_UP:])
     predicted = summary["predicted_here_s"] or summary["predicted_step_time_s"]
     return predicted, measured
-
-
-def speed(cores: Any) -> float:
-    """Products a second and core, all of them at it."""
-    return mean(cores.map(products_a_second, range(len(os.sched_getaffinity(0)))))
-
-
-def products_a_second(_: int) -> float:
-    first, second = torch.randn(256, 512), torch.randn(512, 1024)
-    started, count = time.perf_counter(), 0
-    while time.perf_counter() - started < TIMED_S:
-        first.mm(second)
-        count += 1
-    return count / (time.perf_counter() - started)
 
 
 def command(arguments: Sequence[str], run_dir: Path, where: Path) -> None:

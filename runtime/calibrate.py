@@ -24,6 +24,7 @@ from whale_train.strategies.cluster import Kernel, Link, Roofline
 from whale_train.strategies.work import BY_FLOPS, Kind
 
 RESULT = "calibration.json"
+_PASSES, _RUNS = 3, 2  # over all probes, and of each in one of them
 _REPEATS = 5
 _UNBOUND = 1e30  # a rate whose limit nothing reached
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 8 << 20
@@ -188,18 +189,29 @@ def measured_kernels(
     device: torch.device, precision: str, together: Callable[[], None]
 ) -> dict[Kind, Kernel]:
     """The rooflines of every kind of operation on `device`. `together` waits for the other ranks,
-    before each probe."""
+    before each probe. All probes are run several times over, so that what else the machine does for
+    a while is in no kind's figures alone."""
+    listed = list(probes())
+    forward: list[list[float]] = [[] for _ in listed]
+    backward: list[list[float]] = [[] for _ in listed]
+    for _ in range(_PASSES):
+        for number, probe in enumerate(listed):
+            together()
+            times = _timed(probe, device, precision)
+            forward[number] += times[0]
+            backward[number] += times[1]
     found: dict[Kind, list[Measured]] = {}
-    for probe in probes():
-        together()
-        found.setdefault(probe.kind, []).append(_timed(probe, device, precision))
+    for probe, ahead, back in zip(listed, forward, backward, strict=True):
+        measured = Measured(probe, median(ahead), median(back))
+        found.setdefault(probe.kind, []).append(measured)
     return {kind: _kernel(kind, measured) for kind, measured in found.items()}
 
 
-def _timed(probe: Probe, device: torch.device, precision: str) -> Measured:
+def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[float], list[float]]:
+    """Seconds of one of the operations in some runs, forward and backward."""
     value, held = probe.make(probe.length, device)
     forward, backward = [], []
-    for _ in range(_REPEATS + 1):
+    for _ in range(_RUNS + 1):
         for tensor in (value, *held):
             tensor.grad = None
         started = _now(device)
@@ -215,8 +227,7 @@ def _timed(probe: Probe, device: torch.device, precision: str) -> Measured:
         forward.append((between - started) / probe.length)
         backward.append((ended - begun) / probe.length)
         del result
-    # The first run pays for what libraries set up.
-    return Measured(probe, median(forward[1:]), median(backward[1:]))
+    return forward[1:], backward[1:]  # the first run pays for what libraries set up
 
 
 def _now(device: torch.device) -> float:

@@ -119,8 +119,9 @@ def _product(rows: int, inside: int, outside: int) -> Probe:
 
     flops = 2.0 * rows * inside * outside
     moved = 4.0 * (rows * inside + inside * outside + rows * outside)
+    length = max(4, min(_LONGEST, int(_CHAIN_BYTES / moved)))
     return Probe(
-        Kind.PRODUCT, flops, moved, moved, 8, make,
+        Kind.PRODUCT, flops, moved, moved, length, make,
         lambda value, i, held: functional.linear(value, held[i]),
     )  # fmt: skip
 
