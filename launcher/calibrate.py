@@ -28,12 +28,13 @@ def measuring(request: Request) -> Request:
     """The request whose ranks measure: on the same devices, with a model that is in nobody's way
     and a copy of it on each."""
     data: TypeAdapter[DataOptions] = TypeAdapter(DataOptions)
+    train = {"global_batch": _SAMPLES, "accumulate": 1, "trace": False, "evaluate_every": None}
     return request.model_copy(
         update={
             "model": ModelOptions.from_mapping(_MODEL),
             "data": data.validate_python(_DATA),
             "strategy": {"graph": {"replicate": {}}},
-            "train": request.train.model_copy(update={"global_batch": _SAMPLES, "accumulate": 1}),
+            "train": request.train.model_copy(update=train),
             "names": {**request.names, "model": "class_head", "data": "classes"},
         }
     )

@@ -32,12 +32,17 @@ _UPDATED = 1 << 22  # elements of the parameters whose update is timed
 
 
 def calibrate(
-    run_dir: Path, device: torch.device, precision: str, optimizer: MakeOptimizer
+    run_dir: Path,
+    device: torch.device,
+    precision: str,
+    optimizer: MakeOptimizer,
+    chosen: Sequence[Probe] | None = None,
 ) -> None:
     """Measure, together with all other ranks; rank 0 writes `run_dir/calibration.json`, a mapping
-    of `Calibration`'s fields but for the device's name."""
+    of `Calibration`'s fields but for the device's name. `chosen` are the probes (None: all)."""
     ranks = dist.get_world_size()
-    kernels = measured_kernels(device, precision, dist.barrier)
+    listed = list(probes()) if chosen is None else chosen
+    kernels = measured_kernels(listed, device, precision, dist.barrier)
     update = _update(device, optimizer)
     kernels[Kind.UPDATE] = Kernel(update, update)
     everyones: list[dict[Kind, Kernel]] = [{} for _ in range(ranks)]
@@ -186,12 +191,11 @@ class Measured:
 
 
 def measured_kernels(
-    device: torch.device, precision: str, together: Callable[[], None]
+    listed: Sequence[Probe], device: torch.device, precision: str, together: Callable[[], None]
 ) -> dict[Kind, Kernel]:
-    """The rooflines of every kind of operation on `device`. `together` waits for the other ranks,
-    before each probe. All probes are run several times over, so that what else the machine does for
-    a while is in no kind's figures alone."""
-    listed = list(probes())
+    """The rooflines of every kind of operation `listed` on `device`. `together` waits for the other
+    ranks, before each probe. All probes are run several times over, so that what else the machine
+    does for a while is in no kind's figures alone."""
     forward: list[list[float]] = [[] for _ in listed]
     backward: list[list[float]] = [[] for _ in listed]
     for _ in range(_PASSES):

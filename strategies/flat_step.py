@@ -18,7 +18,12 @@ from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.graph import StrategyGraph
 from whale_train.strategies.instructions import Instruction, Kind
 from whale_train.strategies.layouts import BATCH
-from whale_train.strategies.links import all_reduce_time_s, gather_time_s, group_link
+from whale_train.strategies.links import (
+    all_reduce_time_s,
+    gather_time_s,
+    group_link,
+    partitioned_sum_time_s,
+)
 from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.pricing import Prices, part_of
@@ -140,13 +145,19 @@ class FlatStep:
         if self.count == 1:
             return []
         num_bytes, zero, link = 4.0 * self.elements, self.body.zero, self.link
+        members = tuple(range(actors))
         pieces = max(1, min(PIECES, ceil(self.elements / REDUCE_BUCKET_ELEMENTS)))
         if zero == 0:
             seconds = all_reduce_time_s(num_bytes, self.count, link)
-            return [Sync(tuple(range(actors)), seconds, pieces, True, link.busy)]
-        seconds = gather_time_s(num_bytes, self.count, link)
+            return [Sync(members, seconds, pieces, True, link.busy)]
         gathers = gather_time_s(self.weights_bytes * self.elements, self.count, link)
-        return [Sync(tuple(range(actors)), seconds, pieces, True, link.busy, gathers * (zero < 3))]
+        if zero == 3:
+            seconds = gather_time_s(num_bytes, self.count, link)
+            return [Sync(members, seconds, 1, False, link.busy)]
+        seconds = partitioned_sum_time_s(
+            self.elements, self.count, link, self.cluster.devices, self.training.precision
+        )
+        return [Sync(members, seconds, 1, False, link.busy, gathers)]
 
     def _norm_s(self) -> float:
         return all_reduce_time_s(4.0, self.count, self.link)

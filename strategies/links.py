@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, log2
 
-from whale_train.strategies.cluster import Cluster, Link
+from whale_train.strategies.cluster import Cluster, Device, Link
+from whale_train.strategies.cost import kernel_of
+from whale_train.strategies.work import Kind
 
 Crowd = Mapping[int, int]  # of each node, the groups whose transfers leave it
 
@@ -59,6 +61,28 @@ def gather_time_s(num_bytes: float, members: int, link: Link) -> float:
         return 0.0
     moved = num_bytes * (members - 1) / members
     return moved / link.bandwidth_bytes_s + (members - 1) * link.latency_s
+
+
+# How often DeepSpeed's ZeRO 1 and 2 read or write a gradient beside sending it (into a bucket,
+# averaged, out of it into the partition), and parameters (into and out of the buffer they are
+# gathered in).
+_PARTITION_PASSES = 8
+
+
+def partitioned_sum_time_s(
+    elements: float, members: int, link: Link, devices: Sequence[Device], precision: str
+) -> float:
+    """Gradients summed for an optimizer that is partitioned over `members` (ZeRO 1 and 2).
+
+    DeepSpeed (0.19) sums whole buckets, each for all members, and none while it computes, as we
+    ask it to.
+    """
+    kinds = {id(device): device for device in devices}.values()
+    copies = (
+        kernel_of(device, precision, Kind.COPY).forward.seconds(0, 4 * _PARTITION_PASSES * elements)
+        for device in kinds
+    )
+    return all_reduce_time_s(4 * elements, members, link) + max(copies)
 
 
 def send_time_s(num_bytes: float, link: Link) -> float:

@@ -16,6 +16,7 @@ from whale_train.strategies.links import (
     crowd_of,
     gather_time_s,
     group_link,
+    partitioned_sum_time_s,
     send_time_s,
 )
 from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
@@ -198,9 +199,14 @@ class StagedStep:
                 seconds = all_reduce_time_s(num_bytes, copies, link)
                 found.append(Sync(members, seconds, pieces, True, link.busy))
                 continue
-            seconds = gather_time_s(num_bytes, copies, link)
-            gathers = 0.0 if zero == 3 else seconds
-            found.append(Sync(members, seconds, pieces, zero > 1, link.busy, gathers))
+            gathered = gather_time_s(num_bytes, copies, link)
+            if zero == 3:
+                found.append(Sync(members, gathered, 1, False, link.busy))
+                continue
+            seconds = partitioned_sum_time_s(
+                num_bytes / 4, copies, link, self.cluster.devices, self.job.training.precision
+            )
+            found.append(Sync(members, seconds, 1, False, link.busy, gathered))
         return found
 
     def _update_s(self, rank: int) -> float:

@@ -45,11 +45,12 @@ def whale_train(
 
 def environment_for(folder: Path) -> dict[str, str]:
     """This process's environment for a command in `folder`: ours first on the path, no GPUs, no
-    place among ranks, no colours asked for."""
+    place among ranks, no colours asked for, and nothing of what was measured of this machine."""
     dropped = ("RANK", "WORLD_SIZE", "SLURM_", "MASTER_", "LOCAL_", "COMP_", "FORCE_COLOR")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [kept.get("PYTHONPATH")])])
-    return kept | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", MARK: str(folder)}
+    absent = {"WHALE_TRAIN_CALIBRATIONS": str(folder / "no calibrations")}
+    return kept | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", MARK: str(folder)} | absent
 
 
 def processes_of(folder: Path) -> tuple[int, ...]:

@@ -226,7 +226,7 @@ VALUES = (
     Case(
         "unknown_mode",
         "mode=trian",
-        "mode=trian is unknown; did you mean train? One of: plan, train, verify",
+        "mode=trian is unknown; did you mean train? One of: calibrate, plan, train, verify",
     ),
     Case(
         "unknown_precision",
@@ -368,6 +368,12 @@ UNEXECUTED = (
         "compare_while_training",
         "compare=[dp,zero1]",
         "compare=[dp, zero1] has no effect on mode=train; use mode=plan, or compare=[]",
+    ),
+    Case(
+        "calibrate_others",
+        "mode=calibrate hardware=v100_512",
+        "mode=calibrate measures this machine's devices, and those of hardware=v100_512 are "
+        "others; use hardware=local or hardware=cpu",
     ),
     Case(
         "compare_unknown",

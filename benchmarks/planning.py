@@ -1,0 +1,102 @@
+"""How long planning takes: against the number of devices, and against the depth of the model.
+
+python benchmarks/planning.py
+
+Set-up (export and profile of the model) and the plan are timed apart, after imports, in this
+process. Nodes of 8 V100 over 50 Gbit/s; a GPT of width 1024 with 64 tokens a sample, 4 samples a
+device.
+"""
+
+import argparse
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from whale_train.models.options import ModelOptions
+from whale_train.models.profile import profile_model
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.grammar import read_strategy
+from whale_train.strategies.inventory import MachineFacts, read_inventory
+from whale_train.strategies.operations import InputField, ModelProfile
+from whale_train.strategies.resolve import resolve
+from whale_train.strategies.sharing import Training
+
+TOKENS, VOCABULARY = 64, 257
+SPLIT = {"split": {"degree": 8}}
+STRATEGIES: Mapping[str, Any] = {
+    "dp": {"replicate": {}},
+    "zero3": {"replicate": {"zero": 3}},
+    "copies of split 8": {"replicate": {"of": SPLIT}},
+    "copies of pipeline 8": {"replicate": {"of": {"pipeline": {"stages": 8}}}},
+    "3d": {"replicate": {"of": {"pipeline": {"micro_batches": 8, "stages": [SPLIT] * 4}}}},
+}
+
+
+def main() -> None:
+    words = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.formatter_class = words
+    parser.add_argument("--devices", nargs="+", type=int, default=[64, 1024, 10240])
+    parser.add_argument("--depths", nargs="+", type=int, default=[12, 24, 48, 96, 192])
+    parser.add_argument("--depth", type=int, default=24, help="of the model planned on many")
+    options = parser.parse_args()
+    logging.disable(logging.ERROR)
+    profiled(2)  # what torch sets up at its first export is no part of any model's
+    console = Console(width=100)
+    profile, setup_s = profiled(options.depth)
+    title = f"Seconds of a plan, {options.depth} blocks (set-up {setup_s:.2f} s)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("strategy")
+    for devices in options.devices:
+        table.add_column(f"{devices:,} devices", justify="right")
+    for name in STRATEGIES:
+        seconds = (planned(profile, name, devices) for devices in options.devices)
+        table.add_row(name, *(f"{each:.2f}" for each in seconds))
+    console.print(table)
+    table = Table(title="Seconds on 1,024 devices, by depth", title_justify="left")
+    for heading in ("blocks", "set-up", *STRATEGIES):
+        table.add_column(heading, justify="right")
+    for depth in options.depths:
+        profile, setup_s = profiled(depth)
+        plans = (planned(profile, name, 1024) for name in STRATEGIES)
+        table.add_row(str(depth), f"{setup_s:.2f}", *(f"{each:.2f}" for each in plans))
+    console.print(table)
+
+
+def profiled(depth: int) -> tuple[ModelProfile, float]:
+    """The model's profile, and the seconds it took."""
+    arguments = {"width": 1024, "heads": 16, "depth": depth, "vocab_size": VOCABULARY}
+    model = ModelOptions(_target_="whale_train.models.gpt.GPT", arguments=arguments)
+    fields = tuple(
+        InputField(name, (TOKENS,), "int64", VOCABULARY) for name in ("input_ids", "labels")
+    )
+    started = time.perf_counter()
+    profile = profile_model(model, "gpt", fields, by_folding=True)
+    return profile, time.perf_counter() - started
+
+
+def planned(profile: ModelProfile, name: str, devices: int) -> float:
+    """Seconds of the plan."""
+    strategy = read_strategy({"graph": STRATEGIES[name]}, name, [])
+    assert strategy is not None
+    cluster = cluster_of(devices)
+    training = Training(4 * devices, "fp32", 0.0, "adamw", {"lr": 1e-3})
+    started = time.perf_counter()
+    resolve(strategy, cluster, profile, training)
+    return time.perf_counter() - started
+
+
+def cluster_of(devices: int) -> Cluster:
+    node = {"count": devices // 8, "devices": 8, "device": "v100_sxm2_32gb", "link": "nvlink2"}
+    mapping = {"nodes": [node], "network": "ethernet_50g"}
+    cluster = read_inventory(mapping, "many", [], MachineFacts(1, 10**9, (), None))
+    assert cluster is not None
+    return cluster
+
+
+if __name__ == "__main__":
+    main()

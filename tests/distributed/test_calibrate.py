@@ -1,0 +1,81 @@
+"""Measuring a machine: what probes claim to do, what is fitted to them, what ranks write."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.harness import run_ranks
+from torch.utils.flop_counter import FlopCounterMode
+
+from whale_train.runtime.calibrate import RESULT, calibrate, fitted
+from whale_train.runtime.optimizers import make_optimizer
+from whale_train.runtime.probes import Probe, probes
+from whale_train.strategies.calibration import Calibration
+from whale_train.strategies.cluster import Roofline
+from whale_train.strategies.work import BY_FLOPS, Kind
+
+CPU = torch.device("cpu")
+
+
+def test_every_kind_has_a_probe_that_is_all_overhead_and_larger_ones() -> None:
+    kinds = {kind: [p for p in probes() if p.kind is kind] for kind in Kind}
+    assert not kinds.pop(Kind.UPDATE)  # which an optimizer's is
+    for kind, found in kinds.items():
+        first, *larger = found
+        assert first.num_bytes < 20_000, kind
+        assert bool(larger) == (kind is not Kind.VIEW)
+        assert all(probe.num_bytes > 10 * first.num_bytes for probe in larger)
+
+
+@pytest.mark.parametrize("kind", sorted(BY_FLOPS))
+def test_probes_do_what_they_say(kind: Kind) -> None:
+    probe = next(p for p in probes() if p.kind is kind)
+    value, held = probe.make(2, torch.device("meta"))  # where all products are counted
+    with FlopCounterMode(display=False) as counter:
+        result = probe.step(probe.step(value, 0, held), 1, held)
+    assert counter.get_total_flops() == 2 * probe.flops
+    result.sum().backward()  # type: ignore[no-untyped-call]
+    assert value.grad is not None
+
+
+@pytest.mark.parametrize("by_flops", [True, False])
+def test_a_roofline_is_found_again(by_flops: bool) -> None:
+    real = Roofline(1e-5, 8e10 if by_flops else 1e30, 7e9)
+    sizes = [(0.0, 0.0), (1e8, 1e6), (1e9, 4e6), (3e7, 4e6), (5e8, 5e7)]
+    found = fitted(by_flops, [(f, b, real.seconds(f, b)) for f, b in sizes])
+    for flops, num_bytes in sizes:
+        expected = real.seconds(flops, num_bytes)
+        assert found.seconds(flops, num_bytes) == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_rate_is_negative_however_odd_the_times() -> None:
+    found = fitted(True, [(0.0, 0.0, 1e-3), (1e6, 1e6, 1e-3), (1e9, 1e3, 1e-3), (1e3, 1e9, 1.0)])
+    assert min(found.overhead_s, found.flops_s, found.bytes_s) > 0
+
+
+def measured(folder: str) -> None:
+    first_of_each: dict[Kind, list[Probe]] = {}
+    for probe in probes():
+        first_of_each.setdefault(probe.kind, []).append(probe)
+    few = [probe for found in first_of_each.values() for probe in found[:2]]
+    make = make_optimizer("adamw", {"lr": 0.1, "fused": True})
+    calibrate(Path(folder), CPU, "fp32", make, few)
+
+
+def test_ranks_measure_together(tmp_path: Path) -> None:
+    run_ranks(measured, 2, str(tmp_path))
+    written: dict[str, Any] = json.loads((tmp_path / RESULT).read_text())
+    found = Calibration.from_mapping({"device": "cpu_process", **written})
+    assert found.ranks == 2
+    assert found.kernels["fp32"].keys() == set(Kind)
+    for kind, kernel in found.kernels["fp32"].items():
+        for roofline in (kernel.forward, kernel.backward):
+            assert roofline.overhead_s > 0, kind
+            assert min(roofline.flops_s, roofline.bytes_s) > 0, kind
+    for link in (found.link, found.shared_memory):
+        assert link is not None
+        assert link.bandwidth_bytes_s > 0
+        assert link.latency_s > 0
+        assert 0 <= link.busy <= 1

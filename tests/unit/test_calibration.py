@@ -1,0 +1,93 @@
+"""What was measured of a machine: kept, read again, and put into clusters."""
+
+from math import inf
+from pathlib import Path
+
+import pytest
+import yaml
+
+from whale_train.errors import ConfigError
+from whale_train.launcher.calibrations import folder, keep, kept
+from whale_train.strategies.calibration import Calibration, calibrated, is_measured, stand_ins
+from whale_train.strategies.catalogue import DEVICES
+from whale_train.strategies.cluster import Cluster, Device, Kernel, Link, Node, Roofline
+from whale_train.strategies.work import Kind
+
+FORWARD, BACKWARD = Roofline(1e-6, 1e9, 2e9), Roofline(2e-6, 5e8, 1e9)
+KERNELS = {"fp32": {str(Kind.PRODUCT): Kernel(FORWARD, BACKWARD)}}
+LINK, MEMORY = Link("measured", 1e9, 1e-4, 0.5), Link("measured", 4e9, 1e-5, 1.0)
+MEASURED = Calibration("cpu_process", 1, 2, KERNELS, LINK, MEMORY)
+CPU = Device("cpu_process", {"fp32": 1e11}, 1e9, 1e10)
+NOMINAL = Link("nominal", 1.0, 1.0)
+TWO = Cluster("cpu", (Node((CPU, CPU), NOMINAL),), NOMINAL)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHALE_TRAIN_CALIBRATIONS", str(tmp_path / "kept" / "here"))
+
+
+def test_what_is_kept_is_found() -> None:
+    assert kept() == []
+    path = keep(MEASURED)
+    assert path == folder() / "cpu_process-1-threads.yaml"
+    assert kept() == [MEASURED]
+    alone = Calibration("h200_sxm_141gb", 0, 1, KERNELS)
+    assert keep(alone).name == "h200_sxm_141gb.yaml"
+    assert kept() == [MEASURED, alone]
+
+
+def test_another_precision_joins_the_first() -> None:
+    keep(MEASURED)
+    faster = {"bf16": {str(Kind.PRODUCT): Kernel(BACKWARD, FORWARD)}}
+    keep(Calibration("cpu_process", 1, 4, faster, LINK, None))
+    (found,) = kept()
+    assert found.kernels == {**KERNELS, **faster}
+    assert (found.ranks, found.shared_memory) == (4, None)
+
+
+@pytest.mark.parametrize("text", ["[]", "{device: cpu_process}", "a: b: c", ""])
+def test_a_file_that_is_no_calibration_is_named(text: str) -> None:
+    folder().mkdir(parents=True)
+    (folder() / "odd.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"odd\.yaml is no calibration"):
+        kept()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("a file")
+    with pytest.raises(ConfigError, match=r"\$WHALE_TRAIN_CALIBRATIONS"):
+        keep(MEASURED)
+
+
+def test_a_cluster_has_what_was_measured_of_it() -> None:
+    assert not is_measured(TWO)
+    found = calibrated(TWO, [MEASURED], threads=1)
+    assert is_measured(found)
+    assert {id(device) for device in found.devices} == {id(found.devices[0])}  # still one kind
+    assert found.devices[0].kernels == KERNELS
+    assert (found.nodes[0].link, found.shared_memory) == (LINK, MEMORY)
+    # Of processes with other threads, and of other devices, it says nothing.
+    assert not is_measured(calibrated(TWO, [MEASURED], threads=2))
+    gpus = Cluster("gpus", (Node((DEVICES["h200_sxm_141gb"],) * 2, NOMINAL),), NOMINAL)
+    assert not is_measured(calibrated(gpus, [MEASURED], threads=1))
+    one = Calibration("h200_sxm_141gb", 0, 1, KERNELS)
+    found = calibrated(gpus, [MEASURED, one], threads=1)
+    assert is_measured(found)
+    assert found.nodes[0].link == NOMINAL  # one alone has measured no link
+
+
+def test_stand_ins_are_as_slow_as_they_are_made() -> None:
+    gpus = Cluster("gpus", (Node((DEVICES["t4_16gb"],), NOMINAL),) * 2, NOMINAL)
+    found = stand_ins(gpus, MEASURED, (1.5, 3.0), processors=2.0)
+    slow = found.devices[1].kernels["fp32"][Kind.PRODUCT]
+    assert slow.forward == Roofline(3e-6, 1e9 / 3, 2e9 / 3)
+    assert slow.backward == Roofline(6e-6, 5e8 / 3, 1e9 / 3)
+    # They sleep, and so there is always a processor; all are on this host.
+    assert (found.processors, found.network, len(found.nodes)) == (inf, LINK, 1)
+    assert stand_ins(gpus, MEASURED, None, processors=2.0).processors == 2.0
+
+
+def test_the_file_is_for_people_to_read() -> None:
+    written = yaml.safe_load(keep(MEASURED).read_text())
+    assert written["kernels"]["fp32"]["product"]["forward"]["flops_s"] == 1e9
