@@ -3,7 +3,7 @@
 python benchmarks/planning.py
 
 Set-up (export and profile of the model) and the plan are timed apart, after imports, in this
-process. Nodes of 8 V100 over 50 Gbit/s; a GPT of width 1024 with 64 tokens a sample, 4 samples a
+process. Nodes of 8 V100 over 50 Gbit/s; a GPT of width 512 with 64 tokens a sample, 4 samples a
 device.
 """
 
@@ -69,7 +69,7 @@ def main() -> None:
 
 def profiled(depth: int) -> tuple[ModelProfile, float]:
     """The model's profile, and the seconds it took."""
-    arguments = {"width": 1024, "heads": 16, "depth": depth, "vocab_size": VOCABULARY}
+    arguments = {"width": 512, "heads": 8, "depth": depth, "vocab_size": VOCABULARY}
     model = ModelOptions(_target_="whale_train.models.gpt.GPT", arguments=arguments)
     fields = tuple(
         InputField(name, (TOKENS,), "int64", VOCABULARY) for name in ("input_ids", "labels")
