@@ -26,6 +26,7 @@ from whale_train.launcher.quantities import (
     of_all,
 )
 from whale_train.launcher.terminal import Portable
+from whale_train.strategies.calibration import is_measured
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision, Plan, RankPlan, TaskGraph
@@ -130,7 +131,8 @@ class _PlanView:
             (
                 "predicted",
                 f"{in_seconds(predicted.step_time_s)} a step, "
-                f"{in_rate(predicted.samples_per_s)} samples/s",
+                f"{in_rate(predicted.samples_per_s)} samples/s, "
+                f"{'as measured' if is_measured(self.cluster) else 'by data sheets'}",
             ),
             (
                 "",

@@ -72,10 +72,9 @@ def calibrated(cluster: Cluster, known: Sequence[Calibration], threads: int) -> 
     """`cluster` with what is `known` of its devices; its CPU processes have `threads` each."""
     found = {x.device: x for x in known if x.threads == (threads if x.threads else 0)}
     devices: dict[int, Device] = {}
-    for device in cluster.devices:
+    for number, device in {id(device): device for device in cluster.devices}.items():
         there = found.get(device.name)
-        kernels = there.kernels if there else device.kernels
-        devices.setdefault(id(device), replace(device, kernels=kernels))
+        devices[number] = replace(device, kernels=there.kernels if there else device.kernels)
     of_cpu = found.get(CPU_PROCESS) if cluster.on_cpu else None
     nodes = []
     for node in cluster.nodes:

@@ -37,8 +37,8 @@ class Actor:
 class Sync:
     """Gradients summed over the actors `members` (numbers) for the chunks they hold: `seconds` of
     transfers, in pieces as they become ready where it is `overlapped` with the last backward.
-    `busy` is the part of a transfer's time for which a rank's processor is at it. `gathers_s` are
-    those of parameters after the update (ZeRO)."""
+    `busy` is the part of a transfer's time that it takes from what it overlaps with, as a rank's
+    processor is at it. `gathers_s` are those of parameters after the update (ZeRO)."""
 
     members: tuple[int, ...]
     seconds: float
@@ -180,14 +180,13 @@ class _Writer:
                     # Pieces of an actor with more of them than this sum are taken together.
                     waits.append(ready[(piece + 1) * len(ready) // pieces - 1])
                 each = sync.seconds / pieces
-                seconds = each * (1 - sync.busy)
-                number = self.add(Task(ranks, Lane.LINK, seconds, tuple(waits), name=_SUM))
+                busy = each * sync.busy if sync.overlapped else 0.0
+                number = self.add(Task(ranks, Lane.LINK, each - busy, tuple(waits), name=_SUM))
                 for member in sync.members:
                     found[member].append(number)
-                    if sync.busy:
-                        own, seconds = self.step.actors[member].ranks, each * sync.busy
-                        after = self.after(member)
-                        task = Task(own, Lane.COMPUTE, seconds, after, seconds, _SUM)
+                    if busy:
+                        own, after = self.step.actors[member].ranks, self.after(member)
+                        task = Task(own, Lane.COMPUTE, busy, after, busy, _SUM)
                         self.last[member] = self.add(task)
         return found
 

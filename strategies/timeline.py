@@ -33,6 +33,12 @@ def event(rank: int, what: Instruction | str, started_us: float, took_us: float)
     }  # fmt: skip
 
 
+def _goes_on(first: Event, second: Event) -> bool:
+    """Whether two events are pieces of one: a backward whose gradients become ready in pieces."""
+    same = all(first[key] == second[key] for key in ("name", "tid", "args"))
+    return same and abs(first["ts"] + first["dur"] - second["ts"]) < 1e-3
+
+
 def events_of(spans: Spans, stands: Mapping[int, int], devices: Sequence[str]) -> list[Event]:
     """A simulated step. Every rank does what the one does that `stands` for it; transfers that go
     on beside its computing are a second row of its."""
@@ -46,10 +52,8 @@ def events_of(spans: Spans, stands: Mapping[int, int], devices: Sequence[str]) -
             made = event(rank, what, start * 1e6, (end - start) * 1e6)
             made["tid"] = 0 if task.lane is Lane.COMPUTE else 1
             mine = by_rank.setdefault(rank, [])
-            last = mine[-1] if mine else None
-            begins = last and last["ts"] + last["dur"] == made["ts"]
-            if last and begins and (last["name"], last["tid"]) == (made["name"], made["tid"]):
-                last["dur"] += made["dur"]  # pieces of one backward
+            if mine and _goes_on(mine[-1], made):
+                mine[-1]["dur"] = made["ts"] + made["dur"] - mine[-1]["ts"]
             else:
                 mine.append(made)
     for rank, other in stands.items():

@@ -144,6 +144,7 @@ def two_copies(sync: Sync) -> Step:
         (Sync((0, 1), 4.0, 2, True), 2 + 4 + 0.5),  # the link is the slower one
         # A transfer that processors carry themselves hides nothing.
         (Sync((0, 1), 1.0, 2, True, busy=1.0), 3 + 1 + 0.5),
+        (Sync((0, 1), 1.0, 1, False, busy=0.5), 3 + 1 + 0.5),
         (Sync((0, 1), 1.0, 1, False, gathers_s=0.25), 3 + 1 + 0.5 + 0.25),
     ],
 )
