@@ -132,7 +132,7 @@ class _PlanView:
                 "predicted",
                 f"{in_seconds(predicted.step_time_s)} a step, "
                 f"{in_rate(predicted.samples_per_s)} samples/s, "
-                f"{'as measured' if is_measured(self.cluster) else 'by data sheets'}",
+                f"{'as measured' if is_measured(self.cluster) else 'by the catalogue'}",
             ),
             (
                 "",
