@@ -270,11 +270,7 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
         summary = json.loads((run_dir / "summary.json").read_text())
         unlike = unlike_predicted(summary, resolved.emulated)
         if unlike:
-            remedy = "the machine may have been busy, or other programs while it was calibrated"
-            if not is_measured(resolved.cluster) and not resolved.emulated:
-                kind = resolved.cluster.devices[0].name
-                remedy = f"{kind}'s figures are nominal: whale-train mode=calibrate measures them"
-            console.print(f"warning: {unlike}; {remedy}", style="yellow", soft_wrap=True)
+            console.print(f"warning: {unlike}; {_why(resolved)}", style="yellow", soft_wrap=True)
         console.print(Portable(summary_line(summary, run_dir, resolved.emulated)))
         return JobEnd("done", run_dir, summary)
     if outcome.status == "failed":
@@ -283,6 +279,15 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
         sys.stderr.write(f"error: {describe_failure(outcome.failure, place)}\n")
         return JobEnd("failed", run_dir)
     return _interrupted(run_dir)
+
+
+def _why(resolved: Resolved) -> str:
+    """What may be behind a prediction far off, and what to do."""
+    precision = resolved.plan.precision
+    if resolved.emulated or is_measured(resolved.cluster, precision):
+        return "the machine may have been busy, or other programs while it was calibrated"
+    kind = resolved.cluster.devices[0].name
+    return f"{kind}'s {precision} is the catalogue's: whale-train mode=calibrate measures it"
 
 
 def _interrupted(run_dir: Path) -> JobEnd:

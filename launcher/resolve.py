@@ -257,12 +257,17 @@ def _where(
 
 
 def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluster | None:
-    """The CPU processes that stand for the devices `strategy` uses, where they were measured and
-    nothing else slows them."""
+    """The CPU processes that stand for the devices `strategy` uses, where they were measured at
+    its precision and nothing else slows them."""
     used = cluster.first(strategy.devices or len(cluster.devices))
     cores = len(os.sched_getaffinity(0))
     threads = threads_of(request, cores, len(used.devices))
-    measured = [x for x in kept() if x.device == CPU_PROCESS and x.threads == threads]
+    precision = training_of(request).precision
+    measured = [
+        x
+        for x in kept()
+        if (x.device, x.threads) == (CPU_PROCESS, threads) and precision in x.kernels
+    ]
     if not measured or request.launcher.link_speed:
         return None
     return stand_ins(used, measured[0], _paces(request, used), cores / threads)

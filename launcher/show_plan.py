@@ -123,6 +123,7 @@ class _PlanView:
 
     def _header(self) -> list[tuple[str, str]]:
         plan, predicted = self.plan, self.plan.predicted
+        measured = is_measured(self.cluster, plan.precision)
         nodes = len({rank.node for rank in plan.ranks})
         batch = f"{plan.global_batch:,} samples a step, {plan.precision}"
         return [
@@ -132,7 +133,7 @@ class _PlanView:
                 "predicted",
                 f"{in_seconds(predicted.step_time_s)} a step, "
                 f"{in_rate(predicted.samples_per_s)} samples/s, "
-                f"{'as measured' if is_measured(self.cluster) else 'by the catalogue'}",
+                f"{'as measured' if measured else 'by the catalogue'}",
             ),
             (
                 "",

@@ -63,9 +63,9 @@ class Calibration:
         )  # fmt: skip
 
 
-def is_measured(cluster: Cluster) -> bool:
-    """Whether all its devices have figures that were measured."""
-    return all(device.kernels for device in cluster.devices)
+def is_measured(cluster: Cluster, precision: str) -> bool:
+    """Whether all its devices have figures that were measured at `precision`."""
+    return all(precision in device.kernels for device in cluster.devices)
 
 
 def calibrated(cluster: Cluster, known: Sequence[Calibration], threads: int) -> Cluster:

@@ -61,19 +61,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_cluster_has_what_was_measured_of_it() -> None:
-    assert not is_measured(TWO)
+    assert not is_measured(TWO, "fp32")
     found = calibrated(TWO, [MEASURED], threads=1)
-    assert is_measured(found)
+    assert is_measured(found, "fp32")
+    assert not is_measured(found, "bf16")  # of which nobody measured anything
     assert {id(device) for device in found.devices} == {id(found.devices[0])}  # still one kind
     assert found.devices[0].kernels == KERNELS
     assert (found.nodes[0].link, found.shared_memory) == (LINK, MEMORY)
     # Of processes with other threads, and of other devices, it says nothing.
-    assert not is_measured(calibrated(TWO, [MEASURED], threads=2))
+    assert not is_measured(calibrated(TWO, [MEASURED], threads=2), "fp32")
     gpus = Cluster("gpus", (Node((DEVICES["h200_sxm_141gb"],) * 2, NOMINAL),), NOMINAL)
-    assert not is_measured(calibrated(gpus, [MEASURED], threads=1))
+    assert not is_measured(calibrated(gpus, [MEASURED], threads=1), "fp32")
     one = Calibration("h200_sxm_141gb", 0, 1, KERNELS)
     found = calibrated(gpus, [MEASURED, one], threads=1)
-    assert is_measured(found)
+    assert is_measured(found, "fp32")
     assert found.nodes[0].link == NOMINAL  # one alone has measured no link
 
 
