@@ -59,7 +59,6 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "classes": ("model=class_head", "model.num_classes=20000", "data=classes"),
 }
 TWO, FOUR = "{stages: 2, micro_batches: 4}", "{stages: 4, micro_batches: 8}"
-UNEVEN = "{pipeline: {micro_batches: 4, stages: [{stage: {modules: [%s]}}, {stage: {}}]}}"
 # Two devices, of which the second has half the speed of the first.
 MIXED = (
     "hardware.nodes=[{devices: 1, link: pcie3_x16, device: {name: fast, flops: {fp32: 2e12}, "

@@ -20,7 +20,13 @@ from whale_train.runtime.rewrite import Counts
 from whale_train.runtime.trace import Trace, span
 from whale_train.runtime.transport import Transport, Wire
 from whale_train.runtime.weight_gradients import WeightGradients
-from whale_train.strategies.instructions import Durations, Instruction, Kind, Position
+from whale_train.strategies.instructions import (
+    COMPUTATIONS,
+    Durations,
+    Instruction,
+    Kind,
+    Position,
+)
 from whale_train.strategies.plan import Plan
 from whale_train.strategies.schedule import schedule
 
@@ -152,7 +158,6 @@ class PipelineModel:
 
 
 _FORWARDS = (Kind.FORWARD, Kind.RECEIVE, Kind.SEND)
-_COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def values_of_chunks(plan: Plan) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
@@ -337,7 +342,7 @@ def _receives_ahead(instructions: Sequence[Instruction]) -> list[list[Instructio
     for place in range(len(instructions)):
         due, computations, end = [], 0, place
         while end < len(instructions) and computations < _LOOKAHEAD:
-            computations += instructions[end].kind in _COMPUTATIONS
+            computations += instructions[end].kind in COMPUTATIONS
             end += 1
         for upcoming in instructions[posted:end]:
             if upcoming.kind in (Kind.RECEIVE, Kind.RECEIVE_GRADIENT):

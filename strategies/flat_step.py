@@ -70,14 +70,6 @@ class FlatStep:
         actors = [self._actor(rank) for rank in first.values()]
         return Step(actors, self._syncs(len(actors)), self._norm_s()), stands
 
-    def floor_s(self) -> float:
-        """Computing alone, of the slowest rank."""
-        least = 0.0
-        for rank in range(self.count):
-            each = [self._times(rank, size).total for size in self._sizes(rank)]
-            least = max(least, sum(each))
-        return least
-
     def _actor(self, rank: int) -> Actor:
         table, instructions = {}, []
         gathers = self._gathers_s()

@@ -25,6 +25,9 @@ class Kind(StrEnum):
     SEND_GRADIENT = "send_gradient"
 
 
+COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
 @dataclass(frozen=True)
 class Instruction:
     """`kind`, done for `chunk` (of the position it is listed for) and `micro_batch`.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.plan import Prediction
 from whale_train.strategies.simulator import RankTime, Spans, rank_times, simulate
-from whale_train.strategies.step_tasks import Step, tasks_of
+from whale_train.strategies.step_tasks import Step, floor_s, tasks_of
 from whale_train.strategies.timeline import Event, events_of
 
 
@@ -41,11 +41,11 @@ class Simulated:
 
 
 def simulated(
-    step: Step, stands: Mapping[int, int], cluster: Cluster, global_batch: int, floor_s: float
+    step: Step, stands: Mapping[int, int], cluster: Cluster, global_batch: int
 ) -> Simulated:
     """`step` on the devices of `cluster`."""
     spans = simulate(tasks_of(step), cluster.processors)
-    return Simulated(spans, stands, global_batch, floor_s)
+    return Simulated(spans, stands, global_batch, floor_s(step))
 
 
 def _busiest(times: Mapping[int, RankTime]) -> RankTime:

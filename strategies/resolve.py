@@ -250,7 +250,7 @@ def _simulated(
     sharing: Sharing,
 ) -> Simulated:
     priced = FlatStep(graph, cluster, profile, training, sharing.samples, sharing.classes)
-    return simulated(*priced.step(), cluster, training.global_batch, priced.floor_s())
+    return simulated(*priced.step(), cluster, training.global_batch)
 
 
 def _task_graph(

@@ -88,7 +88,7 @@ def written(
 def simulated_step(job: Staging, decided: Decided) -> Simulated:
     """The step on the devices of `job`."""
     priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.memory)
-    return simulated(*priced.step(), job.cluster, job.training.global_batch, priced.floor_s())
+    return simulated(*priced.step(), job.cluster, job.training.global_batch)
 
 
 def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import ceil
 
 from whale_train.strategies.cost import offloaded_update_time_s, update_time_s
-from whale_train.strategies.instructions import Instruction, Kind
+from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
 from whale_train.strategies.links import (
     Crowd,
     all_reduce_time_s,
@@ -77,21 +77,6 @@ class StagedStep:
         )
         return Step(actors, self._syncs(chosen, numbers), norm), stands
 
-    def floor_s(self) -> float:
-        """Computing alone, of the busiest position."""
-        least = 0.0
-        for copy, positions in enumerate(self.job.seats.positions):
-            for position in range(len(positions)):
-                total = 0.0
-                for instruction in self.orders[copy][position]:
-                    if instruction.kind in _COMPUTES:
-                        cost = self._cost(copy, position, instruction)
-                        total += cost.seconds - cost.transfer_s
-                least = max(least, total)
-            if copy > 64:
-                break  # further copies are like these
-        return least
-
     def _node(self, rank: int, positions: Sequence[Sequence[int]]) -> int:
         """Its node, counted from the copy's first."""
         return self.cluster.node_of[rank] - self.cluster.node_of[positions[0][0]]
@@ -102,7 +87,7 @@ class StagedStep:
         table = {
             (each.kind, each.chunk, each.micro_batch): self._cost(copy, position, each)
             for each in order
-            if each.kind in _COMPUTES
+            if each.kind in COMPUTATIONS
         }
         sends = {
             _as_sent(each): self._send(copy, position, each)
@@ -112,7 +97,7 @@ class StagedStep:
         computations = costs(table)
 
         def cost(instruction: Instruction) -> Cost:
-            if instruction.kind in _COMPUTES:
+            if instruction.kind in COMPUTATIONS:
                 return computations(instruction)
             return sends[_as_sent(instruction)]
 
@@ -220,9 +205,6 @@ class StagedStep:
         if keeper is not None and keeper.offload_optimizer == "cpu":
             return offloaded_update_time_s(held, states, device, self.cluster.on_cpu)
         return update_time_s(held, states, device)
-
-
-_COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def _as_sent(instruction: Instruction) -> tuple[Kind, int, int, int]:

@@ -7,7 +7,7 @@ pipeline); their instructions are the schedule's own. Owns the order; what a tas
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from whale_train.strategies.instructions import Instruction, Kind
+from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
 from whale_train.strategies.simulator import UPDATE, Lane, Task
 
 PIECES = 8  # at most, in which a backward makes gradients ready for their sums
@@ -55,6 +55,15 @@ class Step:
     actors: Sequence[Actor]
     syncs: Sequence[Sync]
     norm_s: float = 0.0
+
+
+def floor_s(step: Step) -> float:
+    """The least a step takes: computing alone, of the actor with most of it."""
+    costs_of = (
+        [actor.cost(each) for each in actor.instructions if each.kind in COMPUTATIONS]
+        for actor in step.actors
+    )
+    return max(sum(cost.seconds - cost.transfer_s for cost in found) for found in costs_of)
 
 
 def tasks_of(step: Step) -> list[Task]:
