@@ -14,6 +14,7 @@ from whale_train.strategies.cost import (
     whole_times,
 )
 from whale_train.strategies.cut import CLASSES
+from whale_train.strategies.findings import Findings
 from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.graph import StrategyGraph
 from whale_train.strategies.instructions import Instruction, Kind
@@ -25,8 +26,7 @@ from whale_train.strategies.links import (
     partitioned_sum_time_s,
 )
 from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
-from whale_train.strategies.operations import ModelProfile
-from whale_train.strategies.pricing import Prices, part_of
+from whale_train.strategies.pricing import part_of
 from whale_train.strategies.shares import even_shares, tile
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.step_tasks import PIECES, Actor, Cost, Step, Sync, costs
@@ -40,12 +40,13 @@ class FlatStep:
         self,
         graph: StrategyGraph,
         cluster: Cluster,
-        profile: ModelProfile,
+        findings: Findings,
         training: Training,
         samples: Sequence[int],
         classes: Sequence[int],
     ) -> None:
-        self.graph, self.cluster, self.profile, self.training = graph, cluster, profile, training
+        self.graph, self.cluster, self.training = graph, cluster, training
+        self.profile = findings.profile
         self.samples, self.classes = samples, classes
         body = graph.task_graphs[0].node
         assert isinstance(body, Replicate)
@@ -53,7 +54,7 @@ class FlatStep:
         self.count = len(samples)
         self.link = group_link(cluster, range(self.count))
         self.elements = self._elements(0)
-        self.prices = Prices(profile.graph, training.precision) if profile.graph else None
+        self.prices = findings.prices if findings.profile.graph else None
         self.weights_bytes = 2 if training.precision == "bf16" and body.zero else 4
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
@@ -93,7 +94,7 @@ class FlatStep:
         if self.prices is None:
             return whole_times(self.profile.forward_flops * size, device, precision)
         if self.graph.cut is None:
-            return self.prices.times("all", self.prices.graph.by_name, device, size)
+            return self.prices.times("the whole", self.prices.graph.by_name, device, size)
         total = Times()
         axes = {
             BATCH: tile(sum(self.samples), self.samples),
@@ -101,11 +102,11 @@ class FlatStep:
         }
         for number, segment in enumerate(self.graph.cut.segments):
             if segment.task_graph == 0:
-                found = self.prices.times(number, segment.operations, device, size)
+                found = self.prices.times(("flat", number), segment.operations, device, size)
             else:
                 assert segment.assignment is not None
                 layouts = segment.assignment.layouts
-                key = (number, self.classes[rank], self.samples[rank])
+                key = ("flat", number, self.classes[rank], self.samples[rank])
                 whole = self.training.global_batch / self.training.accumulate
                 found = self.prices.times(
                     key, segment.operations, device, whole,

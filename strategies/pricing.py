@@ -26,6 +26,7 @@ class Prices:
     precision: str
     _works: dict[Hashable, Counter[Work]] = field(default_factory=dict)
     _times: dict[tuple[Hashable, int, float], Times] = field(default_factory=dict)
+    _devices: dict[int, Device] = field(default_factory=dict)  # keeps what ids stand for
     _all: Works | None = None
 
     def times(
@@ -40,6 +41,7 @@ class Prices:
         their `part`."""
         asked = (key, id(device), samples)
         if asked not in self._times:
+            self._devices[id(device)] = device
             if key not in self._works:
                 self._all = self._all or Works(self.graph)
                 self._works[key] = self._all.of(operations, part())

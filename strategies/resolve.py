@@ -11,8 +11,10 @@ from typing import Any
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.considered import Considered
 from whale_train.strategies.cut import CLASSES
 from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
+from whale_train.strategies.findings import Findings
 from whale_train.strategies.flat_step import FlatStep
 from whale_train.strategies.forms import is_nested
 from whale_train.strategies.grammar import Node, Pipeline, Replicate, Strategy
@@ -33,7 +35,7 @@ from whale_train.strategies.sharing import (
     share,
     split_head_memory,
 )
-from whale_train.strategies.staged import resolve_nested
+from whale_train.strategies.staged import consider_nested
 from whale_train.strategies.staging import nested_form
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
@@ -59,17 +61,47 @@ def resolve_and_simulate(
     """The plan, and its step simulated: on `stand_ins`, a device for each of those the strategy
     uses, where there are any, for which the plan then has a prediction as well. Raises PlanError
     with all faults."""
+    found = consider(strategy, cluster, Findings(profile, training.precision), training)
+    plan = found.plan()
+    if stand_ins is None:
+        return plan, found.step
+    step = found.on(stand_ins)
+    return replace(plan, predicted_here=step.prediction()), step
+
+
+def consider(
+    strategy: Strategy, cluster: Cluster, findings: Findings, training: Training
+) -> Considered:
+    """`strategy` resolved as far as its step on the devices of `cluster`. Raises PlanError with all
+    faults."""
     faults: list[Fault] = []
     decisions: list[Decision] = []
     refuse_without_model(strategy, cluster, training, faults)
     if faults:
         raise PlanError(faults)
     cluster = _used_devices(strategy, cluster, faults, decisions)
-    if is_nested(strategy):
-        plan, step = resolve_nested(strategy, cluster, profile, training, stand_ins)
-        return replace(plan, decisions=(*decisions, *plan.decisions)), step
+    if not is_nested(strategy):
+        return _consider_flat(strategy, cluster, findings, training, decisions)
+    found = consider_nested(strategy, cluster, findings, training)
+
+    def plan() -> Plan:
+        inside = found.plan()
+        return replace(inside, decisions=(*decisions, *inside.decisions))
+
+    return replace(found, plan=plan)
+
+
+def _consider_flat(
+    strategy: Strategy,
+    cluster: Cluster,
+    findings: Findings,
+    training: Training,
+    decisions: list[Decision],
+) -> Considered:
+    faults: list[Fault] = []
+    profile = findings.profile
     if len(cluster.devices) > 1 or training.accumulate > 1:
-        refuse_shared_batch(profile, faults)
+        refuse_shared_batch(findings, faults)
     graph = bind(strategy, profile, len(cluster.devices), cluster.name, faults)
     if graph is not None:
         _refuse_tied_batch_norm(graph, profile, faults)
@@ -80,13 +112,18 @@ def resolve_and_simulate(
     sharing = share(strategy, graph, cluster, profile, training, faults)
     if sharing is None:
         raise PlanError(faults)
-    decisions += _explain(strategy, graph, cluster, profile, sharing)
-    step = _simulated(graph, cluster, profile, training, sharing)
-    plan = _plan(graph, cluster, profile, training, sharing, step.prediction(), decisions)
-    if stand_ins is None:
-        return plan, step
-    step = _simulated(graph, stand_ins, profile, training, sharing)
-    return replace(plan, predicted_here=step.prediction()), step
+
+    def on(devices: Cluster) -> Simulated:
+        priced = FlatStep(graph, devices, findings, training, sharing.samples, sharing.classes)
+        return simulated(*priced.step(), devices, training.global_batch)
+
+    step = on(cluster)
+
+    def plan() -> Plan:
+        explained = [*decisions, *_explain(strategy, graph, cluster, profile, sharing)]
+        return _plan(graph, cluster, profile, training, sharing, step.prediction(), explained)
+
+    return Considered(step, plan, on)
 
 
 def refuse_without_model(
@@ -240,17 +277,6 @@ def _plan(
         exported=profile.graph is not None,
         rewrite=rewrite,
     )
-
-
-def _simulated(
-    graph: StrategyGraph,
-    cluster: Cluster,
-    profile: ModelProfile,
-    training: Training,
-    sharing: Sharing,
-) -> Simulated:
-    priced = FlatStep(graph, cluster, profile, training, sharing.samples, sharing.classes)
-    return simulated(*priced.step(), cluster, training.global_batch)
 
 
 def _task_graph(

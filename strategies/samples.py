@@ -7,13 +7,18 @@ product of two means, as routers' balancing losses have). BatchNorm is known and
 """
 
 from whale_train.errors import Fault
+from whale_train.strategies.findings import Findings
 from whale_train.strategies.layouts import differentiable
 from whale_train.strategies.operations import ModelProfile, Operation, OperationGraph, Ref
 
 
-def refuse_shared_batch(profile: ModelProfile, faults: list[Fault]) -> None:
-    """A fault where `profile`'s samples meet, for a plan in which they are handed out."""
-    met = where_samples_meet(profile.graph) if profile.graph is not None else None
+def refuse_shared_batch(findings: Findings, faults: list[Fault]) -> None:
+    """A fault where a model's samples meet, for a plan in which they are handed out."""
+    profile = findings.profile
+    graph = profile.graph
+    if graph is None:
+        return
+    met = findings.once("where samples meet", lambda: where_samples_meet(graph))
     if met is not None:
         where = met.module or "its own forward"
         rule = (

@@ -25,17 +25,19 @@ class ChunkTimes:
     ) -> None:
         self.job, self.chunks, self.axes, self.recomputed = job, chunks, axes, recomputed
         self._members = [alike_members(chunk.axes, axes) for chunk in chunks]
-        self._known: dict[tuple[int, tuple[int, ...], int, Link], tuple[Times, Times]] = {}
 
     def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:
         """(all, and the part of it that is transfers) of a micro-batch of chunk `number`."""
         ranks = self.job.seats.positions[copy][position]
         link = group_link(self.job.cluster, ranks, is_split=True)
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
-        key = (number, devices, samples, link)
-        if key not in self._known:
-            self._known[key] = self._priced(number, copy, ranks, samples, link)
-        return self._known[key]
+        chunk = self.chunks[number]
+        again, cut = chunk.stage in self.recomputed, tuple(self.axes[x] for x in chunk.axes)
+        even = self.job.strategy.balance == "even"
+        return self.job.findings.once(
+            ("times", chunk.key, cut, devices, samples, link, again, even),
+            lambda: self._priced(number, copy, ranks, samples, link),
+        )
 
     def durations(self, copy: int, batches: Batches) -> dict[tuple[int, int], tuple[float, ...]]:
         """Seconds of (forward, input gradient, weight gradient) of a copy's largest micro-batch,
@@ -72,14 +74,16 @@ class ChunkTimes:
         chunk, device = self.chunks[number], self.job.cluster.devices[rank]
         member = self._members[number][index] if self._members[number] else 0
         layouts = chunk.sharded.assignment.layouts if chunk.sharded else {}
-        return self.job.prices.times(
-            (number, member), chunk.slice.operations, device, samples,
+        own = tuple(self.axes[axis][member] for axis in chunk.axes)
+        return self.job.findings.prices.times(
+            (chunk.key, own), chunk.slice.operations, device, samples,
             lambda: part_of(layouts, self.axes, index),
         )  # fmt: skip
 
     def _head(self, number: int, index: int, rank: int, shares: Sequence[int]) -> Times:
         """Copies of the rest, each with its share of the samples, beside a split head."""
-        cut, total = self.chunks[number].head, Times()
+        chunk, total = self.chunks[number], Times()
+        cut = chunk.head
         assert cut is not None
         axes = {**self.axes, BATCH: tile(sum(shares), shares)}
         device = self.job.cluster.devices[rank]
@@ -87,8 +91,9 @@ class ChunkTimes:
             shared = segment.assignment is not None
             samples = sum(shares) if shared else shares[index]
             layouts = segment.assignment.layouts if segment.assignment else {}
-            key = (number, part, (index, *shares) if shared else ())
-            total += self.job.prices.times(
+            own = tuple(self.axes[axis] for axis in chunk.axes)
+            key = (chunk.key, part, own, (index, *shares) if shared else ())
+            total += self.job.findings.prices.times(
                 key, segment.operations, device, samples,
                 lambda layouts=layouts: part_of(layouts, axes, index),  # type: ignore[misc]
             )  # fmt: skip

@@ -12,7 +12,9 @@ from math import inf
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.considered import Considered
 from whale_train.strategies.cut import CutRefused, HeadCut, cut_head
+from whale_train.strategies.findings import Findings
 from whale_train.strategies.grammar import Strategy
 from whale_train.strategies.head import find_heads, matching
 from whale_train.strategies.instructions import Durations, Instruction, Position
@@ -23,7 +25,7 @@ from whale_train.strategies.micro_batches import (
     refuse_batch_norm,
     share_batch,
 )
-from whale_train.strategies.operations import ModelProfile, OperationGraph, Size
+from whale_train.strategies.operations import OperationGraph, Size
 from whale_train.strategies.patterns import Sharded, choose_patterns
 from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.prediction import Simulated
@@ -43,7 +45,7 @@ from whale_train.strategies.stages import (
     Slice,
     balanced,
     is_inside,
-    sequenced,
+    modules_of,
     sliced,
     stage_of_modules,
 )
@@ -52,24 +54,23 @@ from whale_train.strategies.staging import Axes, Chunk, Staging, nested_form
 _Edges = Mapping[tuple[int, int], bool]
 
 
-def resolve_nested(
-    strategy: Strategy,
-    cluster: Cluster,
-    profile: ModelProfile,
-    training: Training,
-    stand_ins: Cluster | None = None,
-) -> tuple[Plan, Simulated]:
-    """The plan of a nested strategy and its step simulated, on `stand_ins` where there are any.
-    Raises PlanError with all faults of a stage."""
-    job, decisions = _staging(strategy, cluster, profile, training), list[Decision]()
+def consider_nested(
+    strategy: Strategy, cluster: Cluster, findings: Findings, training: Training
+) -> Considered:
+    """A nested strategy, resolved. Raises PlanError with all faults of a stage."""
+    job, decisions = _staging(strategy, cluster, findings, training), list[Decision]()
     micro_batches = count_micro_batches(job, decisions)
     refuse_batch_norm(job, micro_batches)
     _refuse_pieces(job, job.form.copies * micro_batches)
-    slices = _slices(job, decisions)
+    ends = _ends(job, decisions)
+    slices = findings.once(("slices", ends), lambda: sliced(job.profile, findings.order, ends))
     stages = len(job.form.stages)
     shared = _shared_parameters(slices, stages)
-    chunks = tuple(_chunk(job, i % stages, part, shared) for i, part in enumerate(slices))
-    axes, edges = _axes(job, chunks), _edges(job, slices)
+    chunks = tuple(
+        _chunk(job, i % stages, part, ends[i : i + 2], shared) for i, part in enumerate(slices)
+    )
+    edges = findings.once(("edges", ends), lambda: _edges(job, slices))
+    axes = _axes(job, chunks)
     _check_shapes(job, chunks, axes)
     batches = share_batch(job, micro_batches)
     times = ChunkTimes(job, chunks, axes)
@@ -81,23 +82,26 @@ def resolve_nested(
         orders = _orders(job, times, edges, batches)
         memory = memory_of_ranks(job, chunks, axes, batches, orders, recomputed)
     refuse_memory(job, memory)
-    _explain(job, chunks, recomputed, decisions)
-    parts = Decided(times, axes, batches, edges, shared, memory, orders, recomputed)
-    step = simulated_step(job, parts)
-    plan = written(job, parts, step.prediction(), decisions)
-    if stand_ins is None:
-        return plan, step
-    there = replace(job, cluster=stand_ins)
-    parts = replace(parts, times=ChunkTimes(there, chunks, axes, frozenset(recomputed)))
-    step = simulated_step(there, parts)
-    return replace(plan, predicted_here=step.prediction()), step
+    decided = Decided(times, axes, batches, edges, shared, memory, orders, recomputed)
+    step = simulated_step(job, decided)
+
+    def plan() -> Plan:
+        _explain(job, chunks, recomputed, decisions)
+        return written(job, decided, step.prediction(), decisions)
+
+    def on(others: Cluster) -> Simulated:
+        there = replace(job, cluster=others)
+        taken = ChunkTimes(there, chunks, axes, frozenset(recomputed))
+        return simulated_step(there, replace(decided, times=taken))
+
+    return Considered(step, plan, on)
 
 
 def _staging(
-    strategy: Strategy, cluster: Cluster, profile: ModelProfile, training: Training
+    strategy: Strategy, cluster: Cluster, findings: Findings, training: Training
 ) -> Staging:
     faults: list[Fault] = []
-    form = nested_form(strategy, cluster, training, faults)
+    form, profile = nested_form(strategy, cluster, training, faults), findings.profile
     if profile.graph is None:
         rule = f"needs the model's graph, and {profile.name} cannot be exported"
         remedy = "use strategy=dp or a zero strategy, which run the model as it is"
@@ -105,13 +109,13 @@ def _staging(
         faults.append(Fault(path, "", f"{rule} ({profile.export_error})", remedy))
     if faults or form is None:
         raise PlanError(faults)
-    return Staging(strategy, cluster, profile, training, form)
+    return Staging(strategy, cluster, findings, training, form)
 
 
 def _refuse_pieces(job: Staging, pieces: int) -> None:
     faults: list[Fault] = []
     if pieces > 1 or any(stage.body for stage in job.form.stages):
-        refuse_shared_batch(job.profile, faults)
+        refuse_shared_batch(job.findings, faults)
     each, pipeline = pieces // job.form.copies, job.form.pipeline
     if pipeline is not None and each > 1:
         key = f"{pipeline.path}.micro_batches"
@@ -142,11 +146,12 @@ def _orders(
     return found
 
 
-def _slices(job: Staging, decisions: list[Decision]) -> tuple[Slice, ...]:
-    order = sequenced(job.graph)
+def _ends(job: Staging, decisions: list[Decision]) -> tuple[int, ...]:
+    """Where chunks begin and the last ends: positions in the order of operations."""
+    order = job.findings.order
     count = job.chunk_count
     if count == 1:
-        return sliced(job.profile, order, (0, len(order.operations)))
+        return (0, len(order.operations))
     stages = job.form.stages
     faults: list[Fault] = []
     asked = [(stage.path, stage.modules) for stage in stages]
@@ -157,38 +162,39 @@ def _slices(job: Staging, decisions: list[Decision]) -> tuple[Slice, ...]:
     fixed = stage_of_modules(order, job.graph, asked, faults)
     if faults:
         raise PlanError(faults)
-    speeds = [
+    speeds = tuple(
         min(job.stage_speeds(copy)[chunk % len(stages)] for copy in range(job.form.copies))
         for chunk in range(count)
-    ]
+    )
 
     def stage_time(chunk: int, first: int, last: int) -> float:
         if order.weights[last] == order.weights[first]:
             return inf  # a stage with nothing to train is no stage
         return (order.flops[last] - order.flops[first]) / speeds[chunk]
 
-    found = balanced(order, stage_time, count, fixed)
+    found = job.findings.once(
+        ("cut", speeds, tuple(fixed.items())), lambda: balanced(order, stage_time, count, fixed)
+    )
     if found is None:
         places = sum(a < b for a, b in pairwise(order.weights))
         rule = f"has {places} blocks to cut between, too few for {count} stages in this order"
         path = job.form.pipeline.path if job.form.pipeline else "strategy"
         remedy = f"use at most {places} stages" if places < count else "name other modules"
         raise PlanError([Fault(f"{path}.stages", str(len(stages)), rule, remedy)])
-    ends = [order.places[i] for i in found]
-    slices = sliced(job.profile, order, ends)
-    for chunk, (part, (first, last)) in enumerate(zip(slices, pairwise(found), strict=True)):
+    for chunk, (first, last) in enumerate(pairwise(found)):
         work = (order.flops[last] - order.flops[first]) / (order.flops[-1] or 1.0)
+        modules = modules_of(job.graph, order.operations[order.places[first] : order.places[last]])
         decisions.append(
             Decision(
                 f"{stages[chunk % len(stages)].path}.modules",
-                f"{_span(part.modules)} ({100 * work:.0f}% of the work)",
+                f"{_span(modules)} ({100 * work:.0f}% of the work)",
                 "",
                 f"chunk {chunk} of {count}: the slowest stage is done first"
                 if not stages[chunk % len(stages)].modules
                 else "as the strategy says",
             )
         )
-    return slices
+    return tuple(order.places[i] for i in found)
 
 
 def _edges(job: Staging, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]:
@@ -202,16 +208,28 @@ def _edges(job: Staging, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]
     return found
 
 
-def _chunk(job: Staging, stage: int, part: Slice, shared: dict[str, tuple[int, ...]]) -> Chunk:
+def _chunk(
+    job: Staging,
+    stage: int,
+    part: Slice,
+    interval: tuple[int, ...],
+    shared: Mapping[str, tuple[int, ...]],
+) -> Chunk:
     form = job.form.stages[stage]
-    if form.body is not None:
-        return Chunk(stage, part, head=_head_cut(job, stage, part, shared))
     if form.split is None or form.shards == 1:
-        return Chunk(stage, part)
-    return Chunk(stage, part, _sharded(job, stage, part, shared))
+        return Chunk(stage, part, interval)
+    held_elsewhere = tuple(path for path in part.parameters if path in shared)
+    key = (interval, form.shards, form.split, form.body is not None, held_elsewhere)
+    if form.body is not None:
+        cut = job.findings.once(("head", key), lambda: _head_cut(job, stage, part, shared))
+        return Chunk(stage, part, key, head=cut)
+    sharded = job.findings.once(("sharded", key), lambda: _sharded(job, stage, part, shared))
+    return Chunk(stage, part, key, sharded)
 
 
-def _head_cut(job: Staging, stage: int, part: Slice, shared: dict[str, tuple[int, ...]]) -> HeadCut:
+def _head_cut(
+    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
+) -> HeadCut:
     """The stage's slice of the model cut where the head begins; what it takes is its input."""
     form = job.form.stages[stage]
     assert form.split is not None
@@ -248,7 +266,9 @@ def _head_cut(job: Staging, stage: int, part: Slice, shared: dict[str, tuple[int
         raise PlanError([Fault(key, value, rule, remedy)]) from None
 
 
-def _sharded(job: Staging, stage: int, part: Slice, shared: dict[str, tuple[int, ...]]) -> Sharded:
+def _sharded(
+    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
+) -> Sharded:
     form = job.form.stages[stage]
     assert form.split is not None
     given: dict[str, Layout] = dict.fromkeys(part.takes, R)
@@ -316,7 +336,13 @@ def _axes(job: Staging, chunks: Sequence[Chunk]) -> Axes:
 def _check_shapes(job: Staging, chunks: Sequence[Chunk], axes: Axes) -> None:
     """Refuse a split whose local shapes do not agree on some member, before there are any."""
     for chunk in chunks:
-        wrong = shape_check(job.graph, chunk.sharded.assignment, axes) if chunk.sharded else ()
+        if chunk.sharded is None:
+            continue
+        assignment, cut = chunk.sharded.assignment, tuple(axes[axis] for axis in chunk.axes)
+        wrong = job.findings.once(
+            ("shapes", chunk.key, cut),
+            lambda assignment=assignment: shape_check(job.graph, assignment, axes),  # type: ignore[misc]
+        )
         if wrong:
             form = job.form.stages[chunk.stage]
             assert form.split is not None

@@ -7,7 +7,7 @@ first, by dynamic programming over the places where one block of modules ends an
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -267,7 +267,7 @@ def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tupl
                 takes=tuple(op.name for op in graph if op.name in takes),
                 gives=tuple(gives),
                 parameters=tuple(p.path for p in profile.parameters if p.path in held),
-                modules=tuple(dict.fromkeys(block_of(graph[n].module) for n in own)),
+                modules=modules_of(graph, own),
                 flops=sum(graph[name].flops for name in own),
                 activation_bytes=sum(inside_bytes.values()),
                 entering_bytes=sum(entering[place] for place in inside_bytes),
@@ -275,6 +275,11 @@ def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tupl
             )
         )
     return tuple(slices)
+
+
+def modules_of(graph: OperationGraph, operations: Iterable[str]) -> tuple[str, ...]:
+    """The blocks that `operations` belong to, in order."""
+    return tuple(dict.fromkeys(block_of(graph[name].module) for name in operations))
 
 
 def _needed(

@@ -3,7 +3,7 @@
 Ranks follow each other: copies of the pipeline, stages, copies of a stage, shards of a copy.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,12 +11,12 @@ from whale_train.errors import Fault
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cost import flops_rate
 from whale_train.strategies.cut import HeadCut
+from whale_train.strategies.findings import Findings
 from whale_train.strategies.forms import Form, read_form
 from whale_train.strategies.grammar import Strategy
 from whale_train.strategies.layouts import Shard
 from whale_train.strategies.operations import ModelProfile, OperationGraph
 from whale_train.strategies.patterns import Sharded
-from whale_train.strategies.pricing import Prices
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.stages import Slice
 
@@ -52,10 +52,12 @@ def seats(form: Form) -> Seats:
 @dataclass(frozen=True)
 class Chunk:
     """A slice of the model and the stage that runs it; typed where its stage is a split (`head`:
-    a split of the head beside copies of the rest)."""
+    a split of the head beside copies of the rest). Chunks with equal keys are equal but for the
+    number of the stage."""
 
     stage: int
     slice: Slice
+    key: Hashable
     sharded: Sharded | None = None
     head: HeadCut | None = None
 
@@ -92,7 +94,7 @@ class Staging:
 
     strategy: Strategy
     cluster: Cluster
-    profile: ModelProfile
+    findings: Findings
     training: Training
     form: Form
 
@@ -101,18 +103,17 @@ class Staging:
         return seats(self.form)
 
     @property
+    def profile(self) -> ModelProfile:
+        return self.findings.profile
+
+    @property
     def graph(self) -> OperationGraph:
-        assert self.profile.graph is not None
-        return self.profile.graph
+        return self.findings.graph
 
     @cached_property
     def canonical(self) -> dict[str, str]:
         """Every name of a parameter, and the path it is known by."""
         return {name: p.path for name, p in self.profile.parameter_by_path.items()}
-
-    @cached_property
-    def prices(self) -> Prices:
-        return Prices(self.graph, self.training.precision)
 
     @property
     def zero(self) -> int:

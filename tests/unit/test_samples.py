@@ -4,6 +4,7 @@ import pytest
 from tests.unit.test_stages import model
 
 from whale_train.errors import Fault
+from whale_train.strategies.findings import Findings
 from whale_train.strategies.operations import Argument, Operation, OperationGraph, Ref, Size
 from whale_train.strategies.samples import refuse_shared_batch, where_samples_meet
 
@@ -72,5 +73,5 @@ def test_samples_that_meet(
 
 def test_a_stack_of_blocks_is_shared() -> None:
     faults: list[Fault] = []
-    refuse_shared_batch(model([1.0, 2.0]), faults)
+    refuse_shared_batch(Findings(model([1.0, 2.0]), "fp32"), faults)
     assert not faults

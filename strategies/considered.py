@@ -1,0 +1,18 @@
+"""A strategy resolved as far as its step: what that would take, before any plan is written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.plan import Plan
+from whale_train.strategies.prediction import Simulated
+
+
+@dataclass(frozen=True)
+class Considered:
+    """Its `step` on the devices it uses, and its plan, when asked for. `on` simulates the same step
+    on other devices, one for each."""
+
+    step: Simulated
+    plan: Callable[[], Plan]
+    on: Callable[[Cluster], Simulated]

@@ -1,0 +1,51 @@
+"""What is found about a model once, however many strategies are considered for it.
+
+Cuts into stages, patterns of weights, prices of pieces: what one strategy needs of these, its
+neighbours in a search need as well.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+from whale_train.errors import PlanError
+from whale_train.strategies.operations import ModelProfile, OperationGraph
+from whale_train.strategies.pricing import Prices
+from whale_train.strategies.stages import Sequenced, sequenced
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of `profile`, trained at `precision`."""
+
+    profile: ModelProfile
+    precision: str
+    _kept: dict[Hashable, Any] = field(default_factory=dict)
+
+    def once(self, key: Hashable, find: Callable[[], _Found]) -> _Found:
+        """What `find` returns, or the PlanError it raises; `key` stands for all it depends on."""
+        if key not in self._kept:
+            try:
+                self._kept[key] = find()
+            except PlanError as error:
+                self._kept[key] = error
+        found: _Found | PlanError = self._kept[key]
+        if isinstance(found, PlanError):
+            raise found
+        return found
+
+    @property
+    def graph(self) -> OperationGraph:
+        assert self.profile.graph is not None
+        return self.profile.graph
+
+    @cached_property
+    def prices(self) -> Prices:
+        return Prices(self.graph, self.precision)
+
+    @cached_property
+    def order(self) -> Sequenced:
+        return sequenced(self.graph)
