@@ -5,18 +5,21 @@ replicate inside a stage the stage's, a split the shard group of one copy. `read
 node asked for what, settles every `auto` degree and refuses what does not fit the devices.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
-from whale_train.errors import Fault
+from whale_train.errors import Fault, nearest
 from whale_train.strategies.grammar import Node, Pipeline, Replicate, Split, Stage, Strategy
 from whale_train.strategies.graph import legal_degrees
 
 
 @dataclass(frozen=True)
 class StageForm:
-    """One stage: `copies` of a group of `shards` devices. `modules` are those it must hold (None:
-    a balanced cut decides). `body` is the replicate beside a `split` of the head: each member of
-    the group then holds what the split leaves, for its part of the samples."""
+    """One stage: `copies` of a group of `shards` devices, of the kind `device` (None: whichever
+    come next). `modules` are those it must hold (None: a balanced cut decides). `body` is the
+    replicate beside a `split` of the head: each member of the group then holds what the split
+    leaves, for its part of the samples."""
 
     path: str
     copies: int
@@ -25,6 +28,7 @@ class StageForm:
     body: Replicate | None = None
     modules: tuple[str, ...] | None = None
     recompute: str = "none"
+    device: str | None = None
 
     @property
     def width(self) -> int:
@@ -64,6 +68,7 @@ class _Open:
     modules: tuple[str, ...] | None = None
     recompute: str = "none"
     body: Replicate | None = None
+    device: str | None = None
 
     @property
     def width(self) -> int | None:
@@ -80,10 +85,14 @@ def is_nested(strategy: Strategy) -> bool:
 
 
 def read_form(
-    strategy: Strategy, devices: int, per_node: int, hardware: str, faults: list[Fault]
+    strategy: Strategy,
+    devices: int | Mapping[str, int],
+    per_node: int,
+    hardware: str,
+    faults: list[Fault],
 ) -> Form | None:
-    """The form of a nested strategy over `devices` devices in nodes of `per_node` (0: of unlike
-    size); None when `faults` grew."""
+    """The form of a nested strategy over `devices` devices (so many, or so many of each kind) in
+    nodes of `per_node` (0: of unlike size); None when `faults` grew."""
     before = len(faults)
     outer, inner = _outer(strategy.graph, faults)
     pipeline = inner[0] if isinstance(inner[0], Pipeline) else None
@@ -98,7 +107,12 @@ def read_form(
     keeper = _keeper([*outer, *(s.copy for s in stages if s.copy)], pipeline, faults)
     if len(faults) > before:
         return None
-    form = _settled(outer, stages, devices, per_node, hardware, faults)
+    kinds = {} if isinstance(devices, int) else devices
+    total = devices if isinstance(devices, int) else sum(devices.values())
+    if any(stage.device for stage in stages):
+        form = _settled_by_kind(outer, stages, kinds, per_node, hardware, faults)
+    else:
+        form = _settled(outer, stages, total, per_node, hardware, faults)
     if form is None:
         return None
     if pipeline is None:  # copies of the whole are copies of the whole, whoever asked for them
@@ -128,11 +142,9 @@ def _outer(
 def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> _Open | None:
     """One stage: (stage of) (replicate of) split, or a replicate beside a split of the head; each
     of which may be missing."""
-    modules, recompute, path = None, "none", nodes[0].path
+    path, around = nodes[0].path, Stage("")
     if isinstance(nodes[0], Stage):
-        (node,) = nodes
-        assert isinstance(node, Stage)
-        modules, recompute, nodes = node.modules, node.recompute, node.of
+        around, nodes = nodes[0], nodes[0].of
     copies: int | None = 1
     copy: Replicate | None = None
     while len(nodes) == 1:
@@ -143,22 +155,28 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> _Open | None:
         both = copies is not None and inner.degree is not None
         copies = copies * inner.degree if both and copies and inner.degree else None
         copy, nodes = inner, inner.of
+    split: Split | None = None
+    body: Replicate | None = None
+    shards: int | None = 1
     match nodes:
         case ():
-            return _Open(path, copies, 1, None, copy, modules, recompute)
+            pass
         case (Split(of=()) as split,):
-            return _Open(path, copies, split.degree, split, copy, modules, recompute)
-        case (Split() as split,):
+            shards = split.degree
+        case (Split() as inside,):
             rule = "cuts again what a split has cut"
-            faults.append(Fault(f"{split.path}.of", "", rule, "multiply the degrees into one"))
+            faults.append(Fault(f"{inside.path}.of", "", rule, "multiply the degrees into one"))
+            return None
         case (Replicate() as body, Split() as split):
-            degrees = {node.degree for node in (body, split) if node.degree}
-            degree = next(iter(degrees), None)
-            if _is_head_beside_copies(body, split, path, faults):
-                return _Open(path, copies, degree, split, copy, modules, recompute, body)
+            shards = next((node.degree for node in (body, split) if node.degree), None)
+            if not _is_head_beside_copies(body, split, path, faults):
+                return None
         case _:
             faults.append(_colocated(nodes))
-    return None
+            return None
+    return _Open(
+        path, copies, shards, split, copy, around.modules, around.recompute, body, around.device
+    )
 
 
 def _is_head_beside_copies(body: Replicate, split: Split, path: str, faults: list[Fault]) -> bool:
@@ -228,9 +246,7 @@ def _settled(
     faults: list[Fault],
 ) -> Form | None:
     """All degrees as numbers."""
-    asked = 1
-    for node in outer:
-        asked *= node.degree or 1
+    asked = prod(node.degree or 1 for node in outer)
     is_open = any(node.degree is None for node in outer)
     outermost = outer[0].path if outer else stages[0].path
     widths = [stage.width for stage in stages]
@@ -249,12 +265,66 @@ def _settled(
         faults.append(_not_dividing(outermost, asked * total, devices, hardware))
         return None
     copies = devices // total
-    settled = tuple(
-        StageForm(s.path, s.copies or 1, s.shards or 1, s.split, s.body, s.modules, s.recompute)
+    added = 1 if is_open else copies // asked
+    return Form(copies, _as_numbers(stages), None, None, added)
+
+
+def _settled_by_kind(
+    outer: list[Replicate],
+    stages: list[_Open],
+    kinds: Mapping[str, int],
+    per_node: int,
+    hardware: str,
+    faults: list[Fault],
+) -> Form | None:
+    """The same where stages say which kind of device holds them: each kind's devices are shared
+    among its stages, and every copy has as many of a kind."""
+    before = len(faults)
+    for stage in stages:
+        if stage.device is None:
+            rule = "names no device, and other stages of its pipeline do"
+            faults.append(Fault(f"{stage.path}.device", "auto", rule, "name it for all, or none"))
+        elif stage.device not in kinds:
+            rule, remedy = f"is no device of hardware={hardware}", nearest(stage.device, kinds)
+            faults.append(Fault(f"{stage.path}.device", stage.device, rule, remedy))
+    held = {stage.device for stage in stages}
+    for kind, count in kinds.items():
+        if kind not in held and len(faults) == before:
+            rule = f"leaves the {count} x {kind} of hardware={hardware} without a stage"
+            path = stages[0].path.rpartition("[")[0]
+            faults.append(Fault(path, "", rule, f"give a stage device: {kind}"))
+    if len(faults) > before:
+        return None
+    settled: dict[int, StageForm] = {}
+    copies: dict[str, int] = {}
+    for kind, count in kinds.items():
+        numbers = [i for i, stage in enumerate(stages) if stage.device == kind]
+        form = _settled(outer, [stages[i] for i in numbers], count, per_node, hardware, faults)
+        if form is None:
+            return None
+        copies[kind] = form.copies
+        settled |= dict(zip(numbers, form.stages, strict=True))
+    if len(set(copies.values())) > 1:
+        each = " and ".join(f"{n} of {kind}" for kind, n in copies.items())
+        rule = f"makes unlike numbers of copies: {each}"
+        remedy = "give stages degrees that divide the devices of every kind equally often"
+        faults.append(Fault(stages[0].path.rpartition("[")[0], "", rule, remedy))
+        return None
+    number = next(iter(copies.values()))
+    asked = prod(node.degree or 1 for node in outer)
+    is_open = any(node.degree is None for node in outer)
+    listed = tuple(settled[i] for i in range(len(stages)))
+    return Form(number, listed, None, None, 1 if is_open else number // asked)
+
+
+def _as_numbers(stages: Iterable[_Open]) -> tuple[StageForm, ...]:
+    return tuple(
+        StageForm(
+            *(s.path, s.copies or 1, s.shards or 1, s.split, s.body, s.modules, s.recompute),
+            device=s.device,
+        )
         for s in stages
     )
-    added = 1 if is_open else copies // asked
-    return Form(copies, settled, None, None, added)
 
 
 def _narrowest(

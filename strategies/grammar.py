@@ -47,11 +47,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Stage:
-    """A named slice of the model's forward, one after another in a pipeline."""
+    """A named slice of the model's forward, one after another in a pipeline; held by devices of
+    the kind `device`, where it says one."""
 
     path: str
     modules: tuple[str, ...] | None = None
     recompute: str = "none"
+    device: str | None = None
     of: tuple["Node", ...] = ()
 
 
@@ -201,11 +203,12 @@ class _Reader:
         )
 
     def stage(self, body: Mapping[str, Any], path: str) -> Stage:
-        given = self.keys(body, path, ("modules", "recompute", "of"))
+        given = self.keys(body, path, ("modules", "recompute", "device", "of"))
         return Stage(
             path,
             modules=None if given.get("modules") == "auto" else self.modules(given, path),
             recompute=self.choice(given, path, "recompute", RECOMPUTE, "none"),
+            device=self.device(given, path),
             of=self.children(given, path, "stage"),
         )
 
@@ -255,6 +258,14 @@ class _Reader:
             self.fault(f"{path}.{key}", value, rule, "use such a number, or auto")
             return None
         return value
+
+    def device(self, given: Mapping[str, Any], path: str) -> str | None:
+        value = given.get("device", "auto")
+        if not _is_name(value):
+            rule, remedy = "is not the name of a device", "use one of hardware's, or auto"
+            self.fault(f"{path}.device", value, rule, remedy)
+            return None
+        return None if value == "auto" else cast(str, value)
 
     def patterns(self, given: Mapping[str, Any], path: str) -> tuple[tuple[str, str], ...]:
         value = given.get("patterns")

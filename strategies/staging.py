@@ -1,14 +1,17 @@
 """What a nested strategy is resolved from, and who sits where in it.
 
-Ranks follow each other: copies of the pipeline, stages, copies of a stage, shards of a copy.
+Ranks follow each other: copies of the pipeline, stages, copies of a stage, shards of a copy; where
+stages name the kind of device that holds them, among the ranks of each kind.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from whale_train.errors import Fault
-from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.cluster import Cluster, Device
 from whale_train.strategies.cost import flops_rate
 from whale_train.strategies.cut import HeadCut
 from whale_train.strategies.findings import Findings
@@ -37,16 +40,21 @@ class Seats:
         return [p for p, own in enumerate(self.stage_of) if own == stage]
 
 
-def seats(form: Form) -> Seats:
+def seats(form: Form, devices: Sequence[Device]) -> Seats:
+    """Ranks in order: copy by copy, stage by stage, each stage taking the next ranks of the kind of
+    device it is held by."""
     stage_of = tuple(s for s, stage in enumerate(form.stages) for _ in range(stage.copies))
-    listed, rank = [], 0
-    for _ in range(form.copies):
-        of_copy = []
-        for stage in stage_of:
-            of_copy.append(tuple(range(rank, rank + form.stages[stage].shards)))
-            rank += form.stages[stage].shards
-        listed.append(tuple(of_copy))
-    return Seats(tuple(listed), stage_of)
+    waiting: dict[str | None, Iterator[int]] = {None: iter(range(len(devices)))}
+    for kind in {stage.device for stage in form.stages} - {None}:
+        waiting[kind] = iter([rank for rank, each in enumerate(devices) if each.name == kind])
+    listed = tuple(
+        tuple(
+            tuple(islice(waiting[form.stages[stage].device], form.stages[stage].shards))
+            for stage in stage_of
+        )
+        for _ in range(form.copies)
+    )
+    return Seats(listed, stage_of)
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Staging:
 
     @cached_property
     def seats(self) -> Seats:
-        return seats(self.form)
+        return seats(self.form, self.cluster.devices)
 
     @property
     def profile(self) -> ModelProfile:
@@ -193,7 +201,8 @@ def nested_form(
     """Its form on `cluster`, and all that can be said against it before there is a model."""
     sizes = {len(node.devices) for node in cluster.nodes}
     per_node = sizes.pop() if len(sizes) == 1 else 0
-    form = read_form(strategy, len(cluster.devices), per_node, cluster.name, faults)
+    kinds = Counter(device.name for device in cluster.devices)
+    form = read_form(strategy, kinds, per_node, cluster.name, faults)
     if form is None:
         return None
     key, batch = "train.global_batch", training.global_batch

@@ -145,6 +145,13 @@ STRATEGIES: dict[str, tuple[int, str] | tuple[int, str, tuple[float, ...]]] = {
         (1, 3, 1),
     ),
     "recompute": (2, pipeline("[{stage: {recompute: full}}, {stage: {recompute: full}}]")),
+    "stages_by_device": (
+        4,
+        "{replicate: {of: "
+        + pipeline("[{stage: {device: gpu_1}}, {stage: {device: gpu_0}}]", micro_batches=2)
+        + "}}",
+        (1, 3),
+    ),
     "split3_split2": (5, pipeline(f"[{{split: {{degree: 3}}}}, {_SPLIT2}]")),
 }
 

@@ -9,7 +9,9 @@ from whale_train.errors import Fault
 from whale_train.strategies.forms import Form, is_nested, read_form
 
 
-def form_of(graph: Any, devices: int, per_node: int = 0) -> tuple[Form | None, list[str]]:
+def form_of(
+    graph: Any, devices: int | dict[str, int], per_node: int = 0
+) -> tuple[Form | None, list[str]]:
     faults: list[Fault] = []
     form = read_form(strategy_of({"graph": graph}), devices, per_node, "cluster", faults)
     return form, [str(fault) for fault in faults]
@@ -205,3 +207,69 @@ def test_refusals(graph: Any, devices: int, faults: list[str]) -> None:
     form, said = form_of(graph, devices)
     assert form is None
     assert said == faults
+
+
+FAST, SLOW = stage(device="fast"), stage(device="slow")
+FAST_COPIES = stage(replicate(), device="fast")
+SLOW_COPIES = stage(replicate(), device="slow")
+
+
+@pytest.mark.parametrize(
+    ("graph", "kinds", "copies", "stages"),
+    [
+        (pipeline(FAST, SLOW), (4, 4), 4, [(1, 1), (1, 1)]),
+        (pipeline(FAST_COPIES, SLOW_COPIES), (2, 4), 1, [(2, 1), (4, 1)]),
+        (replicate(of=pipeline(FAST, SLOW)), (4, 4), 4, [(1, 1), (1, 1)]),
+        (replicate(of=pipeline(FAST, SLOW, SLOW)), (2, 4), 2, [(1, 1), (1, 1), (1, 1)]),
+        (replicate(2, of=pipeline(SLOW_COPIES, FAST_COPIES)), (2, 6), 2, [(3, 1), (1, 1)]),
+        (
+            replicate(of=pipeline(stage(split(2), device="fast"), SLOW)),
+            (4, 2), 2, [(1, 2), (1, 1)],
+        ),
+    ],
+)  # fmt: skip
+def test_degrees_where_stages_name_devices(
+    graph: Any, kinds: tuple[int, int], copies: int, stages: Any
+) -> None:
+    form, faults = form_of(graph, dict(zip(("fast", "slow"), kinds, strict=True)))
+    assert form is not None, faults
+    assert form.copies == copies
+    assert [(s.copies, s.shards) for s in form.stages] == stages
+    assert form.copies * form.width == sum(kinds)
+
+
+@pytest.mark.parametrize(
+    ("graph", "fault"),
+    [
+        (
+            pipeline(FAST, stage()),
+            "strategy.graph.pipeline.stages[1].stage.device=auto names no device, and other stages "
+            "of its pipeline do; name it for all, or none",
+        ),
+        (
+            pipeline(FAST, stage(device="slwo")),
+            "strategy.graph.pipeline.stages[1].stage.device=slwo is no device of hardware=cluster; "
+            "did you mean slow? One of: fast, slow",
+        ),
+        (
+            pipeline(FAST, FAST),
+            "strategy.graph.pipeline.stages leaves the 2 x slow of hardware=cluster without a "
+            "stage; give a stage device: slow",
+        ),
+        (
+            replicate(of=pipeline(FAST, SLOW)),
+            "strategy.graph.replicate.of.pipeline.stages makes unlike numbers of copies: 4 of fast "
+            "and 2 of slow; give stages degrees that divide the devices of every kind equally "
+            "often",
+        ),
+        (
+            pipeline(stage(split(3), device="fast"), SLOW),
+            "strategy.graph.pipeline.stages[0].stage=3 devices does not divide the 4 devices of "
+            "hardware=cluster; use 1, 2 or 4",
+        ),
+    ],
+)
+def test_stages_of_devices_that_cannot_be(graph: Any, fault: str) -> None:
+    form, faults = form_of(graph, {"fast": 4, "slow": 2})
+    assert form is None
+    assert faults == [fault]

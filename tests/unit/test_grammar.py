@@ -248,7 +248,7 @@ PIPELINE = "strategy.graph.pipeline"
         (
             {"pipeline": {"stages": [{"stage": {"degree": 2}}]}},
             f"{PIPELINE}.stages[0].stage.degree is not a key here; "
-            "use one of: modules, of, recompute",
+            "use one of: device, modules, of, recompute",
         ),
         (
             {"pipeline": {"stages": 2, "microbatches": 2}},

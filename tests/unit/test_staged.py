@@ -221,3 +221,18 @@ def test_refusals(
     graph: Any, devices: Cluster, profile: ModelProfile | None, faults: list[str]
 ) -> None:
     assert refused(graph, devices, profile) == faults
+
+
+def test_stages_take_the_devices_they_name() -> None:
+    """In the order of the stages, whatever that of the inventory."""
+    stages = [{"stage": {"device": "gpu_2"}}, {"stage": {"device": "gpu_1"}}]
+    graph = {"replicate": {"of": {"pipeline": {"micro_batches": 2, "stages": stages}}}}
+    plan = planned(graph, cluster(1, 2, 1, 2))
+    assert plan.pipeline is not None
+    assert [copy["positions"] for copy in plan.pipeline["copies"]] == [((1,), (0,)), ((3,), (2,))]
+    first, second = plan.task_graphs
+    assert first.replicas == ((1,), (3,))
+    assert second.replicas == ((0,), (2,))
+    assert first.flops == 2 * second.flops
+    assert plan.groups["stage_0.data_parallel"] == ((1, 3),)
+    assert [plan.ranks[rank].task_graphs for rank in range(4)] == [(1,), (0,), (1,), (0,)]
