@@ -2,12 +2,13 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from omegaconf import DictConfig
 from rich.console import Console
 
@@ -22,7 +23,6 @@ from whale_train.launcher.placement import Place
 from whale_train.launcher.progress import Progress, summary_line, unlike_predicted
 from whale_train.launcher.resolve import (
     Resolved,
-    offloads_adam,
     resolve_each,
     resolve_request,
     training_of,
@@ -89,6 +89,9 @@ def run_job(
             if resolved.timeline:
                 path = write_timeline(run_dir, resolved)
                 console.print(f"the predicted step's timeline: {path}")
+            if resolved.found is not None:
+                path = write_strategy(run_dir, resolved.found, request)
+                console.print(f"the strategy, as a file: {path}", soft_wrap=True)
             return JobEnd("done", run_dir)
         with remembered_interrupts() as interrupts:
             if request.mode == "verify":
@@ -120,8 +123,28 @@ def write_timeline(run_dir: Path, resolved: Resolved) -> Path:
     return path
 
 
-def write_plan(run_dir: Path, resolved: Resolved) -> None:
+def write_strategy(run_dir: Path, found: Mapping[str, Any], request: Request) -> Path:
+    """The strategy the planner found, as a file of conf/strategy."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    names, batch = request.names, request.train.global_batch
+    head = f"# Found for model={names.get('model')} hardware={names.get('hardware')} "
+    head += f"train.global_batch={batch}\n"
+    path = run_dir / "strategy.yaml"
+    write_text(path, head + yaml.dump(dict(found), Dumper=_WithoutAliases, sort_keys=False))
+    return path
+
+
+class _WithoutAliases(yaml.SafeDumper):
+    """Equal stages are each written out."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
     """All the ranks wait for, `ready` last."""
+    if resolved.found is not None:
+        write_strategy(run_dir, resolved.found, request)
     if resolved.timeline:
         write_timeline(run_dir, resolved)
     write_environment(run_dir)
@@ -145,9 +168,9 @@ def _train(
         resolved = resolve_request(request)
         if place is not None:
             check_world(place, resolved.plan)
-        write_plan(run_dir, resolved)
+        write_plan(run_dir, resolved, request)
         _show(resolved, request, console)
-        if offloads_adam(request) and not is_compiled(CPU_ADAM):
+        if _offloads_adam(request, resolved.plan) and not is_compiled(CPU_ADAM):
             console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
         progress = Progress(run_dir, request.train.steps, console)
 
@@ -165,6 +188,12 @@ def _train(
     return finish(outcome, resolved, run_dir, console)
 
 
+def _offloads_adam(request: Request, plan: Plan) -> bool:
+    """Whether the optimizer is DeepSpeed's CPUAdam."""
+    offloaded = any(t.offload["optimizer"] == "cpu" for t in plan.task_graphs)
+    return offloaded and request.optimizer.name != "sgd"
+
+
 def _verify(request: Request, run_dir: Path, console: Console, interrupts: Sequence[int]) -> JobEnd:
     """The run's first steps under the plan, then the same on one process, and the comparison."""
     request = only_steps(request)
@@ -179,7 +208,7 @@ def _verify(request: Request, run_dir: Path, console: Console, interrupts: Seque
         # Its ranks start as those of a training, and are refused for the same reasons.
         resolved = resolve_request(request.model_copy(update={"mode": "train"}))
         alone, one_process = on_one_process(request, resolved)
-        write_plan(run_dir, resolved)
+        write_plan(run_dir, resolved, request)
         _show(resolved, request, console)
         alone_dir = make_run_dir(alone, run_dir / "verify" / "one_process")
         hosts.append(Host.start(alone_dir))  # imports meanwhile, and waits for its plan
@@ -187,7 +216,7 @@ def _verify(request: Request, run_dir: Path, console: Console, interrupts: Seque
             hosts, (resolved, one_process), (run_dir, alone_dir), strict=True
         ):
             if folder == alone_dir:
-                write_plan(folder, plan)
+                write_plan(folder, plan, request)
             outcome = host.wait(poll)
             if outcome.status != "done":
                 return finish(outcome, plan, folder, console)
@@ -219,7 +248,7 @@ def _calibrate(
     try:
         resolved = resolve_request(request.model_copy(update={"mode": "train"}))
         refuse_others(resolved)
-        write_plan(run_dir, resolved)
+        write_plan(run_dir, resolved, request)
         kind = resolved.cluster.devices[0].name
         console.print(f"measuring {resolved.plan.world_size} x {kind}, less than a minute")
         outcome = host.wait(poll)
@@ -261,7 +290,7 @@ def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resol
         remedy = "verify a smaller model or train.global_batch"
         fault = Fault("mode", "verify", rule, remedy)
         raise PlanError([fault, *error.faults]) from None
-    return alone, replace(resolved, plan=plan, cluster=cluster, paces=None, links=None)
+    return alone, replace(resolved, plan=plan, cluster=cluster, paces=None, links=None, found=None)
 
 
 def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:

@@ -23,17 +23,15 @@ from whale_train.launcher.calibrations import kept
 from whale_train.launcher.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.emulation import paces as emulated_paces
 from whale_train.launcher.machine import machine_facts
+from whale_train.strategies.auto import search
 from whale_train.strategies.calibration import calibrated, stand_ins
 from whale_train.strategies.cluster import CPU_PROCESS, Cluster
+from whale_train.strategies.findings import Findings
 from whale_train.strategies.grammar import Replicate, Strategy, every_node, read_strategy
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Ref
 from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import (
-    refuse_without_model,
-    resolve,
-    resolve_and_simulate,
-)
+from whale_train.strategies.resolve import refuse_without_model, resolve_and_simulate
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.timeline import Event
 
@@ -43,7 +41,8 @@ class Resolved:
     """A request's plan and what it was made of. `emulated`: CPU processes stand for devices this
     machine does not have, each of which takes `paces` seconds for a second of computing, and any
     two of which are joined by `links` of the fastest link's bandwidth (None: all are as fast as
-    they can). `timeline` is the predicted step's, of the stand-ins where these were measured."""
+    they can). `timeline` is the predicted step's, of the stand-ins where these were measured.
+    `found` is the strategy that `graph: auto` came to, as a file has it."""
 
     plan: Plan
     cluster: Cluster
@@ -53,6 +52,7 @@ class Resolved:
     paces: tuple[float, ...] | None = None
     links: tuple[tuple[float, ...], ...] | None = None
     timeline: tuple[Event, ...] = ()
+    found: Mapping[str, Any] | None = None
 
 
 def training_of(request: Request) -> Training:
@@ -74,7 +74,8 @@ def resolve_request(request: Request) -> Resolved:
     strategy, training = request.strategy_graph(), training_of(request)
     cluster, device, emulated = _devices(request, faults)
     if cluster is not None:
-        refuse_without_model(strategy, cluster, training, faults)
+        if not strategy.is_auto:
+            refuse_without_model(strategy, cluster, training, faults)
         _refuse_device_speed(request, cluster, emulated, faults)
         _refuse_link_speed(
             request, cluster.first(strategy.devices or len(cluster.devices)), emulated, faults
@@ -86,17 +87,24 @@ def resolve_request(request: Request) -> Resolved:
         raise ConfigError(faults)
     profile = _profile(request, dataset)
     _check_data(request, profile, dataset.num_evaluation_samples, faults)
-    here = _stand_ins(request, strategy, cluster) if emulated else None
+    findings, found = Findings(profile, training.precision), None
     try:
-        plan, step = resolve_and_simulate(strategy, cluster, profile, training, here)
+        if strategy.is_auto:
+            found = search(strategy, cluster, findings, training, can_offload=_can_offload(request))
+            strategy = found.strategy
+        here = _stand_ins(request, strategy, cluster) if emulated else None
+        plan, step = resolve_and_simulate(strategy, cluster, findings, training, here)
     except PlanError as error:
         raise PlanError([*faults, *error.faults]) from None
     if faults:
         raise ConfigError(faults)
+    if found is not None:
+        plan = replace(plan, decisions=(*found.decisions, *plan.decisions))
     used = cluster.first(plan.world_size)
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(step.events(here or used)) if request.train.trace else ()
-    return Resolved(plan, used, profile, device, emulated, paces, links, timeline)
+    written = None if found is None else found.written
+    return Resolved(plan, used, profile, device, emulated, paces, links, timeline, written)
 
 
 def resolve_each(
@@ -114,6 +122,7 @@ def resolve_each(
     _check_data(request, profile, dataset.num_evaluation_samples, faults)
     if faults:
         raise ConfigError(faults)
+    findings = Findings(profile, training.precision)
     found: dict[str, Resolved | RequestError] = {}
     for name, written in strategies.items():
         wrong: list[Fault] = []
@@ -121,7 +130,9 @@ def resolve_each(
         try:
             if strategy is None or wrong:
                 raise ConfigError(wrong)
-            plan = resolve(strategy, cluster, profile, training)
+            if strategy.is_auto:
+                strategy = search(strategy, cluster, findings, training).strategy
+            plan, _ = resolve_and_simulate(strategy, cluster, findings, training)
             found[name] = Resolved(plan, cluster.first(plan.world_size), profile, device, emulated)
         except RequestError as error:
             found[name] = error
@@ -200,16 +211,13 @@ def _profile(request: Request, dataset: Dataset) -> ModelProfile:
 
 
 def _refuse_without_compiler(request: Request, faults: list[Fault]) -> None:
-    """DeepSpeed compiles its CPU optimizer at first use, where it was not installed compiled;
-    torch then runs ninja and the compiler $CXX, or c++ (torch.utils.cpp_extension)."""
-    offloading = offloads_adam(request)
-    if not offloading:
-        return
-    spec = find_spec("deepspeed")
-    if spec and spec.origin and [*Path(spec.origin).parent.glob("ops/adam/cpu_adam_op*.so")]:
-        return
-    compiler = os.environ.get("CXX", "c++")
-    missing = [tool for tool in (compiler, "ninja") if shutil.which(tool) is None]
+    """Offloading that needs a compiler, where there is none."""
+    offloading = [
+        node
+        for node in every_node(request.strategy_graph().graph)
+        if isinstance(node, Replicate) and node.offload_optimizer == "cpu"
+    ]
+    missing = _missing_tools() if offloading and request.optimizer.name != "sgd" else []
     if missing:
         rule = "needs DeepSpeed's CPU optimizer, which is compiled at first use, and there is no "
         rule += " and no ".join(missing)
@@ -218,14 +226,20 @@ def _refuse_without_compiler(request: Request, faults: list[Fault]) -> None:
         faults.append(Fault(key, "cpu", rule, remedy))
 
 
-def offloads_adam(request: Request) -> list[Replicate]:
-    """The nodes whose optimizer is DeepSpeed's CPUAdam."""
-    return [
-        node
-        for node in every_node(request.strategy_graph().graph)
-        if isinstance(node, Replicate) and node.offload_optimizer == "cpu"
-        if request.optimizer.name != "sgd"
-    ]
+def _can_offload(request: Request) -> bool:
+    """Whether a strategy that the planner finds may keep its optimizer on the host."""
+    return request.mode == "plan" or request.optimizer.name == "sgd" or not _missing_tools()
+
+
+def _missing_tools() -> list[str]:
+    """What DeepSpeed lacks to compile its CPU optimizer, which it does at first use where it was
+    not installed compiled; torch then runs ninja and the compiler $CXX, or c++
+    (torch.utils.cpp_extension)."""
+    spec = find_spec("deepspeed")
+    if spec and spec.origin and [*Path(spec.origin).parent.glob("ops/adam/cpu_adam_op*.so")]:
+        return []
+    compiler = os.environ.get("CXX", "c++")
+    return [tool for tool in (compiler, "ninja") if shutil.which(tool) is None]
 
 
 def _looks_at_machine(request: Request) -> bool:

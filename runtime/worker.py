@@ -53,8 +53,9 @@ def prepare(run_dir: Path) -> Prepared:
     module = build_shared(request.model, request.seed)
     graph = None
     strategy = request.strategy_graph()
-    # These cut the exported graph, or count targets by it.
-    if len(strategy.graph) > 1 or is_nested(strategy) or request.train.accumulate > 1:
+    # These cut the exported graph, or count targets by it; one that is yet to be found may.
+    cuts = strategy.is_auto or len(strategy.graph) > 1 or is_nested(strategy)
+    if cuts or request.train.accumulate > 1:
         graph, _ = export_model(request.model, dataset.fields)
         if graph is not None:
             graph = with_constants(graph, module, dataset.fields)

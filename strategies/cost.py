@@ -34,6 +34,11 @@ class Times:
     def total(self) -> float:
         return self.forward + self.backward_input + self.backward_weight
 
+    def scaled(self, factor: float) -> "Times":
+        return Times(
+            factor * self.forward, factor * self.backward_input, factor * self.backward_weight
+        )
+
     def __add__(self, other: "Times") -> "Times":
         return Times(
             self.forward + other.forward,

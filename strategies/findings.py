@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from whale_train.errors import PlanError
+from whale_train.strategies.head import Head, find_heads
 from whale_train.strategies.operations import ModelProfile, OperationGraph
 from whale_train.strategies.pricing import Prices
 from whale_train.strategies.stages import Sequenced, sequenced
@@ -45,6 +46,10 @@ class Findings:
     @cached_property
     def prices(self) -> Prices:
         return Prices(self.graph, self.precision)
+
+    @cached_property
+    def heads(self) -> tuple[Head, ...]:
+        return find_heads(self.profile)
 
     @cached_property
     def order(self) -> Sequenced:

@@ -7,6 +7,7 @@ a model and to devices is `graph.py`'s. Every fault carries the full path of its
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, cast
 
 from whale_train.errors import Fault, nearest
@@ -72,12 +73,19 @@ Node = Replicate | Split | Stage | Pipeline
 
 @dataclass(frozen=True)
 class Strategy:
-    """A whole strategy file. `devices` is how many of the inventory it may use (None: all)."""
+    """A whole strategy file. `devices` is how many of the inventory it may use (None: all). Without
+    a node in `graph` (auto) it is for the planner to find, within `time_limit_s` (None: until
+    nothing can be faster)."""
 
     name: str
     graph: tuple[Node, ...]
     balance: str = "hardware"
     devices: int | None = None
+    time_limit_s: float | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        return not self.graph
 
 
 def every_node(nodes: "tuple[Node, ...]") -> Iterator[Node]:
@@ -92,14 +100,19 @@ def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) ->
     """A strategy from plain YAML values; None when `faults` grew."""
     reader = _Reader(faults)
     before = len(faults)
-    given = reader.keys(mapping, "strategy", ("graph", "balance", "devices"))
+    given = reader.keys(mapping, "strategy", ("graph", "balance", "devices", "time_limit_s"))
     if "graph" not in given:
         reader.fault("strategy.graph", "", "is missing", "give a node or a list of nodes")
         return None
-    graph = reader.nodes(given["graph"], "strategy.graph", inside=None)
+    auto = given["graph"] == "auto"
+    graph = () if auto else reader.nodes(given["graph"], "strategy.graph", inside=None)
     balance = reader.choice(given, "strategy", "balance", BALANCE, "hardware")
     devices = reader.count_or_auto(given, "strategy", "devices")
-    return Strategy(name, graph, balance, devices) if len(faults) == before else None
+    limit = reader.seconds(given, "strategy", "time_limit_s")
+    if limit is not None and not auto:
+        rule = "limits the search of graph: auto, and the graph is given"
+        reader.fault("strategy.time_limit_s", limit, rule, "use null, or strategy=auto")
+    return Strategy(name, graph, balance, devices, limit) if len(faults) == before else None
 
 
 class _Reader:
@@ -258,6 +271,16 @@ class _Reader:
             self.fault(f"{path}.{key}", value, rule, "use such a number, or auto")
             return None
         return value
+
+    def seconds(self, given: Mapping[str, Any], path: str, key: str) -> float | None:
+        value = given.get(key)
+        if value is None:
+            return None
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < inf:
+            self.fault(f"{path}.{key}", value, "is not a number of seconds", "use 10, or null")
+            return None
+        return float(value)
 
     def device(self, given: Mapping[str, Any], path: str) -> str | None:
         value = given.get("device", "auto")

@@ -7,6 +7,7 @@ of equal operations (`work.py`), kept for every device and number of samples it 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from whale_train.strategies.cluster import Device
 from whale_train.strategies.cost import Times, work_times
@@ -27,7 +28,10 @@ class Prices:
     _works: dict[Hashable, Counter[Work]] = field(default_factory=dict)
     _times: dict[tuple[Hashable, int, float], Times] = field(default_factory=dict)
     _devices: dict[int, Device] = field(default_factory=dict)  # keeps what ids stand for
-    _all: Works | None = None
+
+    @cached_property
+    def works(self) -> Works:
+        return Works(self.graph)
 
     def times(
         self,
@@ -43,8 +47,7 @@ class Prices:
         if asked not in self._times:
             self._devices[id(device)] = device
             if key not in self._works:
-                self._all = self._all or Works(self.graph)
-                self._works[key] = self._all.of(operations, part())
+                self._works[key] = self.works.of(operations, part())
             self._times[asked] = work_times(self._works[key], samples, device, self.precision)
         return self._times[asked]
 

@@ -48,20 +48,21 @@ def resolve(
     training: Training,
 ) -> Plan:
     """The plan for `strategy` on the devices of `cluster`. Raises PlanError with all faults."""
-    return resolve_and_simulate(strategy, cluster, profile, training)[0]
+    findings = Findings(profile, training.precision)
+    return resolve_and_simulate(strategy, cluster, findings, training)[0]
 
 
 def resolve_and_simulate(
     strategy: Strategy,
     cluster: Cluster,
-    profile: ModelProfile,
+    findings: Findings,
     training: Training,
     stand_ins: Cluster | None = None,
 ) -> tuple[Plan, Simulated]:
     """The plan, and its step simulated: on `stand_ins`, a device for each of those the strategy
     uses, where there are any, for which the plan then has a prediction as well. Raises PlanError
     with all faults."""
-    found = consider(strategy, cluster, Findings(profile, training.precision), training)
+    found = consider(strategy, cluster, findings, training)
     plan = found.plan()
     if stand_ins is None:
         return plan, found.step
@@ -169,7 +170,7 @@ def _used_devices(
         return cluster
     if used < there:
         idle = f"{there - used} idle"
-        reason = f"strategy={strategy.name} asks for that many; {idle} of hardware={cluster.name}"
+        reason = f"strategy={strategy.name} uses so many; {idle} of hardware={cluster.name}"
         decisions.append(Decision("strategy.devices", str(used), str(there), reason))
     return cluster.first(used)
 

@@ -1,11 +1,12 @@
 """The seconds of a nested strategy's chunks: their operations, and the casts between layouts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from whale_train.strategies.cast_times import cast_times, moved_bytes
 from whale_train.strategies.cluster import Link
 from whale_train.strategies.cost import Times
 from whale_train.strategies.layouts import BATCH
-from whale_train.strategies.links import all_reduce_time_s, gather_time_s, group_link
+from whale_train.strategies.links import gather_time_s, group_link
 from whale_train.strategies.micro_batches import Batches, member_shares
 from whale_train.strategies.pricing import part_of
 from whale_train.strategies.shares import tile
@@ -100,42 +101,13 @@ class ChunkTimes:
         return total
 
     def _casts(self, chunk: Chunk, members: int, samples: int, link: Link) -> Times:
-        """The collectives of a shard group, each once a value."""
-        cut, total = chunk.head, Times()
-        if cut is not None:
-            bridged = sum(self._bytes(n, samples) for s in cut.segments for n in s.takes)
+        """The collectives of a shard group."""
+        graph, precision = self.job.graph, self.job.training.precision
+        if chunk.head is not None:
+            taken = (name for segment in chunk.head.segments for name in segment.takes)
+            bridged = sum(moved_bytes(graph, name, samples, precision) for name in taken)
             each = gather_time_s(bridged, members, link)
             return Times(each, each)
         if chunk.sharded is None:
-            return total
-        casts = chunk.sharded.assignment.casts
-        for value, kind, _ in dict.fromkeys((c.value, c.kind, c.target) for c in casts):
-            num_bytes = self._bytes(value, samples)
-            gather = gather_time_s(num_bytes, members, link)
-            reduce = all_reduce_time_s(num_bytes, members, link)
-            price = {"g": gather, "r": reduce, "-": 0.0}
-            forward, backward = _COLLECTIVES[kind]
-            total += Times(price[forward], price[backward])
-        return total
-
-    def _bytes(self, value: str, samples: int) -> float:
-        num_bytes = 4.0 if self.job.training.precision == "fp32" else 2.0
-        for size in self.job.graph[value].shape or ():
-            num_bytes *= size.at(samples)
-        return num_bytes
-
-
-# Design §7's table: what each cast is forward and backward; an all-reduce, a gather (or a
-# reduce-scatter, which moves as much), nothing.
-_COLLECTIVES: Mapping[str, tuple[str, str]] = {
-    "enter": ("-", "r"),
-    "reduce": ("r", "-"),
-    "gather": ("g", "-"),
-    "slice": ("-", "g"),
-    "gather_enter": ("g", "g"),
-    "reduce_scatter": ("g", "g"),
-    "reduce_enter": ("r", "r"),
-    "reduce_slice": ("r", "g"),
-    "reshard": ("g", "g"),
-    "once": ("-", "-"),
-}
+            return Times()
+        return cast_times(graph, chunk.sharded.assignment, precision, members, samples, link)

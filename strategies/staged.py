@@ -167,14 +167,7 @@ def _ends(job: Staging, decisions: list[Decision]) -> tuple[int, ...]:
         for chunk in range(count)
     )
 
-    def stage_time(chunk: int, first: int, last: int) -> float:
-        if order.weights[last] == order.weights[first]:
-            return inf  # a stage with nothing to train is no stage
-        return (order.flops[last] - order.flops[first]) / speeds[chunk]
-
-    found = job.findings.once(
-        ("cut", speeds, tuple(fixed.items())), lambda: balanced(order, stage_time, count, fixed)
-    )
+    found = cut_by_speed(job.findings, speeds, fixed)
     if found is None:
         places = sum(a < b for a, b in pairwise(order.weights))
         rule = f"has {places} blocks to cut between, too few for {count} stages in this order"
@@ -195,6 +188,24 @@ def _ends(job: Staging, decisions: list[Decision]) -> tuple[int, ...]:
             )
         )
     return tuple(order.places[i] for i in found)
+
+
+def cut_by_speed(
+    findings: Findings, speeds: tuple[float, ...], fixed: Mapping[int, int]
+) -> tuple[int, ...] | None:
+    """The places where chunks of these speeds begin and the last one ends, the slowest being done
+    as early as can be; None where there are too few places. `fixed` is as in `balanced`."""
+    order = findings.order
+
+    def chunk_time(chunk: int, first: int, last: int) -> float:
+        if order.weights[last] == order.weights[first]:
+            return inf  # a stage with nothing to train is no stage
+        return (order.flops[last] - order.flops[first]) / speeds[chunk]
+
+    return findings.once(
+        ("cut", speeds, tuple(fixed.items())),
+        lambda: balanced(order, chunk_time, len(speeds), fixed),
+    )
 
 
 def _edges(job: Staging, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import ceil
 
+from whale_train.strategies.cast_times import moved_bytes
 from whale_train.strategies.cost import offloaded_update_time_s, update_time_s
 from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
 from whale_train.strategies.links import (
@@ -148,10 +149,7 @@ class StagedStep:
         for name in self.times.chunks[maker].slice.gives:
             operation = self.job.graph[name]
             if name in taken and (not backward or "float" in operation.dtype):
-                num_bytes = 4.0 if self.job.training.precision == "fp32" else 2.0
-                for size in operation.shape or ():
-                    num_bytes *= size.at(samples)
-                total += num_bytes
+                total += moved_bytes(self.job.graph, name, samples, self.job.training.precision)
         return total
 
     def _edges(self) -> list[tuple[int, int]]:

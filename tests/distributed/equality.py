@@ -243,7 +243,7 @@ def run_job(overrides: list[str], plainly: bool, run_dir: str) -> str:
     create_run_dir(folder)
     write_text(folder / "request.json", request.to_json())
     resolved = resolve_request(request)
-    write_plan(folder, resolved)
+    write_plan(folder, resolved, request)
     return run_host(folder, train_plainly if plainly else train_and_save)
 
 

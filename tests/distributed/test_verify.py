@@ -143,7 +143,7 @@ def run_side(overrides: list[str], alone: bool, fault: str, run_dir: str) -> str
     if alone:
         request, resolved = on_one_process(request, resolved)
     folder = make_run_dir(request, Path(run_dir))
-    write_plan(folder, resolved)
+    write_plan(folder, resolved, request)
     if fault == "swapped_shards":
         swap_shards(folder / "plan.json")
     return run_host(folder, run_steep_rank if fault == "steep" else worker.run_rank)

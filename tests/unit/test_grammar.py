@@ -201,7 +201,36 @@ def test_the_strategies_we_ship(name: str) -> None:
 
 
 def test_no_strategy_file_is_left_out() -> None:
-    assert {path.stem for path in CONF.glob("*.yaml")} == set(STRATEGIES)
+    assert {path.stem for path in CONF.glob("*.yaml")} == {*STRATEGIES, "auto"}
+
+
+def test_a_graph_left_to_the_planner() -> None:
+    mapping = yaml.safe_load((CONF / "auto.yaml").read_text())
+    strategy = read_strategy(mapping, "auto", [])
+    assert strategy == Strategy("auto", (), time_limit_s=30.0)
+    assert strategy.is_auto
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "soon", float("inf")])
+def test_time_limits_that_are_none(value: object) -> None:
+    (fault,) = faults_of("auto", time_limit_s=value)
+    assert fault == (f"strategy.time_limit_s={value} is not a number of seconds; use 10, or null")
+
+
+def test_a_time_limit_without_a_search() -> None:
+    assert faults_of({"replicate": {}}, time_limit_s=5) == [
+        "strategy.time_limit_s=5.0 limits the search of graph: auto, and the graph is given; "
+        "use null, or strategy=auto"
+    ]
+
+
+@pytest.mark.parametrize("value", [1, [], {}])
+def test_devices_of_a_stage_that_are_no_names(value: object) -> None:
+    (fault,) = faults_of({"pipeline": {"stages": [{"stage": {"device": value}}]}})
+    assert fault == (
+        f"strategy.graph.pipeline.stages[0].stage.device={value} is not the name of a device; "
+        "use one of hardware's, or auto"
+    )
 
 
 PRIMITIVES = "pipeline, replicate, split, stage"
@@ -392,7 +421,8 @@ def test_keys_of_the_file() -> None:
     faults: list[Fault] = []
     assert read_strategy({"balance": "odd", "grap": 1}, "mine", faults) is None
     assert [str(fault) for fault in faults] == [
-        "strategy.grap is not a key here; did you mean graph? One of: balance, devices, graph",
+        "strategy.grap is not a key here; did you mean graph? One of: balance, devices, graph, "
+        "time_limit_s",
         "strategy.graph is missing; give a node or a list of nodes",
     ]
     assert faults_of("replicate", balance="odd", devices=0) == [

@@ -226,7 +226,7 @@ def test_one_device_leaves_the_rest_idle_and_says_so() -> None:
         "strategy.devices",
         "1",
         "16",
-        "strategy=single asks for that many; 15 idle of hardware=v100_p100_mix",
+        "strategy=single uses so many; 15 idle of hardware=v100_p100_mix",
     )
 
 

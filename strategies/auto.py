@@ -1,0 +1,253 @@
+"""The search behind `graph: auto`: the fastest strategy there is, under the cost model.
+
+Branch and bound, the most promising first: an arrangement of devices is opened when no other one
+has a lower bound, a candidate is resolved, by the resolver itself, when its bound is below the best
+step found. What is left when nothing is, cannot be faster: the answer is that of trying all.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
+from math import inf
+from time import monotonic
+from typing import Any
+
+from whale_train.errors import Fault, PlanError
+from whale_train.strategies.bounds import Bounds
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.considered import Considered
+from whale_train.strategies.findings import Findings
+from whale_train.strategies.grammar import Strategy, read_strategy
+from whale_train.strategies.plan import Decision
+from whale_train.strategies.resolve import consider
+from whale_train.strategies.sharing import Training
+from whale_train.strategies.space import Arrangement, Candidate, Space
+
+_SAME = 1 - 1e-9  # steps closer than this are equally long
+
+
+@dataclass(frozen=True)
+class Found:
+    """The strategy found, as it would have been `written`, and why it and no other. Nothing in the
+    space is faster than `bound_s`, which is its own step's time unless time ran out. `resolved`
+    counts the candidates that were resolved."""
+
+    strategy: Strategy
+    written: Mapping[str, Any]
+    considered: Considered
+    decisions: tuple[Decision, ...]
+    bound_s: float
+    resolved: int
+
+
+def search(
+    asked: Strategy,
+    cluster: Cluster,
+    findings: Findings,
+    training: Training,
+    *,
+    can_offload: bool = True,
+    clock: Callable[[], float] = monotonic,
+) -> Found:
+    """The fastest strategy for `training` on the devices that `asked` leaves free; where it has a
+    `time_limit_s`, the fastest found when so many seconds of `clock` have passed (or the first, if
+    there is none by then). Raises PlanError where nothing fits."""
+    cluster = cluster.first(asked.devices or len(cluster.devices))
+    space = space_of(cluster, findings, training, can_offload)
+    spaces = [space]
+    if space.exported:  # a shard group leaves its node where nothing else has room
+        spaces.append(replace(space, wide_splits=True))
+    for each in spaces:
+        run = _Search(asked, cluster, findings, training, each, clock)
+        found = run.run()
+        if found is not None:
+            return found
+    raise PlanError([run.nothing_fits()])
+
+
+def space_of(
+    cluster: Cluster, findings: Findings, training: Training, can_offload: bool = True
+) -> Space:
+    """What there is to choose from. Raises PlanError where no two devices may share a batch."""
+    profile = findings.profile
+    exported = profile.graph is not None
+    normed = bool(profile.batch_norm_modules) and training.sync_batchnorm
+    return Space(
+        cluster,
+        places=_stages_at_most(findings) if exported else 1,
+        global_batch=training.global_batch,
+        exported=exported and training.accumulate == 1,
+        zero=training.optimizer != "lamb" and not profile.perhaps_unused,
+        offload=can_offload,
+        split_head=exported and bool(findings.heads),
+        sole_micro_batch=normed,
+    )
+
+
+def _stages_at_most(findings: Findings) -> int:
+    """Into so many parts the model can be cut that each has a parameter to train."""
+    return sum(before < after for before, after in pairwise(findings.order.weights))
+
+
+@dataclass
+class _Family:
+    """What is known of candidates of one kind: the least bound of those that were not resolved,
+    the best step of those that were, the least bytes that others are short of, and why yet others
+    cannot be."""
+
+    bound_s: float = inf
+    best_s: float = inf
+    short_bytes: float = inf
+    fault: Fault | None = None
+
+
+class _Search:
+    def __init__(
+        self,
+        asked: Strategy,
+        cluster: Cluster,
+        findings: Findings,
+        training: Training,
+        space: Space,
+        clock: Callable[[], float],
+    ) -> None:
+        self.asked, self.cluster, self.findings = asked, cluster, findings
+        self.training, self.space, self.clock = training, space, clock
+        self.bounds = Bounds(findings, cluster, training, asked.balance)
+        self.families: defaultdict[str, _Family] = defaultdict(_Family)
+        self.waiting: list[tuple[float, int, Arrangement | Candidate]] = []
+        self.numbers = count()
+        self.best: tuple[Candidate, Considered] | None = None
+        self.best_s = inf
+        self.resolved = 0
+
+    def run(self) -> Found | None:
+        """The search; None where nothing fits."""
+        limit = self.asked.time_limit_s
+        end = inf if limit is None else self.clock() + limit
+        for shape in self.space.arrangements():
+            self.push(self.bounds.least_of(shape), shape)
+        while self.waiting and self.waiting[0][0] < self.best_s * _SAME:
+            if self.best is not None and self.clock() > end:
+                break
+            bound, _, item = heapq.heappop(self.waiting)
+            if isinstance(item, Arrangement):
+                self.open(item, bound)
+            else:
+                self.resolve(item)
+        return self.found() if self.best is not None else None
+
+    def push(self, bound: float, item: Arrangement | Candidate) -> None:
+        heapq.heappush(self.waiting, (bound, next(self.numbers), item))
+
+    def open(self, shape: Arrangement, bound: float) -> None:
+        for candidate in self.space.candidates(shape):
+            short = self.bounds.shortfall_bytes(candidate)
+            if short > 0:
+                family = self.families[candidate.family]
+                family.short_bytes = min(family.short_bytes, short)
+            else:
+                self.push(max(bound, self.bounds.least(candidate)), candidate)
+
+    def resolve(self, candidate: Candidate) -> None:
+        self.resolved += 1
+        family = self.families[candidate.family]
+        try:
+            found = consider(self.read(candidate), self.cluster, self.findings, self.training)
+        except PlanError as error:
+            family.fault = family.fault or error.faults[0]
+            return
+        seconds = found.step.spans.seconds
+        family.best_s = min(family.best_s, seconds)
+        if seconds < self.best_s * _SAME:
+            self.best, self.best_s = (candidate, found), seconds
+
+    def read(self, candidate: Candidate) -> Strategy:
+        faults: list[Fault] = []
+        strategy = read_strategy(self.written(candidate), self.asked.name, faults)
+        assert strategy is not None, faults
+        return strategy
+
+    def written(self, candidate: Candidate) -> dict[str, Any]:
+        balance = {} if self.asked.balance == "hardware" else {"balance": self.asked.balance}
+        used = candidate.arrangement.devices
+        devices = {"devices": used} if self.asked.devices or used < self.space.available else {}
+        return {**devices, **balance, "graph": candidate.graph()}
+
+    # --- What came of it ---
+
+    def found(self) -> Found:
+        assert self.best is not None
+        chosen, considered = self.best
+        left = self.waiting[0][0] if self.waiting else inf
+        bound = left if left < self.best_s * _SAME else self.best_s
+        for least, _, item in self.waiting:
+            family = self.families[item.family]
+            family.bound_s = min(family.bound_s, least)
+        return Found(
+            self.read(chosen),
+            self.written(chosen),
+            considered,
+            tuple(self.decisions(chosen, bound)),
+            bound,
+            self.resolved,
+        )
+
+    def decisions(self, chosen: Candidate, bound: float) -> Iterator[Decision]:
+        """Why this one, and of every other family why not."""
+        step = _seconds(self.best_s)
+        reason = f"{step} a step, the fastest there is; {self.resolved} strategies resolved, "
+        reason += "the others bounded"
+        if bound < self.best_s * _SAME:
+            reason = f"{step} a step, the fastest of {self.resolved} strategies resolved in "
+            reason += f"{self.asked.time_limit_s:g} s; none is faster than {_seconds(bound)}"
+        if chosen.arrangement.devices < self.space.available:
+            reason += ", on fewer devices and on all"
+        yield Decision("strategy.graph", chosen.described, "", reason)
+        listed = sorted(self.families.items(), key=lambda each: (each[1].best_s, each[1].bound_s))
+        for name, family in listed:
+            if name != chosen.family:
+                yield Decision("strategy.graph", chosen.family, name, self.why_not(family))
+
+    def why_not(self, family: _Family) -> str:
+        known = min(family.best_s, family.bound_s)
+        if known < self.best_s * _SAME:
+            return f"not looked at in time: not under {_seconds(known)} a step"
+        if known < inf:
+            more = f"{100 * (known / self.best_s - 1):.0f}% slower"
+            if family.best_s <= family.bound_s:
+                return f"{_seconds(family.best_s)} a step at best, {more}"
+            return f"not under {_seconds(known)} a step, {more}, whatever the details"
+        if family.fault is not None:
+            return str(family.fault)
+        return f"{_bytes(family.short_bytes)} more than its devices hold, at least"
+
+    def nothing_fits(self) -> Fault:
+        """Why there is no strategy: by how much memory falls short, or what is said against the
+        last ones left."""
+        key, value = "strategy", self.asked.name
+        said = next((f.fault for f in self.families.values() if f.fault is not None), None)
+        short = min((family.short_bytes for family in self.families.values()), default=inf)
+        if said is None and short < inf:
+            name = min(self.families, key=lambda name: self.families[name].short_bytes)
+            rule = f"finds no strategy whose weights, gradients and optimizer fit: {name} comes "
+            rule += f"nearest, {_bytes(short)} more than the devices of "
+            rule += f"hardware={self.cluster.name} hold for a copy"
+            remedy = "use more devices, a smaller model, bf16, or an optimizer with less state"
+            return Fault(key, value, rule, remedy)
+        if said is None:
+            rule = f"finds no strategy for {self.training.global_batch} samples a step"
+            return Fault(key, value, rule, "use a larger train.global_batch, or fewer devices")
+        rule = f"finds no strategy that can be; the most promising: {said.key}"
+        rule += f"{'=' if said.value else ''}{said.value} {said.rule}"
+        return Fault(key, value, rule, said.remedy)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _bytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"

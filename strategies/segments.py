@@ -1,0 +1,214 @@
+"""The model in segments, between the places where it may be cut: what each takes, and holds.
+
+A segment's time on a device grows with the samples of a micro-batch (a `Line`), and lines add up:
+whatever the cut, a stage takes the sum of its segments. Over a shard group operations are counted
+as if all were divided, and of collectives those inside of repeated blocks, which every split has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from whale_train.strategies.cast_times import cast_times
+from whale_train.strategies.cluster import Cluster, Device
+from whale_train.strategies.cost import Times, whole_times, work_times
+from whale_train.strategies.findings import Findings
+from whale_train.strategies.layouts import Assignment, Layout, R
+from whale_train.strategies.links import group_link
+from whale_train.strategies.patterns import choose_patterns
+from whale_train.strategies.stages import block_of, is_repeated
+from whale_train.strategies.work import Work
+
+_NOTHING = Times()
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a micro-batch: `fixed`, and `each` of its samples."""
+
+    fixed: Times = _NOTHING
+    each: Times = _NOTHING
+
+    def at(self, samples: float) -> Times:
+        return self.fixed + self.each.scaled(samples)
+
+    def scaled(self, factor: float) -> "Line":
+        return Line(self.fixed.scaled(factor), self.each.scaled(factor))
+
+    def __add__(self, other: "Line") -> "Line":
+        return Line(self.fixed + other.fixed, self.each + other.each)
+
+    def __sub__(self, other: "Line") -> "Line":
+        return self + other.scaled(-1)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Of a model on the devices of `cluster`, at one precision."""
+
+    findings: Findings
+    cluster: Cluster
+    _sums: dict[tuple[int, int], Sequence[Line]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Segments there are."""
+        return len(self.findings.order.places) - 1
+
+    def line(self, device: Device, shards: int, first: int, last: int) -> Line:
+        """Of the segments [first, last) over a group of `shards` such devices."""
+        sums = self._lines(device, shards)
+        return sums[last] - sums[first]
+
+    def whole(self, device: Device, shards: int) -> Line:
+        """Of the whole model."""
+        if self.findings.profile.graph is not None:
+            return self.line(device, shards, 0, self.count)
+        flops, precision = self.findings.profile.forward_flops, self.findings.precision
+        one, two = (whole_times(n * flops, device, precision) for n in (1, 2))
+        return _through(one, two)
+
+    def elements(self, first: int, last: int) -> float:
+        """Trained parameters that the segments are the first to read."""
+        return self._elements[last] - self._elements[first]
+
+    def comparable_s(
+        self, devices: Sequence[Device], shards: int, samples: float
+    ) -> Sequence[float]:
+        """Seconds of a micro-batch of the model on each of `devices`, were they all as much faster
+        than another as they are on repeated blocks: what else there is counts where it takes the
+        least, beside these."""
+        blocks = [0.0] * len(devices)
+        others: list[list[float]] = []
+        for number, name in enumerate(self._blocks):
+            each = [self.line(d, shards, number, number + 1).at(samples).total for d in devices]
+            if is_repeated(name):
+                blocks = [sum_ + own for sum_, own in zip(blocks, each, strict=True)]
+            else:
+                others.append(each)
+        if not all(blocks):
+            return [min(self.whole(d, shards).at(samples).total for d in devices)] * len(devices)
+        beside = sum(
+            min(own / block for own, block in zip(each, blocks, strict=True)) for each in others
+        )
+        return [block * (1 + beside) for block in blocks]
+
+    @cached_property
+    def _blocks(self) -> Sequence[str]:
+        """The block of every segment."""
+        return self.findings.order.blocks[:-1]
+
+    @cached_property
+    def _elements(self) -> Sequence[float]:
+        order, profile = self.findings.order, self.findings.profile
+        known = set(profile.unused_parameters)
+        found = []
+        for first, last in pairwise(order.places):
+            own = 0
+            for name in order.operations[first:last]:
+                for read in self.findings.graph[name].inputs:
+                    operation = self.findings.graph[read]
+                    if operation.target == "parameter":
+                        parameter = profile.parameter_by_path.get(operation.path)
+                        if parameter is not None and parameter.path not in known:
+                            known.add(parameter.path)
+                            own += parameter.elements
+            found.append(float(own))
+        return [0.0, *accumulate(found)]
+
+    @cached_property
+    def _works(self) -> Sequence[dict[Work, int]]:
+        order, works = self.findings.order, self.findings.prices.works
+        return [dict(works.of(order.operations[a:b])) for a, b in pairwise(order.places)]
+
+    def _lines(self, device: Device, shards: int) -> Sequence[Line]:
+        """Of the segments before each place."""
+        key = (id(device), shards)
+        if key not in self._sums:
+            known: dict[object, Line] = {}  # blocks of a stack are equal
+            found = [Line()]
+            for number, works in enumerate(self._works):
+                alike = (frozenset(works.items()), self._list_of(number))
+                if alike not in known:
+                    divided = {_divided(work, shards): n for work, n in works.items()}
+                    one, two = (
+                        work_times(divided, n, device, self.findings.precision)
+                        + self._casts(number, device, shards, n)
+                        for n in (1, 2)
+                    )
+                    known[alike] = _through(one, two)
+                found.append(found[-1] + known[alike])
+            self._sums[key] = found
+        return self._sums[key]
+
+    def _list_of(self, number: int) -> str:
+        """The list of repeated blocks that a segment is of; empty for others."""
+        block = self._blocks[number]
+        return block.rpartition(".")[0] if is_repeated(block) else ""
+
+    # --- Collectives inside of blocks ---
+
+    def _casts(self, number: int, device: Device, shards: int, samples: float) -> Times:
+        """Of a block over a group: what one alone takes, or one more beside another, whichever is
+        less."""
+        listed = self._list_of(number)
+        if shards == 1 or not listed:
+            return Times()
+        names = [name for name in dict.fromkeys(self._blocks) if name.rpartition(".")[0] == listed]
+        if len(names) < 2 or len([n for n in self._blocks if n == self._blocks[number]]) > 1:
+            return Times()  # no repetition, or a block in several segments
+        first = self.cluster.devices.index(device)
+        link = group_link(self.cluster, range(first, first + shards), is_split=True)
+        one, two = (
+            cast_times(
+                self.findings.graph,
+                self._laid(tuple(names[-several:]), shards),
+                *(self.findings.precision, shards, samples, link),
+            )
+            for several in (1, 2)
+        )
+        return min(one, two + one.scaled(-1), key=lambda times: times.total)
+
+    def _laid(self, blocks: tuple[str, ...], shards: int) -> Assignment:
+        """The values of `blocks` over a group, all that enters or leaves being whole."""
+        graph, profile = self.findings.graph, self.findings.profile
+        region = [op.name for op in graph if block_of(op.module) in blocks]
+        inside = set(region)
+        read = {name for op in region for name in graph[op].inputs} - inside
+        held = [name for name in read if graph[name].target in ("parameter", "buffer")]
+        given: dict[str, Layout] = dict.fromkeys(read - set(held), R)
+        wanted: dict[str, Layout] = {
+            name: R for name in region if any(user not in inside for user in graph.users[name])
+        }
+        parameters = {
+            name: profile.parameter_by_path[graph[name].path].path
+            for name in (*region, *held)
+            if graph[name].target == "parameter"
+        }
+        return self.findings.once(
+            ("blocks", blocks, shards),
+            lambda: (
+                choose_patterns(
+                    graph,
+                    [*held, *region],
+                    parameters=parameters,
+                    held={p.path: p.elements for p in profile.parameters},
+                    group_size=shards,
+                    given=given,
+                    wanted=wanted,
+                ).assignment
+            ),
+        )
+
+
+def _through(one: Times, two: Times) -> Line:
+    """The line of what takes `one` for a sample and `two` for two."""
+    each = two + one.scaled(-1)
+    return Line(one + each.scaled(-1), each)
+
+
+def _divided(work: Work, shards: int) -> Work:
+    backward = work.backward.times(1 / shards) if work.backward is not None else None
+    forward = work.forward.times(1 / shards)
+    return replace(work, flops=work.flops / shards, forward=forward, backward=backward)

@@ -1,0 +1,178 @@
+"""The search for a strategy: its answer is that of trying all there is, and its bounds hold."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.operation_graphs import classifier, gpt
+from tests.unit.plan_requests import CONF, shipped, strategy_of, training
+from tests.unit.test_staged import check
+from tests.unit.test_stages import model
+
+from whale_train.errors import PlanError
+from whale_train.strategies.auto import Found, search, space_of
+from whale_train.strategies.bounds import Bounds
+from whale_train.strategies.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.findings import Findings
+from whale_train.strategies.operations import ModelProfile
+from whale_train.strategies.resolve import consider, resolve
+from whale_train.strategies.sharing import Training
+from whale_train.strategies.space import Candidate
+
+AUTO = strategy_of({"graph": "auto"}, "auto")
+FAST = Device("fast", {"fp32": 2e9}, 1e9, 4e9)
+SLOW = Device("slow", {"fp32": 1e9}, 1e9, 3e9)
+INSIDE, NETWORK = Link("inside", 1e9, 1e-6), Link("network", 1e8, 1e-5)
+
+
+def cluster(*nodes: Sequence[Device]) -> Cluster:
+    return Cluster("mine", tuple(Node(tuple(devices), INSIDE) for devices in nodes), NETWORK)
+
+
+def found_for(
+    profile: ModelProfile, devices: Cluster, train: Training, asked: Any = AUTO, **keys: Any
+) -> Found:
+    return search(asked, devices, Findings(profile, train.precision), train, **keys)
+
+
+def everything(
+    profile: ModelProfile, devices: Cluster, train: Training
+) -> Iterator[tuple[Candidate, float, float]]:
+    """Every candidate that can be: what it is bounded by, and the seconds of its step."""
+    findings = Findings(profile, train.precision)
+    space, bounds = space_of(devices, findings, train), Bounds(findings, devices, train)
+    for shape in space.arrangements():
+        for candidate in space.candidates(shape):
+            strategy = strategy_of({"devices": shape.devices, "graph": candidate.graph()})
+            try:
+                step = consider(strategy, devices, findings, train).step
+            except PlanError:
+                continue
+            assert bounds.shortfall_bytes(candidate) <= 0, candidate.described
+            least = max(bounds.least_of(shape), bounds.least(candidate))
+            yield candidate, least, step.spans.seconds
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[ModelProfile, Cluster, Training]:
+    """Up to 4 devices of 2 kinds in up to 2 nodes, and up to 6 blocks."""
+    memory = draw(st.sampled_from([1e9, 4e6, 1e6]))
+    kinds = [replace(each, memory_bytes=memory) for each in (FAST, SLOW)]
+    nodes = [[kinds[number]] * draw(st.integers(1, 2)) for number in range(draw(st.integers(1, 2)))]
+    blocks = draw(st.lists(st.sampled_from([1.0, 1e5, 3e5]), min_size=1, max_size=6))
+    network = Link("network", draw(st.sampled_from([1e7, 1e8, 1e10])), 1e-5)
+    devices = replace(cluster(*nodes), network=network)
+    batch = draw(st.integers(2, 24))
+    profile = draw(st.sampled_from([model(blocks), gpt(), classifier(batch_norm=False)]))
+    options = draw(st.sampled_from([{}, {"momentum": 0.9}]))
+    return profile, devices, training(batch, **options)
+
+
+@settings(max_examples=25, deadline=None)
+@given(requests())
+def test_the_search_finds_what_trying_all_does(
+    request: tuple[ModelProfile, Cluster, Training],
+) -> None:
+    profile, devices, train = request
+    tried = list(everything(profile, devices, train))
+    for candidate, least, seconds in tried:
+        assert least <= seconds * (1 + 1e-9), candidate.described
+    if not tried:
+        with pytest.raises(PlanError):
+            found_for(profile, devices, train)
+        return
+    found = found_for(profile, devices, train)
+    fastest = min(seconds for _, _, seconds in tried)
+    assert found.considered.step.spans.seconds == pytest.approx(fastest, rel=2e-9)
+    assert found.bound_s == found.considered.step.spans.seconds
+    again = found_for(profile, devices, train)
+    assert (again.written, again.decisions) == (found.written, found.decisions)
+    plan = resolve(found.strategy, devices, profile, train)
+    assert plan == found.considered.plan()
+    assert plan.predicted.step_time_s == found.considered.step.spans.seconds
+    for rank in plan.ranks:  # each on its own, and not their sum
+        assert rank.memory_bytes.total <= devices.devices[rank.rank].memory_bytes
+    held = {path for task_graph in plan.task_graphs for path in task_graph.parameters}
+    assert held == {parameter.path for parameter in profile.parameters}
+    if plan.pipeline is not None:
+        check(plan, profile)
+
+
+def test_what_is_found_is_a_file_of_the_grammar() -> None:
+    found = found_for(gpt(), cluster([FAST] * 2, [SLOW] * 2), training(16))
+    assert strategy_of(found.written, "auto") == found.strategy
+
+
+NAMES = sorted(path.stem for path in (CONF / "strategy").glob("*.yaml") if path.stem != "auto")
+
+
+@pytest.mark.parametrize("nodes", [([FAST] * 4,), ([FAST] * 2, [SLOW] * 2)], ids=["alike", "mixed"])
+def test_no_shipped_strategy_is_faster(nodes: Sequence[Sequence[Device]]) -> None:
+    profile, devices, train = gpt(), cluster(*nodes), training(16)
+    found = found_for(profile, devices, train)
+    seen = 0
+    for name in NAMES:
+        try:
+            plan = resolve(shipped(name), devices, profile, train)
+        except PlanError:
+            continue
+        seen += 1
+        assert found.considered.step.spans.seconds <= plan.predicted.step_time_s * (1 + 1e-9), name
+    assert seen > 5
+
+
+def test_stages_are_put_on_kinds_of_devices() -> None:
+    """Where gradients are slow to sum, a pipeline whose kinds of devices have unlike stages is
+    faster than copies of anything: it is found."""
+    slow = Link("slow", 1e5, 1e-5)
+    devices = replace(cluster([FAST], [SLOW]), network=slow)
+    found = found_for(model([1e6] * 6), devices, training(4))
+    stages = found.written["graph"]["replicate"]["of"]["pipeline"]["stages"]
+    assert {stage["stage"]["device"] for stage in stages} == {"fast", "slow"}
+
+
+def test_every_family_has_its_reason() -> None:
+    found = found_for(gpt(), cluster([FAST] * 2, [SLOW] * 2), training(16))
+    first, *others = found.decisions
+    assert "the fastest there is" in first.reason
+    assert {d.rejected for d in others} >= {"copies, ZeRO 1", "pipeline", "split"} - {first.chosen}
+    for decision in others:
+        assert "slower" in decision.reason or "more than its devices hold" in decision.reason
+
+
+def test_out_of_time_it_says_how_much_faster_another_might_be() -> None:
+    asked = replace(AUTO, time_limit_s=3.0)
+    ticks = count()
+    found = found_for(
+        gpt(), cluster([FAST] * 2, [SLOW] * 2), training(16), asked, clock=lambda: next(ticks)
+    )
+    seconds = found.considered.step.spans.seconds
+    assert found.bound_s < seconds
+    assert found.resolved < found_for(gpt(), cluster([FAST] * 2, [SLOW] * 2), training(16)).resolved
+    assert "in 3 s; none is faster than" in found.decisions[0].reason
+
+
+def test_nothing_fits() -> None:
+    tiny = replace(FAST, memory_bytes=10.0)
+    with pytest.raises(PlanError) as error:
+        found_for(gpt(), cluster([tiny] * 4), training(16))
+    (fault,) = error.value.faults
+    assert "strategy=auto finds no strategy whose weights, gradients and optimizer fit" in str(
+        fault
+    )
+    assert "GB more than the devices of hardware=mine hold" in str(fault)
+
+
+def test_it_keeps_to_the_devices_it_is_given() -> None:
+    asked = replace(AUTO, devices=2)
+    found = found_for(gpt(), cluster([FAST] * 4), training(16), asked)
+    assert found.written["devices"] <= 2
+
+
+def test_samples_of_batch_norm_stay_together() -> None:
+    found = found_for(classifier(), cluster([FAST] * 4), training(16))
+    assert "micro_batches" not in str(found.written) or "'micro_batches': 1," in str(found.written)
