@@ -3,16 +3,12 @@
 Every fault that can be found without the model is found before torch is imported.
 """
 
-import logging
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, Literal
 
 from whale_train.config import Request
@@ -23,6 +19,7 @@ from whale_train.launcher.calibrations import kept
 from whale_train.launcher.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.emulation import paces as emulated_paces
 from whale_train.launcher.machine import machine_facts
+from whale_train.launcher.profiles import profile_of
 from whale_train.strategies.auto import search
 from whale_train.strategies.calibration import calibrated, stand_ins
 from whale_train.strategies.cluster import CPU_PROCESS, Cluster
@@ -85,7 +82,7 @@ def resolve_request(request: Request) -> Resolved:
         _refuse_without_compiler(request, faults)
     if faults or cluster is None or dataset is None:
         raise ConfigError(faults)
-    profile = _profile(request, dataset)
+    profile = profile_of(request, dataset)
     _check_data(request, profile, dataset.num_evaluation_samples, faults)
     findings, found = Findings(profile, training.precision), None
     try:
@@ -118,7 +115,7 @@ def resolve_each(
     dataset = _dataset(request, faults)
     if faults or cluster is None or dataset is None:
         raise ConfigError(faults)
-    profile = _profile(request, dataset)
+    profile = profile_of(request, dataset)
     _check_data(request, profile, dataset.num_evaluation_samples, faults)
     if faults:
         raise ConfigError(faults)
@@ -178,36 +175,6 @@ def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:
     except ConfigError as error:
         faults += error.faults
         return None
-
-
-def _profile(request: Request, dataset: Dataset) -> ModelProfile:
-    """The model's profile. Raises ConfigError, for what its forward raises too."""
-    # Torch is imported here and not before: a request that is wrong is answered at once.
-    from whale_train.models.loss import LossModule
-    from whale_train.models.profile import profile_model
-
-    logging.disable(logging.ERROR)  # of what it cannot trace, torch logs and prints pages
-    try:
-        with redirect_stderr(StringIO()):
-            return profile_model(
-                request.model,
-                request.model.class_name,
-                dataset.fields,
-                by_folding=request.mode == "plan",
-            )
-    except RequestError:
-        raise
-    except Exception as error:
-        running = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
-        if LossModule._loss_of.__code__ not in running:
-            raise
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        rule = f"fails on a batch of data={request.names.get('data', '')} ({said})"
-        remedy = "correct its forward or its arguments, or use other data"
-        fault = Fault("model", request.names.get("model", ""), rule, remedy)
-        raise ConfigError([fault]) from error
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _refuse_without_compiler(request: Request, faults: list[Fault]) -> None:

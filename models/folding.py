@@ -9,8 +9,10 @@ whatever is not so is left to be exported whole. After TAP's folding of equal su
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from typing import Any
 
 from torch import nn
 
@@ -59,16 +61,28 @@ def folds_of(model: nn.Module) -> tuple[Fold, ...]:
     return tuple(found)
 
 
-def fold(model: nn.Module, folds: Sequence[Fold]) -> None:
-    """Cut the runs of `folds` in place to what is kept of them."""
-    for each in folds:
-        owner, _, name = each.path.rpartition(".")
-        parent = model.get_submodule(owner)
-        modules = list(getattr(parent, name))
+@contextmanager
+def folded(model: nn.Module, folds: Sequence[Fold]) -> Iterator[None]:
+    """`model` with the runs of `folds` cut to what is kept of them, while inside."""
+    whole = [(each, *_owner(model, each)) for each in folds]
+    for each, parent, name, whole_list in whole:
+        modules = list(whole_list)
         kept = modules[: each.start + 2] + modules[each.start + each.count - 1 :]
-        whole = getattr(parent, name)
-        made = nn.ModuleList(kept) if isinstance(whole, nn.ModuleList) else nn.Sequential(*kept)
+        is_list = isinstance(whole_list, nn.ModuleList)
+        made = nn.ModuleList(kept) if is_list else nn.Sequential(*kept)
         setattr(parent, name, made)
+    try:
+        yield
+    finally:
+        for _, parent, name, whole_list in whole:
+            setattr(parent, name, whole_list)
+
+
+def _owner(model: nn.Module, each: Fold) -> tuple[nn.Module, str, nn.ModuleList | nn.Sequential]:
+    """What holds the list of a fold, under what name, and the list."""
+    owner, _, name = each.path.rpartition(".")
+    parent = model.get_submodule(owner)
+    return parent, name, getattr(parent, name)
 
 
 def unfold(graph: OperationGraph, folds: Sequence[Fold]) -> OperationGraph:
@@ -90,7 +104,7 @@ def numbered(graph: OperationGraph) -> OperationGraph:
             ),
         strict=True,
     ))  # fmt: skip
-    return OperationGraph(tuple(replace(_renamed(op, names), name=names[op.name]) for op in graph))
+    return OperationGraph(tuple(_renamed(op, names, name=names[op.name]) for op in graph))
 
 
 def _longest_run(modules: Sequence[nn.Module]) -> tuple[int, int] | None:
@@ -220,8 +234,9 @@ class _Unfolding:
         source = self.last[number]
         here = self.fold.block(self.fold.start + KEPT - 1)
         there = self.fold.block(self.fold.start + 1 + copy)
-        return replace(
-            _renamed(source, {name: self.name_for(name, copy) for name in _references(source)}),
+        return _renamed(
+            source,
+            {name: self.name_for(name, copy) for name in _references(source)},
             name=self.copy_name(number, copy),
             module=_moved_path(source.module, here, there),
             path=_moved_path(source.path, here, there),
@@ -252,8 +267,9 @@ class _Unfolding:
         if number is not None and number >= KEPT - 1:
             index = self.fold.start + number
             here, there = self.fold.block(index), self.fold.block(index + self.fold.left_out)
-        return replace(
-            _renamed(operation, names),
+        return _renamed(
+            operation,
+            names,
             module=_moved_path(operation.module, here, there),
             path=_moved_path(operation.path, here, there),
         )
@@ -270,8 +286,8 @@ def _check_order(operations: Sequence[Operation]) -> None:
 
 def _without_names(operation: Operation) -> Operation:
     """What two operations of equal blocks have in common."""
-    bare = _renamed(operation, dict.fromkeys(_references(operation), ""))
-    return replace(bare, name="", module="", path="")
+    nameless = dict.fromkeys(_references(operation), "")
+    return _renamed(operation, nameless, name="", module="", path="")
 
 
 def _references(operation: Operation) -> Iterator[str]:
@@ -290,7 +306,9 @@ def _references(operation: Operation) -> Iterator[str]:
     yield from operation.after
 
 
-def _renamed(operation: Operation, names: Mapping[str, str]) -> Operation:
+def _renamed(operation: Operation, names: Mapping[str, str], **changes: Any) -> Operation:
+    """`operation` reading the values that `names` says, and changed as `changes` says."""
+
     def visit(argument: Argument) -> Argument:
         if isinstance(argument, Ref):
             return Ref(names[argument.name])
@@ -303,6 +321,7 @@ def _renamed(operation: Operation, names: Mapping[str, str]) -> Operation:
         args=tuple(visit(argument) for argument in operation.args),
         kwargs=tuple((key, visit(argument)) for key, argument in operation.kwargs),
         after=tuple(names[name] for name in operation.after),
+        **changes,
     )
 
 

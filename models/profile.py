@@ -5,7 +5,7 @@ graph becomes the torch-free `OperationGraph` all planning works on, and is kept
 that run a rewritten part of it. A model that cannot be exported is measured as it is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from whale_train.errors import ConfigError
 from whale_train.models.build import build_model
 from whale_train.models.export import EXPORT_BATCH, example_batch, export, on_meta
-from whale_train.models.folding import CannotUnfold, fold, folds_of, unfold
+from whale_train.models.folding import CannotUnfold, Fold, folded, folds_of, unfold
 from whale_train.models.loss import LossModule
 from whale_train.models.operation_graph import operation_graph
 from whale_train.models.options import ModelOptions
@@ -35,7 +35,10 @@ def profile_model(
     """
     module, inputs = on_meta(options, fields)
     batch = example_batch(inputs, EXPORT_BATCH)
-    graph = _folded_graph(options, fields, batch) if by_folding else None
+    folds = folds_of(module.model) if by_folding else ()
+    graph = _folded_graph(module, folds, batch) if folds else None
+    if folds and graph is None:
+        module, _ = on_meta(options, fields)  # as a forward may leave things in its modules
     error = ""
     if graph is None:
         exported, error = export(module, batch)
@@ -76,16 +79,11 @@ def profile_model(
 
 
 def _folded_graph(
-    options: ModelOptions, fields: tuple[InputField, ...], batch: dict[str, Tensor]
+    module: LossModule, folds: Sequence[Fold], batch: dict[str, Tensor]
 ) -> OperationGraph | None:
-    """The whole model's graph out of a few of its blocks; None where it has no runs of equal
-    blocks, or their graphs are not equal."""
-    module, _ = on_meta(options, fields)
-    folds = folds_of(module.model)
-    if not folds:
-        return None
-    fold(module.model, folds)
-    exported, _ = export(module, batch)
+    """The whole model's graph out of a few of its blocks; None where their graphs are not equal."""
+    with folded(module.model, folds):
+        exported, _ = export(module, batch)
     if exported is None:
         return None
     try:
@@ -108,21 +106,22 @@ def _measure(
     """(forward FLOPs, bytes kept for backward) of one call on `batch`."""
     with _counting_saved_tensors(module) as saved, FlopCounterMode(display=False) as counter:
         run(batch)
-    return float(counter.get_total_flops()), float(sum(saved.values()))
+    return float(counter.get_total_flops()), float(sum(saved))
 
 
 @contextmanager
-def _counting_saved_tensors(module: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes of each storage that autograd keeps, by storage. What `module` holds anyway, which a
-    product saves as a view of its weight, is left out."""
-    held = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
-    saved: dict[int, int] = {}
+def _counting_saved_tensors(module: nn.Module) -> Iterator[list[int]]:
+    """Bytes of each storage that autograd keeps, as it begins to. What `module` holds anyway, which
+    a product saves as a view of its weight, is left out."""
+    known = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+    saved: list[int] = []
     alive: list[Tensor] = []  # a freed storage's number would be used again
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in held:
-            saved[storage._cdata] = storage.nbytes()
+        if storage._cdata not in known:
+            known.add(storage._cdata)
+            saved.append(storage.nbytes())
             alive.append(tensor)
         return tensor
 
@@ -134,7 +133,7 @@ class _CountingInterpreter(fx.Interpreter):
     """Runs a graph on meta tensors and notes the FLOPs each operation adds, and the bytes it adds
     to `saved`."""
 
-    def __init__(self, module: fx.GraphModule, saved: dict[int, int]) -> None:
+    def __init__(self, module: fx.GraphModule, saved: list[int]) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._saved = saved
         self.flops: dict[str, float] = {}
@@ -147,10 +146,10 @@ class _CountingInterpreter(fx.Interpreter):
             return self.run(*(batch[name] for name in names))
 
     def run_node(self, n: fx.Node) -> Any:
-        before, known = self.counter.get_total_flops(), set(self._saved)
+        before, known = self.counter.get_total_flops(), len(self._saved)
         value = super().run_node(n)
         self.flops[n.name] = float(self.counter.get_total_flops() - before)
-        self.saved_bytes[n.name] = float(sum(self._saved[x] for x in self._saved.keys() - known))
+        self.saved_bytes[n.name] = float(sum(self._saved[known:]))
         return value
 
 

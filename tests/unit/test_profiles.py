@@ -1,0 +1,66 @@
+"""The folder of profiles: what is kept is found, and whatever is wrong with it is no fault."""
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.unit.operation_graphs import bert, gpt
+
+from whale_train.launcher.profiles import MOST_KEPT, folder, keep, kept
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHALE_TRAIN_CACHE", str(tmp_path / "cache" / "here"))
+
+
+def test_it_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert folder() == tmp_path / "cache" / "here" / "profiles"
+    monkeypatch.delenv("WHALE_TRAIN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert folder() == Path("/somewhere/whale-train/profiles")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert folder() == Path.home() / ".cache" / "whale-train" / "profiles"
+
+
+def test_what_is_kept_is_found() -> None:
+    assert kept("a") is None
+    keep("a", gpt())
+    keep("b", bert())
+    assert (kept("a"), kept("b"), kept("c")) == (gpt(), bert(), None)
+    keep("a", bert())
+    assert kept("a") == bert()
+    assert sorted(path.name for path in folder().iterdir()) == ["a.json", "b.json"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b"\xff\xfe", None])
+def test_a_damaged_file_is_not_there_and_is_written_again(damage: bytes | None) -> None:
+    keep("a", gpt())
+    path = folder() / "a.json"
+    path.write_bytes(path.read_bytes()[:-100] if damage is None else damage)
+    assert kept("a") is None
+    keep("a", gpt())
+    assert kept("a") == gpt()
+
+
+def test_a_folder_that_cannot_be_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", Path("/dev/null"), Path("/proc/none")):
+        monkeypatch.setenv("WHALE_TRAIN_CACHE", str(place))
+        keep("a", gpt())
+        assert kept("a") is None
+
+
+def test_the_longest_unused_are_removed() -> None:
+    for number in range(MOST_KEPT):
+        keep(f"{number}", gpt())
+        os.utime(folder() / f"{number}.json", (number, number))
+    assert kept("0") == gpt()  # which is used by being read
+    for name in ("new", "newer"):
+        keep(name, gpt())
+    found = {path.stem for path in folder().iterdir()}
+    assert len(found) == MOST_KEPT
+    assert {"0", "new", "newer"} <= found
+    assert {"1", "2"}.isdisjoint(found)
