@@ -17,8 +17,8 @@ LINKS = (
     "infiniband_ndr400, nvlink2, nvlink3, nvlink4, pcie3_x16, pcie4_x16, pcie5_x16, shared_memory"
 )
 STRATEGIES = (
-    "3d, dp, hybrid_split_dp, interleaved, pipeline, single, split, split_dp, split_sequence, "
-    "split_zero3, zero1, zero1_pipeline, zero2, zero2_offload, zero3, zero3_offload, zero_bubble"
+    "3d, auto, dp, hybrid_split_dp, interleaved, pipeline, single, split, split_dp, "
+    "split_sequence, split_zero3, zero1, zero1_pipeline, zero2, zero2_offload, zero3, zero3_offload, zero_bubble"
 )
 NOT_EXECUTED = "is valid but not executed by this version"
 
@@ -378,8 +378,8 @@ UNEXECUTED = (
     Case(
         "compare_unknown",
         "mode=plan compare=[dp,zero7]",
-        "compare=zero7 is not a strategy; did you mean zero3? One of: 3d, dp, hybrid_split_dp, "
-        "interleaved, pipeline, single, split, split_dp, split_sequence, split_zero3, zero1, "
+        "compare=zero7 is not a strategy; did you mean zero3? One of: 3d, auto, dp, "
+        "hybrid_split_dp, interleaved, pipeline, single, split, split_dp, split_sequence, split_zero3, zero1, "
         "zero1_pipeline, zero2, zero2_offload, zero3, zero3_offload, zero_bubble",
     ),
     Case(

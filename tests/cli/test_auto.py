@@ -1,0 +1,54 @@
+"""`strategy=auto` as a user meets it: found, shown, kept as a file, used again, trained."""
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+from tests.cli.command import whale_train
+
+MIXED = ("hardware=v100_p100_mix", "train.global_batch=64", "hydra.run.dir=found")
+
+
+def test_what_is_found_can_be_used_again(tmp_path: Path) -> None:
+    answer = whale_train(["mode=plan", "strategy=auto", *MIXED], tmp_path)
+    assert (answer.status, answer.stderr) == (0, "")
+    assert "a step, the fastest there is" in answer.stdout
+    assert f"the strategy, as a file: {tmp_path / 'found' / 'strategy.yaml'}" in answer.stdout
+    text = (tmp_path / "found" / "strategy.yaml").read_text()
+    assert text.startswith("# Found for model=gpt hardware=v100_p100_mix train.global_batch=64\n")
+    folder = tmp_path / "mine" / "strategy"
+    folder.mkdir(parents=True)
+    (folder / "found.yaml").write_text(text)
+    options = ["--config-dir", str(tmp_path / "mine"), "mode=plan", *MIXED[:2]]
+    again = whale_train([*options, "strategy=found"], tmp_path)
+    assert again.status == 0, again
+    (step,) = set(re.findall(r"predicted +(.*) a step", answer.stdout))
+    assert step in again.stdout
+    compared = whale_train([*options, "compare=[found,dp,auto]"], tmp_path)
+    assert compared.status == 0, compared
+    rows = {line.split(",")[0].split()[0]: line for line in compared.stdout.splitlines() if line}
+    assert "fastest" in rows["auto"]
+    assert "fastest" in rows["found"]
+    assert "fastest" not in rows["dp"]
+
+
+def test_what_is_found_is_trained(tmp_path: Path) -> None:
+    asked = ["strategy=auto", "hardware=cpu", "hardware.devices=2", "experiment=smoke"]
+    answer = whale_train([*asked, "hydra.run.dir=run"], tmp_path)
+    assert answer.status == 0, answer
+    assert answer.left_running == ()
+    written = yaml.safe_load((tmp_path / "run" / "strategy.yaml").read_text())
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert set(written) <= {"graph", "devices"}
+    assert plan["world_size"] == written.get("devices", 2)
+    assert plan["decisions"][0]["key"] == "strategy.graph"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 5
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    asked = ["mode=plan", "strategy=auto", "model=m6_10t", "hardware=v100_512"]
+    answer = whale_train([*asked, "train.global_batch=512"], tmp_path)
+    assert answer.status == 2, answer
+    assert "strategy=auto finds no strategy whose weights, gradients and optimizer" in answer.stderr
+    assert "use more devices" in " ".join(answer.stderr.split())
