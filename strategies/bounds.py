@@ -38,6 +38,8 @@ class Bounds:
     _cuts: dict[object, Sequence["_Stage"]] = field(default_factory=dict)
     _known: dict[object, Sequence["_Ends"]] = field(default_factory=dict)
     _made: dict[Arrangement, Sequence["_Copies"]] = field(default_factory=dict)
+    _timed: dict[object, "_StageTimes"] = field(default_factory=dict)
+    _rooms: dict[tuple[int, str], float] = field(default_factory=dict)
 
     # --- Memory ---
 
@@ -55,8 +57,7 @@ class Bounds:
         need += 0.0 if candidate.offload == "all" else weights
         need += 0.0 if candidate.offload != "none" else optimizer
         room = sum(
-            part.stages * part.shards * max(d.memory_bytes for d in self._devices(shape, part))
-            for part in shape.parts
+            part.stages * part.shards * self._memory_bytes(shape, part) for part in shape.parts
         )
         return need * self._elements(candidate.split_head) - room
 
@@ -148,35 +149,45 @@ class Bounds:
         found: list[tuple[Sequence[_Affine], ...]] = []
         stages = self._stages(shape, schedule, split_head)
         for stage, device in zip(stages, devices, strict=True):
-            first, whole = self._lines(shape, stage, device, split_head)
+            times = self._times(stage, device, shape.shards, split_head)
             mine = pieces / stage.part.copies
             each = max(mine, ceil(mine) * small)
-            done = forth + _of(whole, pieces, each)
+            done = forth + times.whole.of(pieces, each)
             computed = [done + back]
             if schedule == "zero_bubble":
-                inputs = _of(_part(whole, weights=False), pieces, each)
-                computed = [done, forth + inputs + back_inputs]
-            last = _of(_part(whole, forward=False), pieces, -_UNSUMMED)
+                computed = [done, forth + times.without_weights.of(pieces, each) + back_inputs]
+            last = times.backward.of(pieces, -_UNSUMMED)
             found.append((computed, [done], [done + last]))
             send = self._send(shape, stage, pieces, small)
-            forth += _of(_part(first, backward=False), pieces, small) + send
-            back += _of(_part(first, forward=False), pieces, small) + send
-            back_inputs += _of(_part(first, forward=False, weights=False), pieces, small) + send
+            forth += times.first_forward.of(pieces, small) + send
+            back += times.first_backward.of(pieces, small) + send
+            back_inputs += times.first_inputs.of(pieces, small) + send
         return found
 
-    def _lines(
-        self, shape: Arrangement, stage: "_Stage", device: Device, split_head: bool
-    ) -> tuple[Line, Line]:
-        """Of a stage's first chunk and of all; of a split head every device has its part."""
-        chunks = [
-            self.segments.line(device, shape.shards, *chunk)
-            if chunk
-            else self.segments.whole(device, shape.shards)
-            for chunk in stage.chunks
-        ]
-        if split_head:
-            chunks = [Line(Times(), line.each) for line in chunks]
-        return chunks[0], sum(chunks[1:], chunks[0])
+    def _times(
+        self, stage: "_Stage", device: Device, shards: int, split_head: bool
+    ) -> "_StageTimes":
+        """Of a micro-batch; of a split head every device has its part."""
+        key = (stage.chunks, id(device), shards, split_head)
+        if key not in self._timed:
+            chunks = [
+                self.segments.line(device, shards, *chunk)
+                if chunk
+                else self.segments.whole(device, shards)
+                for chunk in stage.chunks
+            ]
+            if split_head:
+                chunks = [Line(Times(), line.each) for line in chunks]
+            whole, first = sum(chunks[1:], chunks[0]), chunks[0]
+            self._timed[key] = _StageTimes(
+                _affine(whole),
+                _affine(whole, weights=False),
+                _affine(whole, forward=False),
+                _affine(first, backward=False),
+                _affine(first, forward=False),
+                _affine(first, forward=False, weights=False),
+            )
+        return self._timed[key]
 
     def _together(self, copies: Sequence["_Copies"], ends: Sequence[Sequence["_Affine"]]) -> float:
         """When the last copy is done, of copies that take so many samples each that all are done
@@ -262,7 +273,8 @@ class Bounds:
     def _speed(self, shape: Arrangement, part: Part) -> float:
         """As fast as the resolver takes a stage of `part` for."""
         precision = self.training.precision
-        rates = (flops_rate(device, precision) for device in self._devices(shape, part))
+        kinds = {id(device): device for device in self._devices(shape, part)}
+        rates = (flops_rate(device, precision) for device in kinds.values())
         each = 1.0 if self.balance == "even" else min(rates)
         return sum([each] * (part.copies * part.shards))
 
@@ -292,6 +304,13 @@ class Bounds:
             listed = self.cluster.devices[: shape.devices]
             self._found[key] = [d for d in listed if part.kind in ("", d.name)]
         return self._found[key]
+
+    def _memory_bytes(self, shape: Arrangement, part: Part) -> float:
+        """Of the device with most of it that may hold the part."""
+        key = (shape.devices, part.kind)
+        if key not in self._rooms:
+            self._rooms[key] = max(d.memory_bytes for d in self._devices(shape, part))
+        return self._rooms[key]
 
     @cached_property
     def segments(self) -> Segments:
@@ -337,10 +356,13 @@ class Bounds:
 
     def _elements(self, without_head: bool) -> float:
         """Of the trained parameters."""
+        return self._trained_elements - (self._head_elements if without_head else 0)
+
+    @cached_property
+    def _trained_elements(self) -> float:
         profile = self.findings.profile
         left = sum(profile.parameter_by_path[path].elements for path in profile.unused_parameters)
-        head = self._head_elements if without_head else 0
-        return float(profile.parameter_elements - left - head)
+        return float(profile.parameter_elements - left)
 
     @cached_property
     def _head_elements(self) -> int:
@@ -378,6 +400,10 @@ class _Affine:
     def scaled(self, factor: float) -> "_Affine":
         return _Affine(factor * self.offset, factor * self.slope)
 
+    def of(self, pieces: int, count: float) -> "_Affine":
+        """Of `count` micro-batches, each one of the `pieces` of a copy's samples, by these."""
+        return _Affine(count * self.offset, count * self.slope / pieces)
+
     def __add__(self, other: "_Affine") -> "_Affine":
         return _Affine(self.offset + other.offset, self.slope + other.slope)
 
@@ -392,19 +418,28 @@ class _Ends:
     last_backward: float
 
 
-def _of(line: Line, pieces: int, count: float) -> _Affine:
-    """Of `count` micro-batches of the `pieces` of a copy's samples."""
-    return _Affine(count * line.fixed.total, count * line.each.total / pieces)
+@dataclass(frozen=True)
+class _StageTimes:
+    """Of a micro-batch on a stage, by its samples: of all its chunks, of those without gradients of
+    weights, their backward; and of its first chunk the forward, the backward, and that without
+    gradients of weights."""
+
+    whole: _Affine
+    without_weights: _Affine
+    backward: _Affine
+    first_forward: _Affine
+    first_backward: _Affine
+    first_inputs: _Affine
 
 
-def _part(line: Line, forward: bool = True, backward: bool = True, weights: bool = True) -> Line:
-    """Only the parts named of the times of a line: forward, and backward with weights or not."""
+def _affine(
+    line: Line, forward: bool = True, backward: bool = True, weights: bool = True
+) -> _Affine:
+    """The parts named of a line: forward, and backward with gradients of weights or not."""
 
-    def chosen(times: Times) -> Times:
-        return Times(
-            times.forward * forward,
-            times.backward_input * backward,
-            times.backward_weight * (backward and weights),
-        )
+    def chosen(times: Times) -> float:
+        found = times.forward if forward else 0.0
+        found += times.backward_input if backward else 0.0
+        return found + (times.backward_weight if backward and weights else 0.0)
 
-    return Line(chosen(line.fixed), chosen(line.each))
+    return _Affine(chosen(line.fixed), chosen(line.each))

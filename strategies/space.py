@@ -16,8 +16,8 @@ from typing import Any
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.staging import VIRTUAL_STAGES
 
-# Beyond so many micro-batches a stage, a pipeline's bubble is under a sixteenth of its step.
-_MOST_PER_STAGE = 16
+# Beyond so many micro-batches a stage, a pipeline's bubble is under a ninth of its step.
+_MOST_PER_STAGE = 8
 
 
 @dataclass(frozen=True, order=True)

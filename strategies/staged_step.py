@@ -4,7 +4,7 @@ Copies of a pipeline with equal devices and equal micro-batches do the same at t
 stands for all of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
 
@@ -56,10 +56,7 @@ class StagedStep:
         chosen: list[int] = []
         for copy, positions in enumerate(self.job.seats.positions):
             alike = (
-                tuple(
-                    tuple((id(self.cluster.devices[r]), self._node(r, positions)) for r in ranks)
-                    for ranks in positions
-                ),
+                tuple(self._seated(positions)),
                 tuple(stop - start for start, stop in self.batches.samples[copy]),
                 copy if len(self.cluster.devices) > self.cluster.processors else 0,
             )
@@ -78,9 +75,13 @@ class StagedStep:
         )
         return Step(actors, self._syncs(chosen, numbers), norm), stands
 
-    def _node(self, rank: int, positions: Sequence[Sequence[int]]) -> int:
-        """Its node, counted from the copy's first."""
-        return self.cluster.node_of[rank] - self.cluster.node_of[positions[0][0]]
+    def _seated(self, positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+        """Every rank's device, and its node, numbered in the order in which the copy's ranks come
+        upon them."""
+        numbers: dict[int, int] = {}
+        for rank in (rank for ranks in positions for rank in ranks):
+            node = numbers.setdefault(self.cluster.node_of[rank], len(numbers))
+            yield id(self.cluster.devices[rank]), node
 
     def _actor(self, copy: int, position: int) -> Actor:
         ranks = self.job.seats.positions[copy][position]
