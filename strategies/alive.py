@@ -131,11 +131,12 @@ _PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.mm.default", "at
 @dataclass
 class _Backward:
     """How far a backward has come: bytes of the values still kept, of the gradients of values by
-    the operation in whose memory the value lies, and of the weights' that were made."""
+    the operation in whose memory the value lies, and of all weights', of those `made`."""
 
     values: float
     gradients: dict[str, float] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
+    weights: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -218,12 +219,13 @@ class _Run:
         added = 0.0
         for name in operation.inputs:
             if name in self.weights:
-                if is_first and name not in state.weights:
-                    state.weights[name] = self.weights[name]
+                if is_first and name not in state.made:
+                    state.made.add(name)
+                    state.weights += self.weights[name]
                 else:
                     added += self.weights[name]
         alive = state.values + sum(state.gradients.values()) + own + at_hand
-        return Moment(sum(state.weights.values()) + added, alive)
+        return Moment(state.weights + added, alive)
 
 
 def _is_written_over(view: View, operation: Operation) -> bool:
