@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 
 from whale_train.models.export import EXPORT_BATCH, fetched, model_path, module_path
 from whale_train.strategies.operations import (
+    OWN,
     Argument,
     Operation,
     OperationGraph,
@@ -18,10 +19,13 @@ from whale_train.strategies.operations import (
 
 
 def operation_graph(
-    module: fx.GraphModule, flops: Mapping[str, float], saved_bytes: Mapping[str, float]
+    module: fx.GraphModule,
+    flops: Mapping[str, float],
+    saved: Mapping[str, Mapping[int, float]],
+    memory: Mapping[str, int],
 ) -> OperationGraph:
-    """The torch-free image of `module.graph`; `flops` and `saved_bytes` of the operations are for
-    the export batch, those of others nothing."""
+    """The torch-free image of `module.graph`; `flops` and the bytes `saved` by the operations are
+    for the export batch, those of others nothing."""
     # One that is frozen is a constant to all planning.
     parameters = {
         path: p for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
@@ -39,7 +43,8 @@ def operation_graph(
                 module=module_path(node),
                 path=model_path(str(node.target)) if node.op == "get_attr" else "",
                 flops=flops.get(node.name, 0.0) / EXPORT_BATCH,
-                saved_bytes=saved_bytes.get(node.name, 0.0) / EXPORT_BATCH,
+                saved=tuple((of, x / EXPORT_BATCH) for of, x in saved.get(node.name, {}).items()),
+                memory=memory.get(node.name, OWN),
                 after=changes.get(node.name, ()),
             )
             for node in module.graph.nodes

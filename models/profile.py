@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from whale_train.errors import ConfigError
@@ -20,7 +21,15 @@ from whale_train.models.folding import CannotUnfold, Fold, folded, folds_of, unf
 from whale_train.models.loss import LossModule
 from whale_train.models.operation_graph import operation_graph
 from whale_train.models.options import ModelOptions
-from whale_train.strategies.operations import InputField, ModelProfile, OperationGraph, Parameter
+from whale_train.strategies.kept import View, kept
+from whale_train.strategies.operations import (
+    INSIDE,
+    OWN,
+    InputField,
+    ModelProfile,
+    OperationGraph,
+    Parameter,
+)
 
 
 def profile_model(
@@ -56,7 +65,7 @@ def profile_model(
         unused = _without_gradient(module.model, losses[0])
     else:
         flops = sum(operation.flops for operation in graph)
-        activation_bytes = sum(operation.saved_bytes for operation in graph)
+        activation_bytes = sum(kept(View(graph), [op.name for op in graph]).values())
         branches, unused = False, _unused(module.model, graph)
     model = module.model
     return ModelProfile(
@@ -93,51 +102,54 @@ def _folded_graph(
 
 
 def _measured_graph(exported: fx.GraphModule, batch: dict[str, Tensor]) -> OperationGraph:
-    """Its operations, with what each adds to the FLOPs and to what autograd keeps."""
-    with _counting_saved_tensors(exported) as saved:
+    """Its operations, with what each adds to the FLOPs and has autograd keep."""
+    with _saved_tensors(exported) as saved:
         interpreter = _CountingInterpreter(exported, saved)
         interpreter.run_batch(batch)
-    return operation_graph(exported, interpreter.flops, interpreter.saved_bytes)
+    return operation_graph(exported, interpreter.flops, interpreter.kept, interpreter.memory)
 
 
 def _measure(
     run: Callable[[dict[str, Tensor]], Any], batch: dict[str, Tensor], module: nn.Module
 ) -> tuple[float, float]:
     """(forward FLOPs, bytes kept for backward) of one call on `batch`."""
-    with _counting_saved_tensors(module) as saved, FlopCounterMode(display=False) as counter:
+    with _saved_tensors(module) as saved, FlopCounterMode(display=False) as counter:
         run(batch)
-    return float(counter.get_total_flops()), float(sum(saved))
+    each = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+    return float(counter.get_total_flops()), float(sum(each.values()))
 
 
 @contextmanager
-def _counting_saved_tensors(module: nn.Module) -> Iterator[list[int]]:
-    """Bytes of each storage that autograd keeps, as it begins to. What `module` holds anyway, which
-    a product saves as a view of its weight, is left out."""
-    known = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
-    saved: list[int] = []
-    alive: list[Tensor] = []  # a freed storage's number would be used again
+def _saved_tensors(module: nn.Module) -> Iterator[list[Tensor]]:
+    """What autograd keeps, as often as it is told to. What `module` holds anyway, which a product
+    saves as a view of its weight, is left out."""
+    held = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    saved: list[Tensor] = []  # alive, as a freed storage's number would be used again
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            known.add(storage._cdata)
-            saved.append(storage.nbytes())
-            alive.append(tensor)
+        if _memory(tensor) not in held:
+            saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
 
 
-class _CountingInterpreter(fx.Interpreter):
-    """Runs a graph on meta tensors and notes the FLOPs each operation adds, and the bytes it adds
-    to `saved`."""
+def _memory(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
-    def __init__(self, module: fx.GraphModule, saved: list[int]) -> None:
+
+class _CountingInterpreter(fx.Interpreter):
+    """Runs a graph on meta tensors and notes of each operation the FLOPs it adds, what it adds to
+    `saved` (`Operation.saved`), and in whose memory its value lies (`Operation.memory`)."""
+
+    def __init__(self, module: fx.GraphModule, saved: list[Tensor]) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._saved = saved
         self.flops: dict[str, float] = {}
-        self.saved_bytes: dict[str, float] = {}
+        self.kept: dict[str, dict[int, float]] = {}
+        self.memory: dict[str, int] = {}
 
     def run_batch(self, batch: dict[str, Tensor]) -> Any:
         # Placeholders are named after the arguments; the interpreter takes them in order.
@@ -149,8 +161,57 @@ class _CountingInterpreter(fx.Interpreter):
         before, known = self.counter.get_total_flops(), len(self._saved)
         value = super().run_node(n)
         self.flops[n.name] = float(self.counter.get_total_flops() - before)
-        self.saved_bytes[n.name] = float(sum(self._saved[known:]))
+        if n.target is _ATTENTION:
+            # The meta device takes it apart, and would keep every query's weight of every key.
+            fused = self._fused_attention(n, known)
+            value = value if fused is None else fused
+        places: dict[int, int] = {}
+        for i, node in enumerate(n.all_input_nodes):
+            for m in _memories(self.env[node]):
+                places.setdefault(m, i)
+        own = _memories(value)
+        self.memory[n.name] = min((places[m] for m in own if m in places), default=OWN)
+        kept: dict[tuple[int, int], float] = {}
+        for tensor in self._saved[known:]:
+            m = _memory(tensor)
+            place = places.get(m, OWN if m in own else INSIDE)
+            kept[place, m] = float(tensor.untyped_storage().nbytes())
+        self.kept[n.name] = {}
+        for (place, _), num_bytes in kept.items():
+            self.kept[n.name][place] = self.kept[n.name].get(place, 0.0) + num_bytes
         return value
+
+    def _fused_attention(self, n: fx.Node, known: int) -> Tensor | None:
+        """The value of the attention `n` as a CPU's fused kernel makes it, where there is one for
+        it; what that keeps takes the place of all saved since `known`."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if torch._fused_sdp_choice(*_on_cpu(args), **_on_cpu(kwargs)) != _FLASH:
+            return None
+        given = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+        given.pop("enable_gqa", None)
+        del self._saved[known:]
+        value: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**given)[0]
+        return value
+
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_ATTENTION_ARGUMENTS = tuple(argument.name for argument in _ATTENTION._schema.arguments)
+_FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
+
+
+def _on_cpu(arguments: Any) -> Any:
+    """The same arguments with tensors on the CPU, whose memory nobody ever touches."""
+
+    def there(x: Tensor) -> Tensor:
+        made = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
+        return made.requires_grad_(x.requires_grad)
+
+    return tree_map_only(Tensor, there, arguments)
+
+
+def _memories(value: Any) -> set[int]:
+    """Of the tensors that a value is or has."""
+    return {_memory(x) for x in tree_leaves(value) if isinstance(x, Tensor)}
 
 
 def _parameters(model: nn.Module) -> tuple[Parameter, ...]:

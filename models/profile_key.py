@@ -19,7 +19,7 @@ from whale_train.strategies.operations import InputField
 _PACKAGE = Path(__file__).parent.parent
 OWN_SOURCES = (  # what makes a profile, and what writes it down
     *sorted((_PACKAGE / "models").glob("*.py")),
-    *(_PACKAGE / "strategies" / f"{name}.py" for name in ("operations", "profile_json")),
+    *(_PACKAGE / "strategies" / f"{name}.py" for name in ("kept", "operations", "profile_json")),
     *(_PACKAGE / f"{name}.py" for name in ("__init__", "errors")),
 )
 _OWN_MODELS = "whale_train.models."

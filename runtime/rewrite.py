@@ -43,7 +43,7 @@ from whale_train.runtime.losses import (
 from whale_train.runtime.rms_norm import join_rms_norms
 from whale_train.runtime.segment import Counts, Segment
 from whale_train.runtime.shared_random import SharedRandom
-from whale_train.strategies.stages import block_of
+from whale_train.strategies.operations import block_of
 
 __all__ = ["Counts", "Place", "Segment", "targets_graph", "write_segment_graph"]
 

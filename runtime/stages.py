@@ -31,8 +31,8 @@ from whale_train.runtime.shared_random import SharedRandom
 from whale_train.runtime.transport import Transport
 from whale_train.runtime.weight_gradients import WeightGradients
 from whale_train.strategies.layouts import BATCH
+from whale_train.strategies.operations import is_repeated
 from whale_train.strategies.plan import Plan, TaskGraph
-from whale_train.strategies.stages import is_repeated
 
 
 def assemble_stages(

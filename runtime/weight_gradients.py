@@ -42,6 +42,7 @@ class WeightGradients:
         """How many gradients `accumulate(key)` will add to each weight."""
         return Counter(parameter for parameter, _ in self._left[key])
 
+    @torch.no_grad()  # or each gradient would keep what it was made of for a backward of its own
     def accumulate(self, key: Key, added: Callable[[nn.Parameter], None]) -> None:
         """Add what was left into the weights' `.grad`, and call `added` after every addition."""
         for parameter, make in self._left.pop(key):

@@ -1,16 +1,26 @@
 """How many bytes a rank needs at the peak of a step, by what holds them.
 
-First model, for the strategies executed here: replicas under ZeRO 0-3 with CPU offload, and a
-head whose shards have a group of one. Sources: Rajbhandari et al., "ZeRO" (SC 2020, arXiv
-1910.02054) section 3 for what each stage partitions; the DeepSpeed config for bucket sizes.
+For replicas under ZeRO 0-3 with CPU offload, and a head whose shards have a group of one. Owns what
+an engine makes of gradients at every moment of a step, of which the worst is the rank's; what
+forwards and backwards hold at that moment is `alive.py`'s. Sources: Rajbhandari et al., "ZeRO"
+(SC 2020, arXiv 1910.02054) section 3 for what each stage partitions; the DeepSpeed config for
+bucket sizes, and DeepSpeed 0.19.8 for what is held twice.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from whale_train.strategies.alive import Moment, Passing
 from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import MemoryEstimate
+
+# What a process takes for a byte of values that come and go. Allocators round sizes up and leave
+# holes between what lives and what went (torch's on a GPU in blocks of 512 bytes and 2 MiB, malloc
+# on a CPU), and kernels have workspaces: up to 3% of the activations of the runs of
+# benchmarks/memory_accuracy.py, which without this are predicted up to 4% under what they take.
+ROUNDED_UP = 1.03
 
 # Elements of the bucket a gradient reduction gathers before it is sent (both of DeepSpeed's
 # buckets and DistributedDataParallel's, which counts 25 MiB of fp32).
@@ -49,10 +59,16 @@ def replica_memory(
     copies: int,
     optimizer_states: int,
     precision: str,
-    activation_bytes: float,
+    alive: Passing,
+    samples: float,
+    *,
+    accumulate: bool = False,
+    prefetches: bool = False,
 ) -> MemoryEstimate:
     """One rank of `copies` that replicate `task_graph`; `optimizer_states` fp32 values are kept
-    per parameter (2 for Adam). `activation_bytes` are those of its share in fp32."""
+    per parameter (2 for Adam). `alive` is what a sample's forward and backward hold, of which it
+    runs `samples` at a time, several times a step where gradients `accumulate`; `prefetches` is as
+    in `Gradients`."""
     node = task_graph.node
     assert isinstance(node, Replicate)
     sizes = precision_bytes(precision, node.zero, node.offload_parameters == "cpu")
@@ -64,37 +80,116 @@ def replica_memory(
     if node.offload_parameters == "cpu":
         parameters = 0.0
     parameters += sizes.casts * elements
-    gradients = sizes.gradients * (part if node.zero >= 2 else elements)
     optimizer = own * (4 * optimizer_states + sizes.master)
-    if node.zero == 1:
-        gradients += sizes.gradients * part  # the averaged partition beside the whole gradient
     if node.offload_optimizer == "cpu":
         optimizer = 0.0
-    bucket = min(elements, REDUCE_BUCKET_ELEMENTS) if copies > 1 else 0
-    moving: float = sizes.gradients * bucket
-    if node.zero == 3 and copies > 1:
-        largest = max((parameter.elements for parameter in held), default=0)
-        moving += stage_3_moving_bytes(sizes, bucket, largest)
+    largest = max((parameter.elements for parameter in held), default=0)
+    engine = Gradients(node.zero, copies, elements, largest, sizes, prefetches)
+    stay = accumulate or engine.are_buckets
+    steps = [(0.0, 0.0, moment.values) for moment in alive.forward]
+    if stay:
+        steps = [(engine.num_bytes, 0.0, values) for _, _, values in steps]
+        steps += [(engine.num_bytes, m.gradients, m.values) for m in alive.again]
+    else:
+        steps += [(m.gradients, 0.0, m.values) for m in alive.first]
+    worst = engine.worst((come, added, values * samples) for come, added, values in steps)
     return MemoryEstimate(
         parameters=float(parameters + profile.buffer_bytes),
-        gradients=float(gradients),
+        gradients=float(worst.gradients),
         optimizer=float(optimizer),
-        activations=activation_bytes * sizes.activations,
-        communication=float(moving),
+        activations=float(worst.activations),
+        communication=float(worst.moving),
     )
 
 
-def stage_3_moving_bytes(sizes: Precision, bucket: float, largest: float) -> float:
-    """What backward under ZeRO 3 has on the way beside the bucket of gradients, given the elements
-    of a bucket and of the largest parameter: the bucket once more, laid out for the reduction; the
-    largest parameter, gathered, with its gradient; and a bucket of what comes next, gathered flat
-    and copied out of it (on a CPU nothing is gathered ahead). The update's copies of a sub-group,
-    a bucket large, come when all these have gone."""
-    return (
-        sizes.gradients * bucket
-        + (sizes.weights + sizes.gradients) * largest
-        + 2 * sizes.weights * bucket
-    )
+@dataclass(frozen=True)
+class Needed:
+    """Bytes at one moment of a step: gradients, activations, and what engines move or put together
+    meanwhile."""
+
+    gradients: float
+    activations: float
+    moving: float
+
+    @property
+    def total(self) -> float:
+        return self.gradients + self.activations + self.moving
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a rank's weights and what its engine makes of them, under `zero` over
+    `copies`: of `elements` in all, `largest` in one parameter. `prefetches`: ZeRO 3 gathers what
+    comes next meanwhile, which it does not on a CPU."""
+
+    zero: int
+    copies: int
+    elements: float
+    largest: float
+    sizes: Precision
+    prefetches: bool
+
+    @property
+    def num_bytes(self) -> float:
+        return self.sizes.gradients * self.elements
+
+    @property
+    def are_buckets(self) -> bool:
+        """DistributedDataParallel has all gradients from its first step on, as its buckets."""
+        return self.zero == 0 and self.copies > 1
+
+    def worst(self, steps: Iterable[tuple[float, float, float]]) -> Needed:
+        """The moment of a step that needs most. `steps` are those of forward and backward: bytes of
+        the gradients there are, of those about to be added to them, and of activations."""
+        needs = [
+            self._meanwhile(come, added, activations * ROUNDED_UP)
+            for come, added, activations in steps
+        ]
+        return max((*needs, self._updated()), key=lambda needed: needed.total)
+
+    def _meanwhile(self, come: float, added: float, activations: float) -> Needed:
+        """Where copies partition gradients, those made last are whole, a bucket of them, and once
+        more when that is reduced. ZeRO 3's bucket and partition stay from step to step; a
+        parameter is gathered, with its gradient, and perhaps a bucket of what comes next: gathered
+        flat, copied out of it."""
+        if self.zero < 2 or self.copies == 1:
+            return Needed(come, activations, added)
+        bucket = min(come, self._bucket)
+        if self.zero == 2:
+            return Needed(come / self.copies, activations, added + 2 * bucket)
+        moving = self._bucket + bucket + added
+        moving += (self.sizes.weights + self.sizes.gradients) * self.largest
+        if self.prefetches:
+            moving += 2 * self.sizes.weights * min(self.elements, REDUCE_BUCKET_ELEMENTS)
+        return Needed(self.num_bytes / self.copies, activations, moving)
+
+    def _updated(self) -> Needed:
+        """No activation is left. ZeRO 1 reduces all gradients here, a bucket at a time; 1 and 2
+        make one tensor of this copy's part, 3 of a bucket of it."""
+        part = self.num_bytes / self.copies
+        if self.zero == 0 or self.copies == 1:
+            return Needed(self.num_bytes, 0.0, 0.0)
+        if self.zero == 1:
+            return Needed(self.num_bytes + part, 0.0, 2 * self._bucket)
+        return Needed(part, 0.0, part if self.zero == 2 else self._bucket)
+
+    @property
+    def summed(self) -> float:
+        """Bytes of what is put together to be summed over copies that keep all gradients."""
+        return self._bucket if self.are_buckets else 0.0
+
+    @property
+    def _bucket(self) -> float:
+        return self.sizes.gradients * min(self.elements, REDUCE_BUCKET_ELEMENTS)
+
+
+def unmeasured(activation_bytes: float, gradients: float, largest: float) -> Passing:
+    """The forward and backward of a model of whose operations nothing is known: all it keeps is
+    there together with all gradients."""
+    all_of_it = (Moment(gradients, activation_bytes),)
+    again = (Moment(largest, activation_bytes),)
+    forward = (Moment(0.0, activation_bytes),)
+    return Passing(activation_bytes, 0.0, gradients, forward, all_of_it, again)
 
 
 def head_memory(
@@ -104,10 +199,13 @@ def head_memory(
     optimizer_states: int,
     precision: str,
     batch: int,
+    accumulate: bool = False,
 ) -> MemoryEstimate:
     """One shard of `classes` of the head, which sees all `batch` samples at a time: its rows of
-    every sharded parameter, the logits it makes (kept once for backward, once as their gradient),
-    and the gathered inputs."""
+    every sharded parameter, the logits it makes and the gathered inputs. The forward has its
+    logits and their exponentials, of which the latter stay and become their gradient
+    (`runtime/cross_entropy.py`) while that of the weights is made; of several backwards where
+    gradients `accumulate`, it is there already."""
     assert graph.head is not None
     assert graph.cut is not None
     assert profile.graph is not None
@@ -125,12 +223,15 @@ def head_memory(
         for size in profile.graph[name].shape or ():
             each *= size.at(batch)
         gathered += each * width * 2
+    kept, gradients = rows * classes * width, 4 * elements
+    forward = Needed(gradients if accumulate else 0.0, 2 * kept, gathered)
+    worst = max(forward, Needed(gradients, kept, gathered), key=lambda needed: needed.total)
     return MemoryEstimate(
         parameters=(sizes.weights + sizes.casts) * elements,
-        gradients=4 * elements,
+        gradients=worst.gradients,
         optimizer=4 * elements * optimizer_states,
-        activations=2 * rows * classes * width,
-        communication=gathered,
+        activations=worst.activations,
+        communication=worst.moving,
     )
 
 

@@ -31,6 +31,10 @@ class Size:
 
 Shape = tuple[Size, ...]
 
+# Instead of the place of an input: the operation's own value, and what is no operation's value,
+# such as statistics and masks.
+OWN, INSIDE = -1, -2
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -52,9 +56,11 @@ class Operation:
     `graph` (one that a higher-order operation runs) or `output`; for a parameter or buffer `path`
     is its name in the model. `module` is the path of the module whose forward it belongs to.
     `shape` is None for values that are not tensors.
-    `flops` are the forward's, per sample; `saved_bytes` what autograd begins to keep for the
-    backward when it runs, per sample in fp32. `after` are operations that changed in place what it
-    reads, under another name than the one it reads it by.
+    `flops` are the forward's, per sample. `saved` is what it has autograd keep for its backward:
+    which of `inputs` by its place, its own value (`OWN`) or what it makes on the way to it
+    (`INSIDE`), and how many bytes, per sample in fp32. `memory` is the place of the input in whose
+    memory its value lies, `OWN` where it has memory of its own. `after` are operations that
+    changed in place what it reads, under another name than the one it reads it by.
     """
 
     name: str
@@ -66,7 +72,8 @@ class Operation:
     module: str = ""
     path: str = ""
     flops: float = 0.0
-    saved_bytes: float = 0.0
+    saved: tuple[tuple[int, float], ...] = ()
+    memory: int = OWN
     after: tuple[str, ...] = ()
 
     @cached_property
@@ -87,6 +94,32 @@ class Operation:
         return tuple(found)
 
 
+def block_of(module: str) -> str:
+    """The block a module belongs to: its path up to the last number (`encoder.layers.3`), which
+    is how lists of equal blocks are written; without one, the module itself."""
+    parts = module.split(".")
+    numbered = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbered[-1] + 1]) if numbered else module
+
+
+def is_repeated(block: str) -> bool:
+    """Whether a block is one of a list, as those of deep models are."""
+    return any(part.isdecimal() for part in block.split("."))
+
+
+def value_bytes(operation: Operation) -> float:
+    """Bytes of its value per sample; a value without a batch counts whole."""
+    if operation.shape is None:
+        return 0.0
+    total = float(_DTYPE_BYTES.get(operation.dtype, 4))
+    for size in operation.shape:
+        total *= size.at(1)
+    return total
+
+
+_DTYPE_BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
+
+
 @dataclass(frozen=True)
 class OperationGraph:
     """Operations in the order they run; the last one is the output."""
@@ -105,6 +138,33 @@ class OperationGraph:
             for name in operation.inputs:
                 found[name].append(operation.name)
         return {name: tuple(users) for name, users in found.items()}
+
+    @cached_property
+    def num_bytes(self) -> dict[str, float]:
+        """Bytes of every value per sample; of what is no tensor, those of the tensors in it."""
+        found: dict[str, float] = {}
+        for operation in reversed(self.operations):
+            found[operation.name] = value_bytes(operation)
+            if operation.shape is None:
+                users = (self[name] for name in self.users[operation.name])
+                found[operation.name] = sum(
+                    found[user.name]
+                    for user in users
+                    if user.memory != OWN and user.inputs[user.memory] == operation.name
+                )
+        return found
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The values that have a gradient: parameters, and what is computed of them and is
+        floating, or no tensor."""
+        found: set[str] = set()
+        for operation in self.operations:
+            reached = any(name in found for name in operation.inputs)
+            has_one = operation.shape is None or "float" in operation.dtype
+            if operation.target == "parameter" or (reached and has_one):
+                found.add(operation.name)
+        return frozenset(found)
 
     def __getitem__(self, name: str) -> Operation:
         return self.by_name[name]

@@ -29,9 +29,9 @@ from whale_train.strategies.rewrite_plan import rewrite_plan, shard_plan
 from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
 from whale_train.strategies.shares import even_shares, tile
 from whale_train.strategies.sharing import (
+    BackboneMemory,
     Sharing,
     Training,
-    backbone_memory,
     share,
     split_head_memory,
 )
@@ -262,6 +262,7 @@ def _plan(
         batch = tile(training.global_batch, sharing.samples)
         classes = tile(sum(sharing.classes), sharing.classes)
         rewrite = rewrite_plan(graph.cut, {BATCH: batch, CLASSES: classes})
+    backbone = BackboneMemory(graph, profile, training, cluster)
     return Plan(
         cluster=cluster.name,
         world_size=count,
@@ -271,7 +272,8 @@ def _plan(
         groups=groups,
         schedule="none",
         ranks=tuple(
-            _rank(rank, graph, cluster, profile, training, sharing) for rank in range(count)
+            _rank(rank, graph, cluster, profile, training, sharing, backbone)
+            for rank in range(count)
         ),
         predicted=predicted,
         decisions=tuple(decisions),
@@ -329,13 +331,14 @@ def _rank(
     profile: ModelProfile,
     training: Training,
     sharing: Sharing,
+    backbone: BackboneMemory,
 ) -> RankPlan:
     samples = sharing.samples[rank]
     start = sum(sharing.samples[:rank])
     sizes = even_shares(samples, training.accumulate, [samples] * training.accumulate)
     assert sizes is not None
     micro_batches = tuple((start + a, start + b) for a, b in tile(samples, sizes))
-    memory = backbone_memory(graph, profile, training, len(sharing.samples), sizes[0])
+    memory = backbone.of(sizes[0])
     if sharing.classes:
         memory = added(memory, split_head_memory(graph, profile, training, sharing.classes[rank]))
     configs: dict[str, dict[str, Any] | None] = {}

@@ -16,8 +16,8 @@ from whale_train.strategies.cost import Times, whole_times, work_times
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.layouts import Assignment, Layout, R
 from whale_train.strategies.links import group_link
+from whale_train.strategies.operations import block_of, is_repeated
 from whale_train.strategies.patterns import choose_patterns
-from whale_train.strategies.stages import block_of, is_repeated
 from whale_train.strategies.work import Work
 
 _NOTHING = Times()

@@ -4,16 +4,24 @@ Speed within memory, exactly (`shares.py`), or evenly; and where nothing fits, b
 what would. Estimates are `memory.py`'s.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from whale_train.errors import Fault
+from whale_train.strategies.alive import Passing, passing
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cost import flops_rate
 from whale_train.strategies.grammar import Replicate, Strategy
 from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph
-from whale_train.strategies.memory import head_memory, replica_memory
+from whale_train.strategies.kept import View
+from whale_train.strategies.memory import (
+    head_memory,
+    precision_bytes,
+    replica_memory,
+    unmeasured,
+)
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import MemoryEstimate
 from whale_train.strategies.shares import even_shares, optimal_shares
@@ -71,32 +79,35 @@ def share(
             return None if found is None or min(found) < minimum else found
         return optimal_shares(total, speeds, caps, minimum)
 
-    no_samples = backbone_memory(graph, profile, training, count, 0).total
-    sample = backbone_memory(graph, profile, training, count, 1).total - no_samples
-    room = [device.memory_bytes - no_samples for device in devices]
+    backbone = BackboneMemory(graph, profile, training, cluster)
+    one = backbone.of(1).total
     fixed = each = 0.0
     if graph.head is not None:
         fixed = split_head_memory(graph, profile, training, 0).total
         each = split_head_memory(graph, profile, training, graph.head.classes).total - fixed
         each /= graph.head.classes
-    need = no_samples + sample + fixed + each
+    need = one + fixed + each
     if any(device.memory_bytes < need for device in devices):
         faults.append(_no_room_for_one(strategy, graph, cluster, profile, training, need))
         return None
     classes: tuple[int, ...] = ()
     if graph.head is not None:
-        caps = [_fitting(left - fixed - sample, each) for left in room]
+        caps = [_fitting(device.memory_bytes - one - fixed, each) for device in devices]
         found = shared(graph.head.classes, [min(c, graph.head.classes) for c in caps], 1)
         if found is None:
             faults.append(_no_room_for_head(strategy, graph, caps, each, cluster))
             return None
         classes = found
+    room = [device.memory_bytes for device in devices]
+    if classes:
         room = [left - fixed - each * c for left, c in zip(room, classes, strict=True)]
-    pieces = training.accumulate
-    caps = [min(_fitting(left, sample) * pieces, training.global_batch) for left in room]
+    pieces, batch = training.accumulate, training.global_batch
+    at_a_time = {left: max(backbone.most(left, batch), 0) for left in set(room)}
+    caps = [min(at_a_time[left] * pieces, batch) for left in room]
     samples = shared(training.global_batch, caps, pieces)
     if samples is None:
-        faults.append(_no_room_for_batch(strategy, training, caps, sample, cluster))
+        each = backbone.of(2).total - one
+        faults.append(_no_room_for_batch(strategy, training, caps, each, cluster))
         return None
     return Sharing(samples, classes)
 
@@ -108,23 +119,67 @@ def _fitting(room: float, each: float) -> int:
     return int(room / each) if each > 0 else 2**62
 
 
-def backbone_memory(
-    graph: StrategyGraph, profile: ModelProfile, training: Training, copies: int, samples: int
-) -> MemoryEstimate:
-    body = graph.task_graphs[0]
-    return replica_memory(
-        body,
-        profile,
-        copies,
-        training.optimizer_states,
-        training.precision,
-        _activation_bytes(graph, profile) * samples,
-    )
+class BackboneMemory:
+    """What a rank needs for the replicated part, by the samples it takes at a time."""
+
+    def __init__(
+        self, graph: StrategyGraph, profile: ModelProfile, training: Training, cluster: Cluster
+    ) -> None:
+        self._graph, self._profile, self._training = graph, profile, training
+        self._cluster = cluster
+        self._alive = _alive(graph, profile, training.precision)
+        self._known: dict[int, MemoryEstimate] = {}
+
+    def of(self, samples: int) -> MemoryEstimate:
+        if samples not in self._known:
+            self._known[samples] = replica_memory(
+                self._graph.task_graphs[0],
+                self._profile,
+                len(self._cluster.devices),
+                self._training.optimizer_states,
+                self._training.precision,
+                self._alive,
+                samples,
+                accumulate=self._training.accumulate > 1,
+                prefetches=not self._cluster.on_cpu,
+            )
+        return self._known[samples]
+
+    def most(self, room: float, limit: int) -> int:
+        """How many samples, at most `limit`, fit into `room` bytes; -1 if not even none."""
+        each = range(limit + 1)
+        return bisect_right(each, room, key=lambda samples: self.of(samples).total) - 1
+
+
+def _alive(graph: StrategyGraph, profile: ModelProfile, precision: str) -> Passing:
+    """Of the replicated part: all but what comes from the head's logits, which its shards keep."""
+    held = [profile.parameter_by_path[path] for path in graph.task_graphs[0].parameters]
+    gradients = {parameter.path: 4.0 * parameter.elements for parameter in held}
+    operations = profile.graph
+    if operations is None or not any(operation.saved for operation in operations):
+        whole, largest = sum(gradients.values()), max(gradients.values(), default=0.0)
+        halved = precision_bytes(precision, 0).activations
+        return unmeasured(_activation_bytes(graph, profile) * halved, whole, largest)
+    body = graph.task_graphs[0].node
+    canonical = {name: p.path for name, p in profile.parameter_by_path.items()}
+    weights = {
+        op.name: gradients[canonical[op.path]]
+        for op in operations
+        if op.target == "parameter" and canonical[op.path] in gradients
+    }
+    listed = [operation.name for operation in operations]
+    if graph.head is not None:
+        of_head = operations.descendants({graph.head.operation})
+        listed = [name for name in listed if name not in of_head]
+    zero = body.zero if isinstance(body, Replicate) else 0
+    view = View.at(operations, precision, zero > 0)
+    return passing(view.rewritten() if graph.cut is not None else view, listed, weights)
 
 
 def _activation_bytes(graph: StrategyGraph, profile: ModelProfile) -> float:
-    """Bytes a sample keeps in the replicated part: all but the head's logits, which its shards
-    keep (once in the output's dtype, once as the softmax)."""
+    """Bytes a sample keeps in the replicated part of a model whose operations nobody measured: all
+    but the head's logits, which its shards keep (once in the output's dtype, once as the
+    softmax)."""
     if graph.head is None or profile.graph is None:
         return profile.activation_bytes
     logits = 4.0 * graph.head.classes
@@ -140,7 +195,7 @@ def split_head_memory(
     whole, pieces = training.global_batch, training.accumulate
     batch = min(whole, (whole + graph.degree * (pieces - 1)) // pieces)
     states = training.optimizer_states
-    return head_memory(graph, profile, classes, states, training.precision, batch)
+    return head_memory(graph, profile, classes, states, training.precision, batch, pieces > 1)
 
 
 def _no_room_for_one(
@@ -214,7 +269,7 @@ def _fitting_zero(
         node = Replicate("", None, zero, offload, offload)
         whole = BoundTaskGraph("model", node, ("*",), parameters, profile.forward_flops)
         other = StrategyGraph((whole,), graph.degree)
-        needed = backbone_memory(other, profile, training, count, 1).total
+        needed = BackboneMemory(other, profile, training, cluster).of(1).total
         fits = all(needed <= device.memory_bytes for device in cluster.devices)
         if fits and count > 1 and not profile.perhaps_unused:
             return f"use strategy={name}, which needs {_gb(needed)}"

@@ -1,22 +1,20 @@
 """The bytes that the ranks of a nested strategy need.
 
-Activations are kept for as many micro-batches as the schedule has in flight.
+A schedule is played instruction by instruction: forwards add what backwards will want, backwards
+take it away and leave gradients. The worst moment within any of them is what a rank needs.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.instructions import Instruction, in_flight
+from whale_train.strategies.alive import Passing, passing, passing_again
+from whale_train.strategies.instructions import Instruction, Kind
+from whale_train.strategies.kept import View, whole
 from whale_train.strategies.layouts import Layout, Shard
-from whale_train.strategies.memory import (
-    REDUCE_BUCKET_ELEMENTS,
-    precision_bytes,
-    stage_3_moving_bytes,
-)
+from whale_train.strategies.memory import Gradients, precision_bytes, unmeasured
 from whale_train.strategies.micro_batches import Batches
-from whale_train.strategies.operations import OperationGraph
 from whale_train.strategies.plan import MemoryEstimate
-from whale_train.strategies.stages import value_bytes
 from whale_train.strategies.staging import Axes, Chunk, Staging, alike_members
 
 
@@ -28,91 +26,168 @@ def memory_of_ranks(
     orders: Sequence[Sequence[Sequence[Instruction]]],
     recomputed: Set[int],
 ) -> dict[int, MemoryEstimate]:
-    """Of every rank: what it holds of its chunks, and the activations of as many micro-batches
-    as its schedule, `orders` by copy and position, keeps in flight. `recomputed` are the stages
-    that compute blocks again."""
+    """Of every rank: what it holds of its chunks, and what is alive at the worst moment of its
+    schedule, `orders` by copy and position. `recomputed` are the stages that compute blocks
+    again."""
     found: dict[int, MemoryEstimate] = {}
     known: dict[tuple[int, int, int, int], MemoryEstimate] = {}  # of members that hold as much
-    held_by = [[c for c in chunks if c.stage == stage] for stage in range(len(job.form.stages))]
+    stages = range(len(job.form.stages))
+    held_by = [[n for n, c in enumerate(chunks) if c.stage == stage] for stage in stages]
     alike = [
-        alike_members([axis for c in mine for axis in c.axes], axes) for mine in held_by
+        alike_members([axis for n in mine for axis in chunks[n].axes], axes) for mine in held_by
     ]  # fmt: skip
+    passings: dict[tuple[int, int], Held] = {}
+    view = View.at(job.graph, job.training.precision, job.zero > 0).rewritten()
     for copy, of_copy in enumerate(job.seats.positions):
         samples = max(stop - start for start, stop in batches.samples[copy])
         for position, ranks in enumerate(of_copy):
             stage = job.seats.stage_of[position]
-            kept = in_flight(orders[copy][position])
+            order = orders[copy][position]
             for index, rank in enumerate(ranks):
                 member = alike[stage][index] if alike[stage] else 0
-                key = (stage, member, samples, kept)
+                if (stage, member) not in passings:
+                    mine = {number: chunks[number] for number in held_by[stage]}
+                    passings[stage, member] = Held(
+                        job, mine, axes, member, stage in recomputed, view
+                    )
+                key = (stage, member, samples, id(order))
                 if key not in known:
-                    again = stage in recomputed
-                    known[key] = _of_member(job, held_by[stage], axes, member, samples, kept, again)
+                    known[key] = passings[stage, member].needs(order, samples)
                 found[rank] = known[key]
     return found
 
 
-def _of_member(
-    job: Staging,
-    chunks: Sequence[Chunk],
-    axes: Axes,
-    member: int,
-    samples: int,
-    kept: int,
-    again: bool,
-) -> MemoryEstimate:
-    """Of one member of the shard group that holds `chunks`, with micro-batches of `samples`, `kept`
-    of them in flight."""
-    sizes = precision_bytes(job.training.precision, job.zero)
-    copies = job.form.copies * job.form.stages[chunks[0].stage].copies
-    elements = {
-        path: _local_elements(job, path, chunk, axes, member)
-        for chunk in chunks
-        for path in chunk.slice.parameters
-    }
-    held = sum(elements.values())
-    own = held / copies if job.zero else held
-    parts = [_kept_part(job.graph, chunk, axes, member) for chunk in chunks]
-    activations = _kept_bytes(chunks, parts, kept, again)
-    crossing = sum(
-        value_bytes(job.graph[name])
-        for chunk in chunks
-        for name in (*chunk.slice.takes, *chunk.slice.gives)
-    )
-    bucket = min(held, REDUCE_BUCKET_ELEMENTS) if copies > 1 else 0.0
-    moving = sizes.gradients * bucket
-    gradients = sizes.gradients * held
-    if job.zero == 3:
-        gradients = sizes.gradients * own
-        if copies > 1:
-            largest = max(elements.values(), default=0.0)
-            moving += stage_3_moving_bytes(sizes, bucket, largest)
-    keeper = job.form.keeper
-    offloaded = keeper is not None and keeper.offload_optimizer == "cpu"
-    states = 4 * job.training.optimizer_states + sizes.master
-    return MemoryEstimate(
-        parameters=sizes.weights * (own if job.zero == 3 else held)
-        + sizes.casts * held
-        + float(job.profile.buffer_bytes),
-        gradients=float(gradients),
-        optimizer=0.0 if offloaded else own * states,
-        activations=activations * samples * sizes.activations,
-        communication=float(moving + 2 * samples * crossing),
-    )
+class Held:
+    """What one member of a shard group holds of its chunks, by their numbers, and what their
+    forwards and backwards hold meanwhile; `again`: blocks are computed again in the backward."""
+
+    def __init__(
+        self,
+        job: Staging,
+        chunks: Mapping[int, Chunk],
+        axes: Axes,
+        member: int,
+        again: bool,
+        view: View,
+    ) -> None:
+        self._job, self._chunks, self._view = job, chunks, view
+        self._elements: dict[str, float] = {}
+        self._passing: dict[int, Passing] = {}
+        for number, chunk in chunks.items():
+            local = {
+                path: job.profile.parameter_by_path[path].elements
+                * _fraction(chunk.shards.get(path), axes, member)
+                for path in chunk.slice.parameters
+            }
+            self._elements |= local
+            if not any(operation.saved for operation in job.graph):
+                self._passing[number] = self._unmeasured(chunk, local, again)
+                continue
+            weights = {
+                name: 4.0 * local[job.canonical[job.graph[name].path]]
+                for name in chunk.slice.operations
+                if job.graph[name].target == "parameter"
+            }
+            part = chunk.slice
+            run = passing_again if again else passing
+            self._passing[number] = run(
+                view.held_by(_part_of(chunk, axes, member)),
+                part.operations,
+                weights,
+                part.takes,
+                part.gives,
+            )
+
+    def _unmeasured(self, chunk: Chunk, local: Mapping[str, float], again: bool) -> Passing:
+        halved = precision_bytes(self._job.training.precision, self._job.zero).activations
+        part, gradients = chunk.slice, 4.0 * sum(local.values())
+        largest = 4.0 * max(local.values(), default=0.0)
+        if not again:
+            return unmeasured(part.activation_bytes * halved, gradients, largest)
+        entering, block = part.entering_bytes * halved, part.block_bytes * halved
+        once = unmeasured(entering + block, gradients, largest)
+        return replace(once, kept=entering, forward=())
+
+    def needs(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
+        """With micro-batches of `samples`, in the order of the schedule."""
+        job, held = self._job, sum(self._elements.values())
+        sizes = precision_bytes(job.training.precision, job.zero)
+        stage = next(iter(self._chunks.values())).stage
+        copies = job.form.copies * job.form.stages[stage].copies
+        own = held / copies if job.zero else held
+        largest = max(self._elements.values(), default=0.0)
+        engine = Gradients(job.zero, copies, held, largest, sizes, not job.cluster.on_cpu)
+        steps = self._steps(order, engine)
+        worst = engine.worst((come, added, values * samples) for come, added, values in steps)
+        keeper = job.form.keeper
+        offloaded = keeper is not None and keeper.offload_optimizer == "cpu"
+        states = 4 * job.training.optimizer_states + sizes.master
+        return MemoryEstimate(
+            parameters=sizes.weights * (own if job.zero == 3 else held)
+            + sizes.casts * held
+            + float(job.profile.buffer_bytes),
+            gradients=worst.gradients,
+            optimizer=0.0 if offloaded else own * states,
+            activations=worst.activations,
+            communication=worst.moving,
+        )
+
+    def _steps(
+        self, order: Sequence[Instruction], engine: Gradients
+    ) -> Iterator[tuple[float, float, float]]:
+        """The worst moments of every instruction: gradients there are, gradients about to be added
+        to them, and a sample's values. What is sent stays until all of the step's has left: a
+        given value also when its backward has let go of it."""
+        alone = sum(x.kind is Kind.FORWARD for x in order) == 1
+        last = {x.chunk: x for x in order if x.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
+        values, sent = 0.0, {(x.chunk, x.micro_batch) for x in order if x.kind is Kind.SEND}
+        done = set(self._passing) if alone and engine.are_buckets else set[int]()
+        for instruction in order:
+            number = instruction.chunk
+            # Of several backwards the last sums the gradients over the copies: a bucket of them is
+            # put together.
+            bucket = 0.0 if alone or last[number] is not instruction else engine.summed
+            run, part = self._passing[number], self._chunks[number].slice
+            come = sum(self._passing[other].gradients for other in done)
+            match instruction.kind:
+                case Kind.FORWARD:
+                    yield from ((come, 0.0, values + m.values) for m in run.forward)
+                    values += run.kept
+                case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+                    values -= run.kept
+                    if instruction.kind is Kind.BACKWARD_INPUT:
+                        # What is left for later takes the place of what is let go of.
+                        most = max((m.values for m in run.first), default=run.kept)
+                        yield come, 0.0, values + most + max(run.deferred - run.kept, 0.0)
+                        values += run.deferred
+                    elif number in done:
+                        for m in run.again:
+                            yield come, m.gradients + bucket, values + m.values
+                    else:
+                        for m in run.first:
+                            yield come + m.gradients, bucket, values + m.values
+                        done.add(number)
+                    if (number, instruction.micro_batch) in sent:
+                        values += sum(self._view.num_bytes(name) for name in part.gives)
+                case Kind.BACKWARD_WEIGHT:
+                    come += 0.0 if number in done else run.gradients
+                    done.add(number)
+                    largest = 4.0 * max(self._elements.values(), default=0.0)
+                    yield come, largest + bucket, values
+                    values -= run.deferred
+                case Kind.SEND_GRADIENT:
+                    values += sum(self._view.num_bytes(name) for name in part.takes)
 
 
-def _kept_bytes(
-    chunks: Sequence[Chunk], parts: Sequence[float], in_flight: int, again: bool
-) -> float:
-    """What a rank's chunks keep of `in_flight` micro-batches of one sample; a part of each value
-    where it is cut. With blocks computed `again`: their inputs, and one block's whole."""
-    slices = [chunk.slice for chunk in chunks]
-    if again:
-        entering = sum(part.entering_bytes for part in slices) / len(slices)
-        largest = max(s.block_bytes * p for s, p in zip(slices, parts, strict=True))
-        return in_flight * entering + largest
-    whole = sum(s.activation_bytes * p for s, p in zip(slices, parts, strict=True))
-    return in_flight * whole / len(slices)
+def _part_of(chunk: Chunk, axes: Axes, member: int) -> Callable[[str], float]:
+    """The part of a value that a member of a chunk's shard group has."""
+    if chunk.head is not None:  # of the samples or of the classes
+        part = _fraction(next(iter(chunk.shards.values())), axes, member)
+        return lambda name: part
+    if chunk.sharded is None:
+        return whole
+    layouts = chunk.sharded.assignment.layouts
+    return lambda name: _fraction(layouts.get(name), axes, member)
 
 
 def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set[int]:
@@ -125,17 +200,6 @@ def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set
         if form.recompute == "full" or (form.recompute == "auto" and over):
             found.add(stage)
     return found
-
-
-def _local_elements(
-    job: Staging,
-    path: str,
-    chunk: Chunk,
-    axes: Axes,
-    index: int,
-) -> float:
-    elements = job.profile.parameter_by_path[path].elements
-    return elements * _fraction(chunk.shards.get(path), axes, index)
 
 
 def refuse_memory(job: Staging, memory: Mapping[int, MemoryEstimate]) -> None:
@@ -162,25 +226,3 @@ def _fraction(layout: Layout | None, axes: Axes, index: int) -> float:
         return 1.0
     start, stop = axes[layout.axis][index]
     return (stop - start) / axes[layout.axis][-1][1]
-
-
-def _kept_part(
-    graph: OperationGraph,
-    chunk: Chunk,
-    axes: Axes,
-    index: int,
-) -> float:
-    """The part of a chunk's activations one member of its shard group keeps."""
-    if chunk.head is not None:  # of the samples or of the classes
-        return _fraction(next(iter(chunk.shards.values())), axes, index)
-    if chunk.sharded is None:
-        return 1.0
-    layouts = chunk.sharded.assignment.layouts
-    whole = local = 0.0
-    for name in chunk.slice.operations:
-        if graph[name].target in ("parameter", "buffer", "input"):
-            continue
-        size = value_bytes(graph[name])
-        whole += size
-        local += size * _fraction(layouts.get(name), axes, index)
-    return local / whole if whole else 1.0

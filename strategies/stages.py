@@ -14,7 +14,14 @@ from itertools import pairwise
 from math import inf
 
 from whale_train.errors import Fault
-from whale_train.strategies.operations import ModelProfile, Operation, OperationGraph
+from whale_train.strategies.kept import View, saved_by
+from whale_train.strategies.operations import (
+    ModelProfile,
+    Operation,
+    OperationGraph,
+    block_of,
+    value_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -107,32 +114,6 @@ def is_random(operation: Operation) -> bool:
 
 _RANDOM = ("bernoulli", "rand", "randn", "rand_like", "randn_like", "randint", "randperm", "normal",
            "uniform", "multinomial", "rrelu", "exponential")  # fmt: skip
-
-
-def block_of(module: str) -> str:
-    """The block a module belongs to: its path up to the last number (`encoder.layers.3`), which
-    is how lists of equal blocks are written; without one, the module itself."""
-    parts = module.split(".")
-    numbered = [i for i, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[: numbered[-1] + 1]) if numbered else module
-
-
-def is_repeated(block: str) -> bool:
-    """Whether a block is one of a list, as those of deep models are."""
-    return any(part.isdecimal() for part in block.split("."))
-
-
-def value_bytes(operation: Operation) -> float:
-    """Bytes of its value per sample; a value without a batch counts whole."""
-    if operation.shape is None:
-        return 0.0
-    total = float(_DTYPE_BYTES.get(operation.dtype, 4))
-    for size in operation.shape:
-        total *= size.at(1)
-    return total
-
-
-_DTYPE_BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
 
 
 def balanced(
@@ -245,17 +226,16 @@ def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tupl
     }
     parts = [_needed(graph, owner, stage) for stage in range(len(ends) - 1)]
     crossing = {name for _, takes in parts for name in takes}
-    total_bytes = sum(value_bytes(graph[name]) for name in order.operations) or 1.0
+    own_bytes = _kept_bytes(profile, order)
     slices = []
     for stage, (inside, takes) in enumerate(parts):
         own = order.operations[ends[stage] : ends[stage + 1]]
-        kept = profile.activation_bytes / total_bytes
         inside_bytes = {
             place: 0.0 for place in order.places if ends[stage] <= place < ends[stage + 1]
         }
         for position in range(ends[stage], ends[stage + 1]):
             place = order.places[bisect_right(order.places, position) - 1]
-            inside_bytes[place] += kept * value_bytes(graph[order.operations[position]])
+            inside_bytes[place] += own_bytes[position]
         entering = dict(zip(order.places, order.bytes_crossing, strict=True))
         gives = [op.name for op in graph if owner.get(op.name) == stage and op.name in crossing]
         if stage == len(parts) - 1:
@@ -280,6 +260,24 @@ def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tupl
 def modules_of(graph: OperationGraph, operations: Iterable[str]) -> tuple[str, ...]:
     """The blocks that `operations` belong to, in order."""
     return tuple(dict.fromkeys(block_of(graph[name].module) for name in operations))
+
+
+def _kept_bytes(profile: ModelProfile, order: Sequenced) -> list[float]:
+    """Bytes that autograd begins to keep with each of the operations; where nobody measured them,
+    a share of what the model keeps by the size of its value."""
+    graph = profile.graph
+    assert graph is not None
+    if not any(operation.saved for operation in graph):
+        sizes = [value_bytes(graph[name]) for name in order.operations]
+        whole = sum(sizes) or 1.0
+        return [profile.activation_bytes * size / whole for size in sizes]
+    first: dict[tuple[str, int], int] = {}
+    found = [0.0] * len(order.operations)
+    for position, name in enumerate(order.operations):
+        for key, num_bytes in saved_by(View(graph), graph[name]):
+            if first.setdefault(key, position) == position:
+                found[position] += num_bytes
+    return found
 
 
 def _needed(

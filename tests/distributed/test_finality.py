@@ -113,6 +113,18 @@ def test_final_once_and_with_all_of_it(name: str) -> None:
     assert within == (2 if name == "zero_bubble" else len(heard.parameters))
 
 
+def test_deferred_gradients_keep_nothing_of_what_they_were_made_of() -> None:
+    weight, x = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
+    deferred = WeightGradients()
+    for micro_batch in (0, 1):
+        with deferred.deferring((0, micro_batch)):
+            assert deferred.take([(weight, lambda: x * 2)])
+        deferred.accumulate((0, micro_batch), lambda parameter: None)
+    assert weight.grad is not None
+    assert not weight.grad.requires_grad
+    assert weight.grad.tolist() == [4.0] * 3
+
+
 def reduced(told: Sequence[Sequence[int]], rounds: int) -> list[list[Any]]:
     """Gradients of five parameters of which 1 has none and 3 and 4 are shared, rank 1 giving 4
     none; what they are after each of `rounds` steps. Of those `told[rank]` a rank tells, in that

@@ -3,11 +3,18 @@
 import pytest
 from tests.unit.operation_graphs import classifier, conv1d_head, gpt
 
+from whale_train.strategies.alive import Moment, Passing
 from whale_train.strategies.cut import cut_head
 from whale_train.strategies.grammar import Replicate, Split
 from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph
 from whale_train.strategies.head import find_heads
-from whale_train.strategies.memory import added, head_memory, replica_memory
+from whale_train.strategies.memory import (
+    ROUNDED_UP,
+    added,
+    head_memory,
+    replica_memory,
+    unmeasured,
+)
 from whale_train.strategies.operations import ModelProfile, Parameter
 from whale_train.strategies.plan import MemoryEstimate
 
@@ -29,18 +36,21 @@ def estimate(
 ) -> MemoryEstimate:
     node = Replicate("strategy.graph.replicate", **options)  # type: ignore[arg-type]
     bound = BoundTaskGraph("model", node, ("*",), ("table", "rest"), 0.0)
-    return replica_memory(bound, BIG, copies, states, precision, 1e9)
+    halved = 1.0 if precision == "fp32" else 0.5
+    alive = unmeasured(halved * 1e9 / ROUNDED_UP, 400e6, 320e6)
+    return replica_memory(bound, BIG, copies, states, precision, alive, 1, prefetches=True)
 
 
 @pytest.mark.parametrize(
     ("zero", "parameters", "gradients", "optimizer", "communication"),
     [
-        # Adam's two fp32 states of 100 M elements: 800 MB.
-        (0, 400e6, 400e6, 800e6, BUCKET),
-        # From here a flat fp32 partition as well: (4 + 8) bytes of 10 M. ZeRO 1 has the averaged
-        # partition of the gradient beside all of it.
-        (1, 400e6, 440e6, 120e6, BUCKET),
-        (2, 400e6, 40e6, 120e6, BUCKET),
+        # Adam's two fp32 states of 100 M elements: 800 MB. The largest gradient is made before it
+        # is put into its bucket, which is the gradient from then on.
+        (0, 400e6, 400e6, 800e6, 320e6),
+        # From here a flat fp32 partition as well: (4 + 8) bytes of 10 M. ZeRO 1 reduces in the
+        # update, when there are no activations.
+        (1, 400e6, 400e6, 120e6, 0.0),
+        (2, 400e6, 40e6, 120e6, 2 * BUCKET),
         # One fp32 partition serves as weights and for the update. The largest parameter is
         # gathered and has its gradient, 2 x 320 MB; the bucket is copied for its reduction, and
         # one of what comes next is gathered and copied.
@@ -58,9 +68,9 @@ def test_what_each_stage_partitions(
     ("zero", "parameters", "gradients", "optimizer", "communication"),
     [
         # Autocast over fp32 weights: the bf16 ones it makes are kept until backward.
-        (0, 600e6, 400e6, 800e6, BUCKET),
-        (1, 200e6, 440e6, 120e6, BUCKET),  # bf16 weights, an fp32 master partition
-        (2, 200e6, 40e6, 120e6, BUCKET),
+        (0, 600e6, 400e6, 800e6, 320e6),
+        (1, 200e6, 400e6, 120e6, 0.0),  # bf16 weights, an fp32 master partition
+        (2, 200e6, 40e6, 120e6, 2 * BUCKET),
         (3, 20e6, 40e6, 120e6, 3 * BUCKET + 480e6),
     ],
 )
@@ -74,10 +84,10 @@ def test_bf16(
 @pytest.mark.parametrize(
     ("zero", "parameters", "gradients", "optimizer", "communication"),
     [
-        (0, 600e6, 400e6, 800e6, BUCKET),
+        (0, 600e6, 400e6, 800e6, 320e6),
         # As fp32, and 200 MB of fp16 weights, which no stage partitions.
-        (1, 600e6, 440e6, 120e6, BUCKET),
-        (2, 600e6, 40e6, 120e6, BUCKET),
+        (1, 600e6, 400e6, 120e6, 0.0),
+        (2, 600e6, 40e6, 120e6, 2 * BUCKET),
         (3, 240e6, 40e6, 80e6, 4 * BUCKET + 640e6),
     ],
 )
@@ -110,18 +120,35 @@ def test_a_single_copy_sends_nothing() -> None:
     assert estimate(copies=1).total == 400e6 + 400e6 + 800e6 + 1e9 + 500
 
 
+def test_gradients_come_as_activations_go() -> None:
+    """On one device, that neither has buckets nor adds to gradients of another backward."""
+    moments = (Moment(0.0, 900.0), Moment(300.0, 500.0), Moment(400.0, 100.0))
+    alive = Passing(900.0, 0.0, 400.0, (Moment(0.0, 900.0),), moments, (Moment(200.0, 900.0),))
+    bound = BoundTaskGraph("model", Replicate(""), ("*",), ("table", "rest"), 0.0)
+    for samples, held in ((1e6, (0.0, 900e6)), (0.1e6, (400e6, 0.0))):
+        # With a tenth of the samples, all of 400 MB of gradients in the update are more.
+        found = replica_memory(bound, BIG, 1, 0, "fp32", alive, samples)
+        assert (found.gradients, found.activations) == (held[0], held[1] * ROUNDED_UP)
+    again = replica_memory(bound, BIG, 1, 0, "fp32", alive, 1e6, accumulate=True)
+    assert (again.gradients, again.communication) == (400e6, 200.0)
+    assert again.activations == 900e6 * ROUNDED_UP
+
+
 def test_a_small_model_fills_no_bucket() -> None:
     small = classifier()
     node = Replicate("strategy.graph.replicate")
     bound = BoundTaskGraph("model", node, ("*",), ("trunk.weight", "norm.bias"), 0.0)
     # 4 x 8 and 4 elements; 40 bytes of buffers.
-    expected = MemoryEstimate(4 * 36 + 40, 4 * 36, 8 * 36, 7.0, 4 * 36)
-    assert replica_memory(bound, small, 2, 2, "fp32", 7.0) == expected
+    alive = unmeasured(7.0, 4 * 36, 4 * 32)
+    expected = MemoryEstimate(4 * 36 + 40, 4 * 36, 8 * 36, 7.0 * ROUNDED_UP, 4 * 32)
+    assert replica_memory(bound, small, 2, 2, "fp32", alive, 1) == expected
 
 
 def test_a_model_without_parameters() -> None:
     bound = BoundTaskGraph("model", Replicate("", zero=3), ("*",), (), 0.0)
-    assert replica_memory(bound, BIG, 2, 2, "fp32", 0.0) == MemoryEstimate(500.0, 0, 0, 0, 0)
+    nothing = unmeasured(0.0, 0.0, 0.0)
+    found = replica_memory(bound, BIG, 2, 2, "fp32", nothing, 1)
+    assert found == MemoryEstimate(500.0, 0, 0, 0, 0)
 
 
 def head_graph(profile: ModelProfile) -> StrategyGraph:
@@ -135,14 +162,20 @@ def head_graph(profile: ModelProfile) -> StrategyGraph:
 def test_a_shard_of_a_classifiers_head() -> None:
     profile = classifier()
     # 5 of 10 classes: half of 10 x 4 weights and 10 biases are 25 elements. 7 samples give
-    # 7 x 5 logits, kept once and once as their gradient, and 7 x 4 gathered features with theirs.
+    # 7 x 5 logits, there twice before there are gradients, and 7 x 4 gathered features with theirs.
     assert head_memory(head_graph(profile), profile, 5, 1, "fp32", 7) == MemoryEstimate(
         parameters=100.0,
-        gradients=100.0,
+        gradients=0.0,
         optimizer=100.0,
         activations=2 * 35 * 4,
         communication=2 * 28 * 4,
     )
+
+    # Of 2 samples, the gradients are more than the second copy of the logits.
+    few = head_memory(head_graph(profile), profile, 5, 1, "fp32", 2)
+    assert (few.gradients, few.activations) == (100.0, 10 * 4)
+    again = head_memory(head_graph(profile), profile, 5, 1, "fp32", 7, accumulate=True)
+    assert (again.gradients, again.activations) == (100.0, 2 * 35 * 4)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -152,7 +185,7 @@ def test_halves_of_what_the_head_keeps_of_the_batch(precision: str) -> None:
         parameters=150.0,  # with the 16-bit weights
         gradients=100.0,
         optimizer=200.0,
-        activations=2 * 35 * 2,
+        activations=35 * 2,
         communication=2 * 28 * 2,
     )
 

@@ -1,0 +1,252 @@
+"""Predicted against measured memory: pairs of models and strategies that no figure was fitted to.
+
+python benchmarks/memory_accuracy.py
+
+Every pair is trained by the command for a few steps. What its plan says the heaviest rank needs is
+set beside what the rank that took most did take.
+
+*Measured* is the most memory a rank had resident from its second step on, as the kernel keeps it
+(VmHWM of /proc/PID/status, reset once the first step is done: no moment between two looks is
+missed). Before that a rank also has pages of the initial weights mapped, which all ranks of a host
+share; by then it has let go of them. What the same ranks take with a tiny model of the same kind
+(Python, torch, DeepSpeed, and all a rank inherits from the host that forked it) is subtracted.
+
+The ranks run under MALLOC_MMAP_THRESHOLD_, so that every block of 64 KiB and more goes back to the
+system when it is freed: what they take is what their tensors need, as on a GPU. Left to itself
+(`--kept`) glibc keeps blocks under 32 MiB for the next of their size, which saves the time to have
+them mapped anew; the holes between them are then memory of the process as well, and no plan
+foretells them.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+from memory import descendants
+from rich.console import Console
+from rich.table import Table
+
+MB = 1e6
+RESET_PEAK = "5"  # to /proc/PID/clear_refs: see proc(5)
+INTERVAL_S = 0.02
+TINY_STEPS = 100  # of milliseconds each: they must last until they are looked at
+
+
+def hugging_face(architecture: str, config: str) -> tuple[str, ...]:
+    return "model=hf", f"model.architecture={architecture}", f"model.config={{{config}}}"
+
+
+TEXT = ("data=text", "data.sequence_length=128")
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "gpt": ("model=gpt", "model.width=384", "model.depth=8", "model.heads=6", *TEXT),
+    "llama": (
+        *hugging_face(
+            "LlamaForCausalLM",
+            "vocab_size: 8000, hidden_size: 384, intermediate_size: 1152, num_hidden_layers: 8, "
+            "num_attention_heads: 6, num_key_value_heads: 2",
+        ),
+        *TEXT,
+    ),
+    "bert": (
+        *hugging_face(
+            "BertForMaskedLM",
+            "vocab_size: 16000, hidden_size: 384, intermediate_size: 1536, num_hidden_layers: 6, "
+            "num_attention_heads: 6",
+        ),
+        *("data.objective=masked", *TEXT),
+    ),
+    "vit": (
+        *hugging_face(
+            "ViTForImageClassification",
+            "hidden_size: 384, intermediate_size: 1536, num_hidden_layers: 8, "
+            "num_attention_heads: 6, image_size: 96, patch_size: 8, num_labels: 10",
+        ),
+        "data=images",
+    ),
+    "classes": ("model=class_head", "model.num_classes=40000", "data=classes"),
+    "moe_gpt": ("model=moe_gpt", "model.width=384", "model.ffn=768", "model.heads=6", *TEXT),
+}
+SHORT = ("data=text", "data.sequence_length=8", "train.global_batch=8")
+TINY = ("model=gpt", "model.width=16", *SHORT)
+TINY_HUGGING_FACE = (
+    *hugging_face(
+        "LlamaForCausalLM",
+        "vocab_size: 300, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 4, "
+        "num_attention_heads: 2, num_key_value_heads: 2",
+    ),
+    *SHORT,
+)
+
+
+def pipeline(more: str = "", stages: str = "2") -> str:
+    return f"strategy.graph={{pipeline: {{stages: {stages}, micro_batches: 4{more}}}}}"
+
+
+STRATEGIES: Mapping[str, str] = {
+    "dp": "strategy=dp",
+    "zero1": "strategy=zero1",
+    "zero2": "strategy=zero2",
+    "zero3": "strategy=zero3",
+    "split": "strategy=split",
+    "pipeline": pipeline(),
+    "zero_bubble": pipeline(", schedule: zero_bubble"),
+    "interleaved": pipeline(", schedule: interleaved_1f1b"),
+    "recompute": pipeline(
+        stages="[{stage: {recompute: full, of: {replicate: {degree: 1}}}}, "
+        "{stage: {recompute: full, of: {replicate: {degree: 1}}}}]"
+    ),
+    "split head": "strategy=hybrid_split_dp",
+}
+SGD, BF16 = "optimizer=sgd", "train.precision=bf16"
+# (model, strategy, samples of a step, what else is asked for)
+PAIRS: Sequence[tuple[str, str, int, tuple[str, ...]]] = (
+    ("gpt", "dp", 16, ()),
+    ("gpt", "dp", 32, (SGD,)),
+    ("gpt", "dp", 16, (BF16,)),
+    ("gpt", "zero1", 16, ()),
+    ("gpt", "zero2", 16, ()),
+    ("gpt", "zero3", 16, ()),
+    ("gpt", "split", 16, ()),
+    ("gpt", "pipeline", 32, ()),
+    ("gpt", "zero_bubble", 32, ()),
+    ("gpt", "interleaved", 32, ()),
+    ("gpt", "recompute", 64, ()),
+    ("llama", "dp", 16, ()),
+    ("llama", "zero3", 16, (SGD,)),
+    ("llama", "split", 16, ()),
+    ("llama", "pipeline", 32, (SGD,)),
+    ("bert", "dp", 16, (SGD,)),
+    ("bert", "zero1", 16, ()),
+    ("bert", "split", 16, ()),
+    ("bert", "pipeline", 32, ()),
+    ("vit", "dp", 16, ()),
+    ("vit", "split", 16, (SGD,)),
+    ("vit", "pipeline", 32, ()),
+    ("classes", "dp", 256, (SGD,)),
+    ("classes", "zero1", 256, ()),
+    ("classes", "split head", 256, ()),
+    ("moe_gpt", "dp", 16, ()),
+    ("moe_gpt", "split", 16, ()),
+    ("moe_gpt", "pipeline", 32, (SGD,)),
+)
+
+
+def main() -> None:
+    words = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.formatter_class = words
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="of a run")
+    parser.add_argument("--kept", action="store_true", help="let malloc keep what is freed")
+    options = parser.parse_args()
+    rows: list[tuple[str, Mapping[str, float], float]] = []
+    known: dict[tuple[tuple[str, ...], tuple[str, ...]], Mapping[int, int]] = {}
+    with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
+        for model, strategy, batch, more in PAIRS:
+            if model not in options.models or strategy not in options.strategies:
+                continue
+            run_dir = Path(tempfile.mkdtemp(dir=folder))
+            asked = (STRATEGIES[strategy], *more)
+            batched = (*MODELS[model], f"train.global_batch={batch}", *asked)
+            found = measure(batched, run_dir / "run", options.ranks, options.steps, options.kept)
+            tiny = TINY_HUGGING_FACE if "model=hf" in MODELS[model] else TINY
+            if (tiny, asked) not in known:
+                known[tiny, asked] = measure(
+                    (*tiny, *asked), run_dir / "tiny", options.ranks, TINY_STEPS, options.kept
+                )
+            empty = known[tiny, asked]
+            taken = max(found[rank] - empty[rank] for rank in found)
+            name = ", ".join([model, strategy, *(word.partition("=")[2] for word in more)])
+            rows.append((name, heaviest(run_dir / "run"), taken))
+            Console(stderr=True).print(f"{name}: {rows[-1][1]['total'] / taken:.3f}")
+    Console(width=130).print(table_of(rows))
+
+
+def table_of(rows: Sequence[tuple[str, Mapping[str, float], float]]) -> Table:
+    """A row a pair; what they come to in the caption."""
+    ratios = [parts["total"] / taken for _, parts, taken in rows]
+    caption = (
+        f"{len(rows)} pairs: median error {median(abs(ratio - 1) for ratio in ratios):.1%}, "
+        f"most under {max(0.0, 1 - min(ratios)):.1%}, most over {max(0.0, max(ratios) - 1):.1%}"
+    )
+    title = "The heaviest rank, predicted by what holds it and measured, MB"
+    table = Table(title=title, title_justify="left", caption=caption)
+    table.add_column("model, strategy")
+    parts = list(rows[0][1])
+    for name in (*parts, "measured", "predicted / measured"):
+        table.add_column(name.replace("total", "predicted"), justify="right")
+    for (name, predicted, taken), ratio in zip(rows, ratios, strict=True):
+        cells = (f"{x / MB:.0f}" for x in (*predicted.values(), taken))
+        table.add_row(name, *cells, f"{ratio:.2f}")
+    return table
+
+
+def heaviest(run_dir: Path) -> Mapping[str, float]:
+    """What the plan says the rank needs that needs most, by what holds it."""
+    ranks = json.loads((run_dir / "plan.json").read_text())["ranks"]
+    needs: list[dict[str, float]] = [rank["memory_bytes"] for rank in ranks]
+    return max(needs, key=lambda need: need["total"])
+
+
+def measure(
+    asked: Sequence[str], run_dir: Path, ranks: int, steps: int, kept: bool
+) -> Mapping[int, int]:
+    """Run the command; the most bytes that each rank had resident after its first step. Exits
+    where it fails."""
+    line = [sys.executable, "-m", "whale_train.launcher.cli", *asked]
+    line += ["hardware=cpu", f"hardware.devices={ranks}", f"train.steps={steps}"]
+    line.append(f"hydra.run.dir={run_dir}")
+    returned = {} if kept else {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+    with tempfile.TemporaryFile("w+") as output:
+        environment = os.environ | returned
+        process = subprocess.Popen(line, stdout=output, stderr=output, env=environment)
+        ended, found = threading.Event(), dict[int, int]()
+        looking = threading.Thread(target=watch, args=(process.pid, run_dir, ended, found))
+        looking.start()
+        try:
+            status = process.wait()
+        except BaseException:
+            process.terminate()  # as Ctrl-C would: it ends its ranks
+            process.wait()
+            raise
+        finally:
+            ended.set()
+            looking.join()
+        if status:
+            output.seek(0)
+            sys.exit(f"{' '.join(line)} failed:\n{output.read()}")
+    return found
+
+
+def watch(command: int, run_dir: Path, ended: threading.Event, found: dict[int, int]) -> None:
+    """Keep in `found` every rank's peak since its first step, until `ended`."""
+    ranks: dict[int, int] = {}  # whose peak was reset, by the process
+    metrics = run_dir / "metrics.jsonl"
+    while not ended.wait(INTERVAL_S):
+        if not ranks and metrics.exists() and metrics.stat().st_size:
+            for pid in descendants(command):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name.startswith("whale-rank-"):
+                    Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK)
+                    ranks[pid] = int(name.rpartition("-")[2])
+        for pid, rank in ranks.items():
+            with suppress(OSError):  # it has just ended
+                status = Path(f"/proc/{pid}/status").read_text()
+                peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+                if peak is not None:  # nor has it any memory while it ends
+                    found[rank] = int(peak[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()

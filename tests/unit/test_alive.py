@@ -1,0 +1,139 @@
+"""What is alive in a forward and a backward, against the same played by hand."""
+
+import pytest
+
+from whale_train.strategies.alive import Moment, passing, passing_again
+from whale_train.strategies.kept import View, halves, kept, memory_of
+from whale_train.strategies.operations import (
+    INSIDE,
+    OWN,
+    Operation,
+    OperationGraph,
+    Ref,
+    Size,
+)
+
+HIDDEN = (Size(0, 1), Size(8))  # 32 bytes a sample
+WEIGHT = (Size(8), Size(8))  # 256 bytes
+
+
+def operation(
+    name: str,
+    target: str,
+    *reads: str,
+    saved: tuple[tuple[int, float], ...] = (),
+    memory: int = OWN,
+    shape: tuple[Size, ...] = HIDDEN,
+    module: str = "",
+) -> Operation:
+    arguments = tuple(Ref(read) for read in reads)
+    given = {"shape": shape, "dtype": "float32", "module": module}
+    return Operation(name, target, arguments, saved=saved, memory=memory, **given)  # type: ignore[arg-type]
+
+
+def weight(name: str) -> Operation:
+    return operation(name, "parameter", shape=WEIGHT)
+
+
+LINEAR, GELU = "aten.linear.default", "aten.gelu.default"
+# x -> h, seen as v -> g -> y -> loss. Kept: x, h (as v) and g.
+CHAIN = OperationGraph(
+    (
+        operation("x", "input"),
+        weight("w"),
+        operation("h", LINEAR, "x", "w", saved=((0, 32.0),), module="blocks.0"),
+        operation("v", "aten.view.default", "h", memory=0, module="blocks.0"),
+        operation("g", GELU, "v", saved=((0, 32.0),), module="blocks.0"),
+        weight("u"),
+        operation("y", LINEAR, "g", "u", saved=((0, 32.0),), module="blocks.1"),
+        operation("loss", "aten.sum.default", "y", shape=(), module="loss"),
+        operation("output", "output", "loss"),
+    )
+)
+NAMES = [op.name for op in CHAIN]
+GRADIENTS = {"w": 256.0, "u": 256.0}
+
+
+def test_a_view_lies_in_what_it_is_a_view_of() -> None:
+    assert memory_of(CHAIN, "v") == memory_of(CHAIN, "h") == "h"
+    assert kept(View(CHAIN), NAMES) == {("x", OWN): 32, ("h", OWN): 32, ("g", OWN): 32}
+
+
+def test_gradients_come_as_values_go() -> None:
+    run = passing(View(CHAIN), NAMES, GRADIENTS)
+    assert (run.kept, run.gradients) == (96.0, 512.0)
+    # When the loss is computed, y is there as well, which nobody keeps.
+    assert run.forward == (Moment(0.0, 96 + 32 + 4),)
+    # u's gradient comes with those of y and of g while all is kept; w's with that of h and x.
+    assert run.first == (Moment(512.0, 32 + 32), Moment(256.0, 96 + 32 + 32))
+    # One that is added to gradients there are is let go of again.
+    assert run.again == (Moment(256.0, 96 + 32 + 32),)
+    # Left for later: what the products read but for x, which needs no gradient, and y's and h's.
+    assert run.deferred == 32 + 2 * 32
+
+
+def test_what_crosses_stays() -> None:
+    run = passing(View(CHAIN), NAMES[:5], {"w": 256.0}, gives=("g",))
+    assert run.kept == 96.0  # x and h, and g, which the next part of the model keeps
+    assert run.first == (Moment(256.0, 96.0), Moment(0.0, 96 + 32 + 32))
+
+
+def test_of_a_part_a_part_is_kept() -> None:
+    cut = View(CHAIN).held_by(lambda name: 0.5 if name in ("h", "g") else 1.0)
+    assert kept(cut, NAMES) == {("x", OWN): 32, ("h", OWN): 16, ("g", OWN): 16}
+
+
+def test_computed_again_keeps_what_enters_a_block() -> None:
+    run = passing_again(View(CHAIN), NAMES, GRADIENTS)
+    assert run.kept == 32.0  # g enters blocks.1, and the loss keeps nothing; x is the batch's
+    assert run.gradients == 512.0
+    assert max(moment.values for moment in run.first) <= 96 + 3 * 32
+
+
+@pytest.mark.parametrize(("classes", "values"), [(1.0, 3 * 32), (0.5, 16)])
+def test_split_classes_write_their_gradient_over_the_softmax(classes: float, values: float) -> None:
+    loss = operation(
+        "loss", "aten.cross_entropy_loss.default", "y", saved=((INSIDE, 32.0),), shape=()
+    )
+    graph = OperationGraph((weight("w"), operation("y", LINEAR, "w"), loss))
+    view = View(graph).held_by(lambda name: classes if name == "y" else 1.0)
+    run = passing(view, ["y", "loss"], {})
+    # The softmax, its gradient, that of the logits; or all of them in one.
+    assert max(moment.values for moment in run.first) == values
+
+
+def test_what_autocast_halves() -> None:
+    added = operation("a", "aten.add.Tensor", "y", "x2")
+    graph = OperationGraph(
+        (
+            *CHAIN.operations[:-2],
+            weight("e"),
+            operation("x2", "aten.embedding.default", "e"),
+            added,
+            operation("b", "aten.add.Tensor", "y", "h"),
+            operation("loss", "aten.cross_entropy_loss.default", "b", shape=()),
+        )
+    )
+    # A sum with what is fp32 is fp32, and so is a loss.
+    assert halves(graph, casts=True) == {"h", "v", "g", "y", "b"}
+    assert halves(graph, casts=False) == {"h", "v", "g", "y", "b", "x2", "a"}
+    view = View.at(graph, "bf16", partitioned=False)
+    # x is kept as the product's copy of it.
+    assert sum(kept(view, ["h", "v", "g", "y"]).values()) == 3 * 16
+
+
+def test_a_norm_that_runs_as_one_keeps_its_input() -> None:
+    scale, times = (Size(8),), "aten.mul.Tensor"
+    graph = OperationGraph(
+        (
+            operation("e", "parameter", shape=WEIGHT),
+            operation("x", "aten.embedding.default", "e"),
+            operation("r", "aten.rsqrt.default", "x", shape=(Size(0, 1), Size(1))),
+            operation("normed", times, "x", "r", saved=((0, 32.0), (1, 4.0))),
+            operation("w", "parameter", shape=scale),
+            operation("y", times, "w", "normed", saved=((1, 32.0),)),
+            operation("loss", "aten.sum.default", "y", shape=()),
+        )
+    )
+    assert sum(kept(View(graph), ["normed", "y"]).values()) == 32 + 4 + 32
+    assert sum(kept(View(graph).rewritten(), ["normed", "y"]).values()) == 32 + 4
