@@ -57,6 +57,15 @@ def memory_of_ranks(
     return found
 
 
+def held_elements(job: Staging, chunk: Chunk, axes: Axes, member: int) -> dict[str, float]:
+    """How much of each of a chunk's parameters one member of its shard group holds."""
+    return {
+        path: job.profile.parameter_by_path[path].elements
+        * _fraction(chunk.shards.get(path), axes, member)
+        for path in chunk.slice.parameters
+    }
+
+
 class Held:
     """What one member of a shard group holds of its chunks, by their numbers, and what their
     forwards and backwards hold meanwhile; `again`: blocks are computed again in the backward."""
@@ -74,11 +83,7 @@ class Held:
         self._elements: dict[str, float] = {}
         self._passing: dict[int, Passing] = {}
         for number, chunk in chunks.items():
-            local = {
-                path: job.profile.parameter_by_path[path].elements
-                * _fraction(chunk.shards.get(path), axes, member)
-                for path in chunk.slice.parameters
-            }
+            local = held_elements(job, chunk, axes, member)
             self._elements |= local
             if not any(operation.saved for operation in job.graph):
                 self._passing[number] = self._unmeasured(chunk, local, again)

@@ -5,6 +5,7 @@ stands for all of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
@@ -20,16 +21,16 @@ from whale_train.strategies.links import (
     partitioned_sum_time_s,
     send_time_s,
 )
-from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
+from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS, precision_bytes
 from whale_train.strategies.micro_batches import Batches
-from whale_train.strategies.plan import MemoryEstimate
+from whale_train.strategies.stage_memory import held_elements
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staging import Staging
 from whale_train.strategies.step_tasks import PIECES, Actor, Cost, Step, Sync, costs
 
 
 class StagedStep:
-    """`orders` are the instructions by copy and position; `memory` says what a rank holds."""
+    """`orders` are the instructions by copy and position."""
 
     def __init__(
         self,
@@ -37,10 +38,8 @@ class StagedStep:
         times: ChunkTimes,
         batches: Batches,
         orders: Sequence[Sequence[Sequence[Instruction]]],
-        memory: Mapping[int, MemoryEstimate],
     ) -> None:
-        self.job, self.times, self.batches = job, times, batches
-        self.orders, self.memory = orders, memory
+        self.job, self.times, self.batches, self.orders = job, times, batches, orders
         self.cluster = job.cluster
         crossing = (
             group for stage in range(len(job.form.stages)) for group in job.data_parallel(stage)
@@ -123,10 +122,11 @@ class StagedStep:
         """ZeRO 3's parameters, for a forward or for a backward (which no pipeline splits)."""
         if self.job.zero < 3:
             return 0.0
-        group = self.job.data_parallel(self.job.seats.stage_of[position])[0]
-        held = self.memory[self.job.seats.positions[copy][position][0]].parameters
+        stage = self.job.seats.stage_of[position]
+        group = self.job.data_parallel(stage)[0]
+        width = precision_bytes(self.job.training.precision, self.job.zero).weights
         link = group_link(self.cluster, group, self.crowd)
-        return gather_time_s(held * len(group), len(group), link)
+        return gather_time_s(width * max(self._held[stage]), len(group), link)
 
     def _send(self, copy: int, position: int, instruction: Instruction) -> Cost:
         """A value, or the gradient of one, to the position that owns the micro-batch there."""
@@ -170,9 +170,7 @@ class StagedStep:
             if copies == 1:
                 continue
             link = group_link(self.cluster, groups[0], self.crowd)
-            num_bytes = max(self.memory[rank].gradients for rank in groups[0])
-            if zero == 3:
-                num_bytes *= copies
+            num_bytes = 4 * max(self._held[stage])
             pieces = max(1, min(PIECES, ceil(num_bytes / 4 / REDUCE_BUCKET_ELEMENTS)))
             members = tuple(
                 numbers[copy, position]
@@ -193,12 +191,28 @@ class StagedStep:
             found.append(Sync(members, seconds, 1, False, link.busy, gathered))
         return found
 
+    @cached_property
+    def _held(self) -> Sequence[Sequence[float]]:
+        """By stage and place in its shard group, how many parameters a rank holds of a copy."""
+        found = []
+        for stage, form in enumerate(self.job.form.stages):
+            mine = [chunk for chunk in self.times.chunks if chunk.stage == stage]
+            listed = []
+            for member in range(form.shards):
+                held: dict[str, float] = {}
+                for chunk in mine:
+                    held |= held_elements(self.job, chunk, self.times.axes, member)
+                listed.append(sum(held.values()))
+            found.append(listed)
+        return found
+
     def _update_s(self, rank: int) -> float:
-        stage = self.job.form.stages[self.job.seats.stage_of[self.job.place_of(rank)[1]]]
-        copies = self.job.form.copies * stage.copies
-        held = self.memory[rank].gradients / 4
-        if self.job.zero in (1, 2):
-            held /= copies
+        copy, position = self.job.place_of(rank)
+        number = self.job.seats.stage_of[position]
+        stage = self.job.form.stages[number]
+        held = self._held[number][self.job.seats.positions[copy][position].index(rank)]
+        if self.job.zero:
+            held /= self.job.form.copies * stage.copies
         device, states = self.cluster.devices[rank], self.job.training.optimizer_states
         keeper = self.job.form.keeper
         if keeper is not None and keeper.offload_optimizer == "cpu":
