@@ -1,17 +1,20 @@
-"""How long planning takes: against the number of devices, and against the depth of the model.
+"""How long planning takes: against the number of devices, and against the depth of the model; and
+how long the planner searches for a strategy itself.
 
 python benchmarks/planning.py
+python benchmarks/planning.py --parts search
 
 Set-up (export and profile of the model, or finding the profile a plan before this one kept, the
 best of three) and the plan are timed apart, after imports, in this process. Nodes of 8 V100 over
-50 Gbit/s; a GPT of width 512 with 64 tokens a sample, 4 samples a device.
+50 Gbit/s; a GPT of width 512 with 64 tokens a sample, 4 samples a device. A search that runs out of
+time has not looked at all there is: *no faster than* says what it is sure of.
 """
 
 import argparse
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,8 +25,10 @@ from whale_train.launcher.profiles import VARIABLE, keep, kept
 from whale_train.models.options import ModelOptions
 from whale_train.models.profile import profile_model
 from whale_train.models.profile_key import profile_key
+from whale_train.strategies.auto import search
 from whale_train.strategies.cluster import Cluster
-from whale_train.strategies.grammar import read_strategy
+from whale_train.strategies.findings import Findings
+from whale_train.strategies.grammar import Strategy, read_strategy
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 from whale_train.strategies.operations import InputField, ModelProfile
 from whale_train.strategies.resolve import resolve
@@ -38,6 +43,15 @@ STRATEGIES: Mapping[str, Any] = {
     "copies of pipeline 8": {"replicate": {"of": {"pipeline": {"stages": 8}}}},
     "3d": {"replicate": {"of": {"pipeline": {"micro_batches": 8, "stages": [SPLIT] * 4}}}},
 }
+V100, P100 = ("v100_sxm2_32gb", "nvlink2"), ("p100_pcie_16gb", "pcie3_x16")
+A100 = ("a100_sxm_40gb", "nvlink3")
+SEARCHES: Mapping[str, Sequence[tuple[int, str, str]]] = {
+    "8 V100": [(8, *V100)],
+    "256 V100": [(256, *V100)],
+    "8 V100 + 8 P100": [(8, *V100), (8, *P100)],
+    "128 V100 + 384 P100": [(128, *V100), (384, *P100)],
+    "32 each of A100, V100, P100": [(32, *A100), (32, *V100), (32, *P100)],
+}
 
 
 def main() -> None:
@@ -47,11 +61,17 @@ def main() -> None:
     parser.add_argument("--devices", nargs="+", type=int, default=[64, 1024, 10240])
     parser.add_argument("--depths", nargs="+", type=int, default=[12, 24, 48, 96, 192])
     parser.add_argument("--depth", type=int, default=24, help="of the model planned on many")
+    parser.add_argument("--parts", nargs="+", choices=("plans", "search"), default=["plans"])
+    parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=list(SEARCHES))
+    parser.add_argument("--time-limit", type=float, default=60.0, help="of a search, in seconds")
     options = parser.parse_args()
     logging.disable(logging.ERROR)
     with TemporaryDirectory() as folder:
         os.environ[VARIABLE] = folder  # a cache of its own
-        measure(options)
+        if "plans" in options.parts:
+            measure(options)
+        if "search" in options.parts:
+            measure_searches(options)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -76,6 +96,28 @@ def measure(options: argparse.Namespace) -> None:
         seconds = (f"{each:.2f}" for each in plans)
         table.add_row(str(depth), f"{setup_s:.2f}", f"{again_s:.3f}", *seconds)
     console.print(table)
+
+
+def measure_searches(options: argparse.Namespace) -> None:
+    profiled(2)
+    profile, setup_s, again_s = profiled(options.depth)
+    title = f"strategy=auto, {options.depth} blocks (set-up {setup_s:.2f} s; kept {again_s:.3f} s)"
+    table = Table(title=title, title_justify="left")
+    for heading in ("devices", "seconds", "resolved", "found", "step", "no faster than"):
+        left = heading in ("devices", "found")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+    for name in options.searches:
+        cluster = read(SEARCHES[name])
+        batch = 4 * len(cluster.devices)
+        training = Training(batch, "fp32", 0.0, "adamw", {"lr": 1e-3})
+        asked = Strategy("auto", (), time_limit_s=options.time_limit)
+        started = time.perf_counter()
+        found = search(asked, cluster, Findings(profile, "fp32"), training)
+        seconds = time.perf_counter() - started
+        step = found.considered.step.spans.seconds
+        cells = (f"{seconds:.2f}", str(found.resolved), found.decisions[0].chosen)
+        table.add_row(name, *cells, f"{step * 1e3:.1f} ms", f"{found.bound_s * 1e3:.1f} ms")
+    Console(width=100).print(table)
 
 
 def profiled(depth: int) -> tuple[ModelProfile, float, float]:
@@ -113,8 +155,16 @@ def planned(profile: ModelProfile, name: str, devices: int) -> float:
 
 
 def cluster_of(devices: int) -> Cluster:
-    node = {"count": devices // 8, "devices": 8, "device": "v100_sxm2_32gb", "link": "nvlink2"}
-    mapping = {"nodes": [node], "network": "ethernet_50g"}
+    return read([(devices, *V100)])
+
+
+def read(kinds: Sequence[tuple[int, str, str]]) -> Cluster:
+    """Nodes of 8, or fewer, of so many devices of each kind."""
+    nodes = [
+        {"count": max(1, n // 8), "devices": min(n, 8), "device": device, "link": link}
+        for n, device, link in kinds
+    ]
+    mapping = {"nodes": nodes, "network": "ethernet_50g"}
     cluster = read_inventory(mapping, "many", [], MachineFacts(1, 10**9, (), None))
     assert cluster is not None
     return cluster
