@@ -70,7 +70,7 @@ def search(
 def space_of(
     cluster: Cluster, findings: Findings, training: Training, can_offload: bool = True
 ) -> Space:
-    """What there is to choose from. Raises PlanError where no two devices may share a batch."""
+    """What there is to choose from."""
     profile = findings.profile
     exported = profile.graph is not None
     normed = bool(profile.batch_norm_modules) and training.sync_batchnorm

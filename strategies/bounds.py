@@ -78,17 +78,19 @@ class Bounds:
         samples = self.training.global_batch / shape.copies
         parts = [part for part in shape.parts for _ in range(part.stages)]
         wholes = self.segments.comparable_s(copies[0].devices, shape.shards, samples)
-        speed = 0.0
+        speed, summed = 0.0, inf
         for part, whole, device in zip(parts, wholes, copies[0].devices, strict=True):
             # Of two micro-batches or more, and one for each copy; one goes through all stages.
             line = self.segments.whole(device, shape.shards)
             backward = 1 - min(
                 times.forward / times.total for times in (line.fixed, line.each) if times.total
             )
-            last = _UNSUMMED * backward / max(2, part.copies)
-            gather = self._gather_s(shape, part, elements)
-            speed += 1 / ((1 / part.copies - last) * whole + 2 * gather)
-        return min(1 / speed, min(wholes)) + update
+            own = (1 / part.copies - _UNSUMMED * backward / max(2, part.copies)) * whole
+            speed += 1 / own
+            summed = min(summed, 2 * self._gather_s(shape, part, elements) / own)
+        # However work and parameters lie: stages weighed by how fast they are, the sum of what they
+        # take is at least that of all work, and of all sums where these are the least beside it.
+        return min((1 + summed) / speed, min(wholes)) + update
 
     def least(self, candidate: Candidate) -> float:
         """Seconds that its step is not faster than."""
