@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from math import ceil, floor, inf
+from math import floor, inf
 
 from whale_train.strategies.cluster import Cluster, Device, Link
 from whale_train.strategies.cost import Times, flops_rate, offloaded_update_time_s, update_time_s
@@ -19,11 +19,16 @@ from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.segments import Line, Segments
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Arrangement, Candidate, Part
+from whale_train.strategies.stage_ends import (
+    UNSUMMED,
+    Affine,
+    StageTimes,
+    done_together_s,
+    ends_of,
+)
 from whale_train.strategies.staged import cut_by_speed
 from whale_train.strategies.staging import VIRTUAL_STAGES
 from whale_train.strategies.step_tasks import PIECES
-
-_UNSUMMED = 1 - 1 / PIECES  # of a backward, the part in which it has gradients that are not summed
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Bounds:
     _cuts: dict[object, Sequence["_Stage"]] = field(default_factory=dict)
     _known: dict[object, Sequence["_Ends"]] = field(default_factory=dict)
     _made: dict[Arrangement, Sequence["_Copies"]] = field(default_factory=dict)
-    _timed: dict[object, "_StageTimes"] = field(default_factory=dict)
+    _timed: dict[object, StageTimes] = field(default_factory=dict)
     _rooms: dict[tuple[int, str], float] = field(default_factory=dict)
 
     # --- Memory ---
@@ -73,7 +78,7 @@ class Bounds:
         if alone or len(copies) > 1:
             # A split head has of all that does not grow with the samples its part.
             lines = [self.segments.whole(each.devices[0], shape.shards) for each in copies]
-            ends = [[_Affine(0.0, line.each.total / shape.stages)] for line in lines]
+            ends = [Affine(0.0, line.each.total / shape.stages) for line in lines]
             return self._together(copies, ends) + update
         samples = self.training.global_batch / shape.copies
         parts = [part for part in shape.parts for _ in range(part.stages)]
@@ -85,7 +90,7 @@ class Bounds:
             backward = 1 - min(
                 times.forward / times.total for times in (line.fixed, line.each) if times.total
             )
-            own = (1 / part.copies - _UNSUMMED * backward / max(2, part.copies)) * whole
+            own = (1 / part.copies - UNSUMMED * backward / max(2, part.copies)) * whole
             speed += 1 / own
             summed = min(summed, 2 * self._gather_s(shape, part, elements) / own)
         # However work and parameters lie: stages weighed by how fast they are, the sum of what they
@@ -115,60 +120,39 @@ class Bounds:
     def _ends(
         self, shape: Arrangement, micro_batches: int, schedule: str, split_head: bool
     ) -> Sequence["_Ends"]:
-        """When each stage is done at the earliest.
-
-        A stage begins when its first micro-batch has come forward through the stages before it,
-        and when it is done its last gradient goes back through these; where gradients of weights
-        may wait, so that others' do not, both are the least that such a schedule allows.
-        """
+        """When each stage is done at the earliest."""
         key = (shape, micro_batches, schedule, split_head)
         if key not in self._known:
-            copies = self._copies(shape)
+            copies, pieces = self._copies(shape), max(1, micro_batches)
+            mean = self.training.global_batch / shape.copies / pieces
+            # A micro-batch may have fewer samples than the mean of its copy's.
+            small = floor(mean) / mean if len(copies) == 1 else max(0.0, 1 - 1 / mean)
+            stages = self._stages(shape, schedule, split_head)
             each = [
-                self._ends_of(shape, max(1, micro_batches), schedule, split_head, of.devices)
+                ends_of(
+                    [
+                        (
+                            self._times(stage, device, shape.shards, split_head),
+                            self._send(shape, stage),
+                            stage.part.copies,
+                        )
+                        for stage, device in zip(stages, of.devices, strict=True)
+                    ],
+                    *(pieces, small, schedule),
+                )
                 for of in copies
             ]
             self._known[key] = [
-                _Ends(*(self._together(copies, formulas) for formulas in zip(*stage, strict=True)))
+                _Ends(
+                    self._latest(copies, [ends.computed for ends in stage]),
+                    self._latest(copies, [ends.done for ends in stage]),
+                    self._latest(copies, [ends.last_backward for ends in stage]),
+                )
                 for stage in zip(*each, strict=True)
             ]
         return self._known[key]
 
-    def _ends_of(
-        self,
-        shape: Arrangement,
-        pieces: int,
-        schedule: str,
-        split_head: bool,
-        devices: Sequence[Device],
-    ) -> list[tuple[Sequence["_Affine"], ...]]:
-        """Of a copy on `devices`, by its samples: the formulas of `_Ends` for every stage."""
-        mean = self.training.global_batch / shape.copies / pieces
-        # A micro-batch may have fewer samples than the mean of its copy's.
-        alike = len(self._copies(shape)) == 1
-        small = floor(mean) / mean if alike else max(0.0, 1 - 1 / mean)
-        forth = back = back_inputs = _Affine()
-        found: list[tuple[Sequence[_Affine], ...]] = []
-        stages = self._stages(shape, schedule, split_head)
-        for stage, device in zip(stages, devices, strict=True):
-            times = self._times(stage, device, shape.shards, split_head)
-            mine = pieces / stage.part.copies
-            each = max(mine, ceil(mine) * small)
-            done = forth + times.whole.of(pieces, each)
-            computed = [done + back]
-            if schedule == "zero_bubble":
-                computed = [done, forth + times.without_weights.of(pieces, each) + back_inputs]
-            last = times.backward.of(pieces, -_UNSUMMED)
-            found.append((computed, [done], [done + last]))
-            send = self._send(shape, stage, pieces, small)
-            forth += times.first_forward.of(pieces, small) + send
-            back += times.first_backward.of(pieces, small) + send
-            back_inputs += times.first_inputs.of(pieces, small) + send
-        return found
-
-    def _times(
-        self, stage: "_Stage", device: Device, shards: int, split_head: bool
-    ) -> "_StageTimes":
+    def _times(self, stage: "_Stage", device: Device, shards: int, split_head: bool) -> StageTimes:
         """Of a micro-batch; of a split head every device has its part."""
         key = (stage.chunks, id(device), shards, split_head)
         if key not in self._timed:
@@ -180,30 +164,15 @@ class Bounds:
             ]
             if split_head:
                 chunks = [Line(Times(), line.each) for line in chunks]
-            whole, first = sum(chunks[1:], chunks[0]), chunks[0]
-            self._timed[key] = _StageTimes(
-                _affine(whole),
-                _affine(whole, weights=False),
-                _affine(whole, forward=False),
-                _affine(first, backward=False),
-                _affine(first, forward=False),
-                _affine(first, forward=False, weights=False),
-            )
+            self._timed[key] = StageTimes.of(chunks)
         return self._timed[key]
 
-    def _together(self, copies: Sequence["_Copies"], ends: Sequence[Sequence["_Affine"]]) -> float:
-        """When the last copy is done, of copies that take so many samples each that all are done
-        together; the latest of several formulas."""
-        least = 0.0
-        for formulas in zip(*ends, strict=True):
-            speed = offset = 0.0
-            for of, end in zip(copies, formulas, strict=True):
-                if end.slope > 0:
-                    speed += of.count / end.slope
-                    offset += of.count * end.offset / end.slope
-            if speed:
-                least = max(least, (self.training.global_batch + offset) / speed)
-        return least
+    def _together(self, copies: Sequence["_Copies"], ends: Sequence[Affine]) -> float:
+        return done_together_s(self.training.global_batch, [of.count for of in copies], ends)
+
+    def _latest(self, copies: Sequence["_Copies"], ends: Sequence[Sequence[Affine]]) -> float:
+        """By several formulas."""
+        return max(self._together(copies, formulas) for formulas in zip(*ends, strict=True))
 
     def _update_of(self, candidate: Candidate, stage: "_Stage") -> float:
         holders = candidate.arrangement.copies * stage.part.copies
@@ -230,9 +199,9 @@ class Bounds:
             return max(near, num_bytes * crowd / self.cluster.network.bandwidth_bytes_s)
         return near
 
-    def _send(self, shape: Arrangement, stage: "_Stage", pieces: int, small: float) -> "_Affine":
-        """What a stage sends of a micro-batch to the next one, in a pipeline that begins a node; by
-        the samples of its copy. Kinds of devices are on nodes of their own."""
+    def _send(self, shape: Arrangement, stage: "_Stage") -> Affine:
+        """What a stage sends of a micro-batch to the next one, by its samples, in a pipeline that
+        begins a node. Kinds of devices are on nodes of their own."""
         room, network, link = self._most_in_node, self.cluster.network, self._fastest_link
         number, shards = stage.number_in_part, shape.shards
         ends_part = shape.by_kind and number == stage.part.stages - 1
@@ -245,8 +214,7 @@ class Bounds:
             num_bytes = self._crossing_bytes * shards * ways
         else:  # a link of the node, be it the fastest
             num_bytes = self._crossing_bytes
-        each = num_bytes / least.bandwidth_bytes_s
-        return _Affine(least.latency_s, each * small / pieces)
+        return Affine(least.latency_s, num_bytes / least.bandwidth_bytes_s)
 
     # --- The stages ---
 
@@ -393,24 +361,6 @@ class _Stage:
 
 
 @dataclass(frozen=True)
-class _Affine:
-    """Seconds by the samples of a copy: `offset` + `slope` x samples."""
-
-    offset: float = 0.0
-    slope: float = 0.0
-
-    def scaled(self, factor: float) -> "_Affine":
-        return _Affine(factor * self.offset, factor * self.slope)
-
-    def of(self, pieces: int, count: float) -> "_Affine":
-        """Of `count` micro-batches, each one of the `pieces` of a copy's samples, by these."""
-        return _Affine(count * self.offset, count * self.slope / pieces)
-
-    def __add__(self, other: "_Affine") -> "_Affine":
-        return _Affine(self.offset + other.offset, self.slope + other.slope)
-
-
-@dataclass(frozen=True)
 class _Ends:
     """When a stage has computed all and its gradients have gone back through those before it; when
     it is done itself; and when the first gradients of its parameters may be summed."""
@@ -418,30 +368,3 @@ class _Ends:
     computed: float
     done: float
     last_backward: float
-
-
-@dataclass(frozen=True)
-class _StageTimes:
-    """Of a micro-batch on a stage, by its samples: of all its chunks, of those without gradients of
-    weights, their backward; and of its first chunk the forward, the backward, and that without
-    gradients of weights."""
-
-    whole: _Affine
-    without_weights: _Affine
-    backward: _Affine
-    first_forward: _Affine
-    first_backward: _Affine
-    first_inputs: _Affine
-
-
-def _affine(
-    line: Line, forward: bool = True, backward: bool = True, weights: bool = True
-) -> _Affine:
-    """The parts named of a line: forward, and backward with gradients of weights or not."""
-
-    def chosen(times: Times) -> float:
-        found = times.forward if forward else 0.0
-        found += times.backward_input if backward else 0.0
-        return found + (times.backward_weight if backward and weights else 0.0)
-
-    return _Affine(chosen(line.fixed), chosen(line.each))
