@@ -76,6 +76,11 @@ class Pipeline:
                 raise ValueError(f"edge {start} -> {end} is not forward in {num_chunks} chunks")
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every stage is one position."""
+        return len(self.positions) == len(self.owners) == self.num_stages
+
+    @property
     def num_stages(self) -> int:
         return len({position.chunks for position in self.positions})
 
@@ -143,11 +148,28 @@ class _Progress:
     busy: bool = False
 
 
+def simulated(pipeline: Pipeline) -> "Simulation":
+    """The positions at work under the rules above.
+
+    1F1B's textbook is patient: a forward, a backward, in turns, whoever waits. Between stages of
+    unlike speeds this is sometimes faster and sometimes slower, so that both are tried where each
+    stage is one position, and so patience never a deadlock.
+    """
+    found = Simulation(pipeline)
+    if pipeline.name == "1f1b" and pipeline.is_plain:
+        patient = Simulation(pipeline, patient=True)
+        if patient.clock < found.clock:
+            return patient
+    return found
+
+
 class Simulation:
     """The positions at work: what each has computed, and the clock when the last is done."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+    def __init__(self, pipeline: Pipeline, patient: bool = False) -> None:
+        """`patient`: a position that may take a forward waits for one to come, and does no backward
+        meanwhile."""
+        self.pipeline, self.patient = pipeline, patient
         self.owners = pipeline.owners
         self.links = Links(pipeline.edges, len(self.owners))
         # A group fills the pipeline once: a position of several chunks takes it through one
@@ -215,6 +237,8 @@ class Simulation:
                 mine.waiting += 1
                 mine.held += 1
                 return Instruction(Kind.FORWARD, chunk, m)
+            if self.patient:
+                return None
         ready = [
             (row[0] // self.group, -chunk, row[0])
             for chunk, row in mine.backwards.items()

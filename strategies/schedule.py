@@ -14,7 +14,7 @@ from whale_train.strategies.instructions import (
     Position,
     Times,
 )
-from whale_train.strategies.list_scheduling import Links, Pipeline, Simulation
+from whale_train.strategies.list_scheduling import Links, Pipeline, simulated
 from whale_train.strategies.shares import optimal_shares
 
 
@@ -37,7 +37,7 @@ def schedule(
     Raises ValueError for an unknown name and for arguments that do not describe a pipeline.
     """
     pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations)
-    simulation = Simulation(pipeline)
+    simulation = simulated(pipeline)
     return tuple(
         tuple(_with_communication(computations, position, owners, simulation.links))
         for position, computations in enumerate(simulation.computations)
@@ -57,7 +57,7 @@ def makespan(
     Arguments and errors are those of `schedule`.
     """
     pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations)
-    return Simulation(pipeline).clock
+    return simulated(pipeline).clock
 
 
 def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
