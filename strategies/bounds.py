@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from math import floor, inf
+from math import ceil, floor, inf
 
 from whale_train.strategies.cluster import Cluster, Device, Link
 from whale_train.strategies.cost import Times, flops_rate, offloaded_update_time_s, update_time_s
@@ -188,16 +188,16 @@ class Bounds:
     # --- Transfers ---
 
     def _gather_s(self, shape: Arrangement, part: Part, elements: float) -> float:
-        """Seconds in which a ring gathers fp32 values, as many as parameters of a stage of `part`,
-        over the copies that hold them: half of an all-reduce. On its way out of a node it shares
-        that with the groups of all else the node holds."""
-        members = shape.copies * part.copies
-        num_bytes = 4 * elements / shape.shards * (members - 1) / members
-        near = num_bytes / self._fastest_link.bandwidth_bytes_s
-        if shape.copies > 1 and shape.copies * part.width > self._most_in_node:
+        """Seconds in which fp32 values, as many as parameters of a stage of `part`, are gathered
+        over the copies that hold them, once a node: half of an all-reduce. On its way out of a
+        node that shares with the groups of all else the node holds."""
+        members, held = shape.copies * part.copies, shape.copies * part.width
+        num_bytes, bandwidth = 4 * elements / shape.shards, self._fastest_link.bandwidth_bytes_s
+        if shape.copies > 1 and held > self._most_in_node:
+            members = min(members, ceil(held / self._most_in_node))
             crowd = max(1.0, min(part.width, self._least_in_node) / part.copies)
-            return max(near, num_bytes * crowd / self.cluster.network.bandwidth_bytes_s)
-        return near
+            bandwidth = self.cluster.network.bandwidth_bytes_s / crowd
+        return num_bytes * (members - 1) / members / bandwidth
 
     def _send(self, shape: Arrangement, stage: "_Stage") -> Affine:
         """What a stage sends of a micro-batch to the next one, by its samples, in a pipeline that

@@ -24,6 +24,7 @@ from whale_train.strategies.links import (
     gather_time_s,
     group_link,
     partitioned_sum_time_s,
+    sum_time_s,
 )
 from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
 from whale_train.strategies.pricing import part_of
@@ -141,14 +142,17 @@ class FlatStep:
         members = tuple(range(actors))
         pieces = max(1, min(PIECES, ceil(self.elements / REDUCE_BUCKET_ELEMENTS)))
         if zero == 0:
-            seconds = all_reduce_time_s(num_bytes, self.count, link)
+            seconds = sum_time_s(self.cluster, range(self.count), num_bytes)
             return [Sync(members, seconds, pieces, True, link.busy)]
         gathers = gather_time_s(self.weights_bytes * self.elements, self.count, link)
         if zero == 3:
             seconds = gather_time_s(num_bytes, self.count, link)
             return [Sync(members, seconds, 1, False, link.busy)]
         seconds = partitioned_sum_time_s(
-            self.elements, self.count, link, self.cluster.devices, self.training.precision
+            self.elements,
+            sum_time_s(self.cluster, range(self.count), num_bytes),
+            self.cluster.devices,
+            self.training.precision,
         )
         return [Sync(members, seconds, 1, False, link.busy, gathers)]
 

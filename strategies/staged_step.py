@@ -20,6 +20,7 @@ from whale_train.strategies.links import (
     group_link,
     partitioned_sum_time_s,
     send_time_s,
+    sum_time_s,
 )
 from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS, precision_bytes
 from whale_train.strategies.micro_batches import Batches
@@ -177,16 +178,16 @@ class StagedStep:
                 for copy in chosen
                 for position in self.job.seats.of_stage(stage)
             )
+            summed = sum_time_s(self.cluster, groups[0], num_bytes, self.crowd)
             if zero == 0:
-                seconds = all_reduce_time_s(num_bytes, copies, link)
-                found.append(Sync(members, seconds, pieces, True, link.busy))
+                found.append(Sync(members, summed, pieces, True, link.busy))
                 continue
             gathered = gather_time_s(num_bytes, copies, link)
             if zero == 3:
                 found.append(Sync(members, gathered, 1, False, link.busy))
                 continue
             seconds = partitioned_sum_time_s(
-                num_bytes / 4, copies, link, self.cluster.devices, self.job.training.precision
+                num_bytes / 4, summed, self.cluster.devices, self.job.training.precision
             )
             found.append(Sync(members, seconds, 1, False, link.busy, gathered))
         return found

@@ -93,7 +93,7 @@ def write(
     module = _wrapped(build().to(dtype))
     graph = _exported(build, module, batch, on_meta)
     canonical = _canonical(module)
-    operations = operation_graph(graph, {}, {})
+    operations = operation_graph(graph, {}, {}, {})
     region = tuple(op.name for op in operations if op.target != "output")
     loss = operations.operations[-1].inputs[0]
     parameters = {op.name: canonical[op.path] for op in operations if op.target == "parameter"}

@@ -1,10 +1,20 @@
 """The cost model against sums done by hand on round figures."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale_train.strategies.cluster import Cluster, Device, Kernel, Link, Node, Roofline
+from whale_train.strategies.cluster import (
+    CPU_PROCESS,
+    Cluster,
+    Device,
+    Kernel,
+    Link,
+    Node,
+    Roofline,
+)
 from whale_train.strategies.cost import (
     Times,
     flops_rate,
@@ -20,6 +30,7 @@ from whale_train.strategies.links import (
     gather_time_s,
     group_link,
     send_time_s,
+    sum_time_s,
 )
 from whale_train.strategies.work import Kind, Traffic, Work
 
@@ -93,6 +104,21 @@ def test_rings_by_hand(members: int, gather_s: float) -> None:
 def test_few_bytes_go_up_and_down_a_tree() -> None:
     # 1,024 members: ten levels each way, and not 1,023 messages twice.
     assert all_reduce_time_s(4.0, 1024, LINK) == pytest.approx(20e-3, rel=1e-3)
+
+
+def test_nodes_exchange_what_they_have_summed() -> None:
+    """Between two nodes half of the bytes go each way, twice, whatever number of GPUs each has; and
+    not 3/4 as in a ring of all. CPU processes go in that ring."""
+    cluster = Cluster("two", (Node((DEVICE,) * 2, LINK),) * 2, NETWORK)
+    between = 2 * (NETWORK.latency_s + 2e8 / NETWORK.bandwidth_bytes_s)
+    assert sum_time_s(cluster, range(4), 4e8) == pytest.approx(between)
+    ring = all_reduce_time_s(4e8, 4, NETWORK)
+    process = replace(DEVICE, name=CPU_PROCESS)
+    hosts = replace(cluster, nodes=(Node((process,) * 2, LINK),) * 2)
+    assert sum_time_s(hosts, range(4), 4e8) == ring > between
+    # One on each node has nothing to sum inside; on one node there is nothing between.
+    assert sum_time_s(cluster, (0, 2), 4e8) == all_reduce_time_s(4e8, 2, NETWORK)
+    assert sum_time_s(cluster, (0, 1), 4e8) == all_reduce_time_s(4e8, 2, LINK)
 
 
 @given(st.integers(2, 40), st.floats(1, 1e12))
