@@ -26,6 +26,7 @@ from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Arrangement, Candidate, Space
 
 _SAME = 1 - 1e-9  # steps closer than this are equally long
+_TRIED = 4  # of a family at first, until one of them can be
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class _Search:
         self.numbers = count()
         self.best: tuple[Candidate, Considered] | None = None
         self.best_s = inf
-        self.resolved = 0
+        self.tried: set[Candidate] = set()
 
     def run(self) -> Found | None:
         """The search; None where nothing fits."""
@@ -129,6 +130,7 @@ class _Search:
         end = inf if limit is None else self.clock() + limit
         for shape in self.space.arrangements():
             self.push(self.bounds.least_of(shape), shape)
+        self.try_each_family()
         while self.waiting and self.waiting[0][0] < self.best_s * _SAME:
             if self.best is not None and self.clock() > end:
                 break
@@ -142,17 +144,31 @@ class _Search:
     def push(self, bound: float, item: Arrangement | Candidate) -> None:
         heapq.heappush(self.waiting, (bound, next(self.numbers), item))
 
+    def try_each_family(self) -> None:
+        """Resolve the most promising candidate of every family of copies that follow each other:
+        what one would write by hand is looked at even where there is no time for more."""
+        promising: defaultdict[str, list[tuple[float, Candidate]]] = defaultdict(list)
+        for shape in self.space.arrangements():
+            for candidate in self.space.candidates(shape) if not shape.by_kind else ():
+                if self.bounds.shortfall_bytes(candidate) <= 0:
+                    promising[candidate.family].append((self.bounds.least(candidate), candidate))
+        for name, listed in promising.items():
+            for least, candidate in heapq.nsmallest(_TRIED, listed, key=lambda each: each[0]):
+                if self.families[name].best_s < inf or least >= self.best_s * _SAME:
+                    break
+                self.resolve(candidate)
+
     def open(self, shape: Arrangement, bound: float) -> None:
         for candidate in self.space.candidates(shape):
             short = self.bounds.shortfall_bytes(candidate)
             if short > 0:
                 family = self.families[candidate.family]
                 family.short_bytes = min(family.short_bytes, short)
-            else:
+            elif candidate not in self.tried:
                 self.push(max(bound, self.bounds.least(candidate)), candidate)
 
     def resolve(self, candidate: Candidate) -> None:
-        self.resolved += 1
+        self.tried.add(candidate)
         family = self.families[candidate.family]
         try:
             found = consider(self.read(candidate), self.cluster, self.findings, self.training)
@@ -192,16 +208,16 @@ class _Search:
             considered,
             tuple(self.decisions(chosen, bound)),
             bound,
-            self.resolved,
+            len(self.tried),
         )
 
     def decisions(self, chosen: Candidate, bound: float) -> Iterator[Decision]:
         """Why this one, and of every other family why not."""
         step = _seconds(self.best_s)
-        reason = f"{step} a step, the fastest there is; {self.resolved} strategies resolved, "
+        reason = f"{step} a step, the fastest there is; {len(self.tried)} strategies resolved, "
         reason += "the others bounded"
         if bound < self.best_s * _SAME:
-            reason = f"{step} a step, the fastest of {self.resolved} strategies resolved in "
+            reason = f"{step} a step, the fastest of {len(self.tried)} strategies resolved in "
             reason += f"{self.asked.time_limit_s:g} s; none is faster than {_seconds(bound)}"
         if chosen.arrangement.devices < self.space.available:
             reason += ", on fewer devices and on all"

@@ -50,6 +50,7 @@ class Segments:
     findings: Findings
     cluster: Cluster
     _sums: dict[tuple[int, int], Sequence[Line]] = field(default_factory=dict)
+    _split: dict[tuple[int, int], tuple[Line, Sequence[Line]]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -79,20 +80,31 @@ class Segments:
         """Seconds of a micro-batch of the model on each of `devices`, were they all as much faster
         than another as they are on repeated blocks: what else there is counts where it takes the
         least, beside these."""
-        blocks = [0.0] * len(devices)
-        others: list[list[float]] = []
-        for number, name in enumerate(self._blocks):
-            each = [self.line(d, shards, number, number + 1).at(samples).total for d in devices]
-            if is_repeated(name):
-                blocks = [sum_ + own for sum_, own in zip(blocks, each, strict=True)]
-            else:
-                others.append(each)
-        if not all(blocks):
-            return [min(self.whole(d, shards).at(samples).total for d in devices)] * len(devices)
+        kinds = {id(device): device for device in devices}
+        parts = {key: self._parts(device, shards) for key, device in kinds.items()}
+        blocks = {key: of[0].at(samples).total for key, of in parts.items()}
+        if not all(blocks.values()):
+            return [min(self.whole(d, shards).at(samples).total for d in kinds.values())] * len(
+                devices
+            )
         beside = sum(
-            min(own / block for own, block in zip(each, blocks, strict=True)) for each in others
+            min(
+                line.at(samples).total / block
+                for line, block in zip(lines, blocks.values(), strict=True)
+            )
+            for lines in zip(*(others for _, others in parts.values()), strict=True)
         )
-        return [block * (1 + beside) for block in blocks]
+        return [blocks[id(device)] * (1 + beside) for device in devices]
+
+    def _parts(self, device: Device, shards: int) -> tuple[Line, Sequence[Line]]:
+        """Of all repeated blocks, and of every other segment."""
+        key = (id(device), shards)
+        if key not in self._split:
+            lines = [self.line(device, shards, n, n + 1) for n in range(self.count)]
+            pairs = list(zip(self._blocks, lines, strict=True))
+            blocks = sum((line for name, line in pairs if is_repeated(name)), Line())
+            self._split[key] = (blocks, [line for name, line in pairs if not is_repeated(name)])
+        return self._split[key]
 
     @cached_property
     def _blocks(self) -> Sequence[str]:
