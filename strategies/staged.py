@@ -5,7 +5,7 @@ which stage, where the model is cut, who takes which micro-batches, how each sta
 over its shard group, what that needs of memory. All on the operation graph; no torch.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -86,8 +86,8 @@ def consider_nested(
     step = simulated_step(job, decided)
 
     def plan() -> Plan:
-        _explain(job, chunks, recomputed, decisions)
-        return written(job, decided, step.prediction(), decisions)
+        explained = [*decisions, *_explained(job, chunks, recomputed)]
+        return written(job, decided, step.prediction(), explained)
 
     def on(others: Cluster) -> Simulated:
         there = replace(job, cluster=others)
@@ -362,33 +362,31 @@ def _check_shapes(job: Staging, chunks: Sequence[Chunk], axes: Axes) -> None:
             raise PlanError([Fault(form.split.path, "", rule, remedy)])
 
 
-def _explain(
-    job: Staging, chunks: Sequence[Chunk], recomputed: Set[int], decisions: list[Decision]
-) -> None:
+def _explained(job: Staging, chunks: Sequence[Chunk], recomputed: Set[int]) -> Iterator[Decision]:
     form = job.form
     if form.added > 1:
         count = len(job.cluster.devices)
         reason = f"an outer replicate of {form.added} uses all {count} devices"
-        decisions.append(Decision("strategy.graph", str(form.copies), "1", reason))
+        yield Decision("strategy.graph", str(form.copies), "1", reason)
     for stage, asked in enumerate(form.stages):
         if asked.recompute == "auto":
             chosen = "full" if stage in recomputed else "none"
             rejected = "none" if stage in recomputed else "full"
             reason = f"its activations {'do not fit' if stage in recomputed else 'fit'}"
-            decisions.append(Decision(f"{asked.path}.recompute", chosen, rejected, reason))
+            yield Decision(f"{asked.path}.recompute", chosen, rejected, reason)
     for chunk in chunks:
         if chunk.sharded is None:
             continue
         path = form.stages[chunk.stage].path
         for module in chunk.sharded.whole:
             reason = "no pattern fits it: every device of the group holds it whole"
-            decisions.append(Decision(f"{path} {module}", "whole", "sharded", reason))
+            yield Decision(f"{path} {module}", "whole", "sharded", reason)
         for name in chunk.sharded.assignment.gathered:
             reason = "no rule for it: it is given whole tensors, which is slower"
-            decisions.append(Decision(f"operation {name}", "whole", "sharded", reason))
+            yield Decision(f"operation {name}", "whole", "sharded", reason)
     for path in job.profile.unused_parameters:
         reason = "the loss does not depend on it"
-        decisions.append(Decision(path, "not trained", "", reason))
+        yield Decision(path, "not trained", "", reason)
 
 
 def _shared_parameters(slices: Sequence[Slice], stages: int) -> dict[str, tuple[int, ...]]:

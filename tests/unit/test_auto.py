@@ -92,7 +92,7 @@ def test_the_search_finds_what_trying_all_does(
     again = found_for(profile, devices, train)
     assert (again.written, again.decisions) == (found.written, found.decisions)
     plan = resolve(found.strategy, devices, profile, train)
-    assert plan == found.considered.plan()
+    assert plan == found.considered.plan() == found.considered.plan()
     assert plan.predicted.step_time_s == found.considered.step.spans.seconds
     for rank in plan.ranks:  # each on its own, and not their sum
         assert rank.memory_bytes.total <= devices.devices[rank.rank].memory_bytes
