@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from whale_train.errors import PlanError
 from whale_train.strategies.head import Head, find_heads
+from whale_train.strategies.likeness import Likeness
 from whale_train.strategies.operations import ModelProfile, OperationGraph
 from whale_train.strategies.pricing import Prices
 from whale_train.strategies.stages import Sequenced, sequenced
@@ -46,6 +47,10 @@ class Findings:
     @cached_property
     def prices(self) -> Prices:
         return Prices(self.graph, self.precision)
+
+    @cached_property
+    def likeness(self) -> Likeness:
+        return Likeness(self.profile, self.prices.works)
 
     @cached_property
     def heads(self) -> tuple[Head, ...]:

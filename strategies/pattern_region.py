@@ -148,11 +148,12 @@ def _counted_elements(weights: Mapping[str, Weight], held: Mapping[str, int]) ->
     beside the others of their block (the module path up to its first number)."""
     blocks: dict[str, int] = {}
     for path in weights:
-        blocks[_block(path)] = blocks.get(_block(path), 0) + held[path]
-    return {p: held[p] if held[p] * _SMALL >= blocks[_block(p)] else 0 for p in weights}
+        blocks[block_of_parameter(path)] = blocks.get(block_of_parameter(path), 0) + held[path]
+    return {p: held[p] if held[p] * _SMALL >= blocks[block_of_parameter(p)] else 0 for p in weights}
 
 
-def _block(path: str) -> str:
+def block_of_parameter(path: str) -> str:
+    """The module path of its block: up to the first number, empty where there is none."""
     parts = path.split(".")
     numbered = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbered[0] + 1]) if numbered else ""

@@ -22,15 +22,19 @@ class Sharded:
 
     `weights` are the parameters that are cut, by canonical path, and buffers that are cut with
     them (a batch norm's statistics); `axes` the units of every axis they are cut along, to be
-    dealt out to the group's members. `patterns` names each weight's pattern, and `whole` the
-    modules whose weights stayed replicated.
+    dealt out to the group's members. `patterns` names each weight's pattern.
     """
 
     assignment: Assignment
     weights: dict[str, Shard]
     axes: dict[str, int]
     patterns: dict[str, str]
-    whole: tuple[str, ...]
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The modules whose weights stayed replicated."""
+        left = (path for path, pattern in self.patterns.items() if pattern == "replicate")
+        return tuple(dict.fromkeys(path.rpartition(".")[0] for path in left))
 
 
 def choose_patterns(
@@ -145,11 +149,9 @@ def _answer(region: Region, best: State) -> Sharded:
         },
     )
     used = {x.axis for x in (*weights.values(), *layouts.values()) if isinstance(x, Shard)}
-    left = [path for path, pattern in patterns.items() if pattern == "replicate"]
     return Sharded(
         assignment,
         weights,
         {axis: units for axis, units in axes.units.items() if axis in used},
         patterns,
-        tuple(dict.fromkeys(path.rpartition(".")[0] for path in left)),
     )

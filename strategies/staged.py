@@ -5,7 +5,7 @@ which stage, where the model is cut, who takes which micro-batches, how each sta
 over its shard group, what that needs of memory. All on the operation graph; no torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -226,16 +226,31 @@ def _chunk(
     interval: tuple[int, ...],
     shared: Mapping[str, tuple[int, ...]],
 ) -> Chunk:
-    form = job.form.stages[stage]
-    if form.split is None or form.shards == 1:
-        return Chunk(stage, part, interval)
+    form, findings = job.form.stages[stage], job.findings
     held_elsewhere = tuple(path for path in part.parameters if path in shared)
-    key = (interval, form.shards, form.split, form.body is not None, held_elsewhere)
+    alike = findings.once(
+        ("alike", interval, held_elsewhere),
+        lambda: findings.likeness.number(part, held_elsewhere),
+    )
+    if form.split is None or form.shards == 1:
+        return Chunk(stage, part, alike)
+    split = form.split
     if form.body is not None:
-        cut = job.findings.once(("head", key), lambda: _head_cut(job, stage, part, shared))
+        key: Hashable = (interval, form.shards, split.modules, held_elsewhere)
+        cut = findings.once(("head", key), lambda: _head_cut(job, stage, part, shared))
         return Chunk(stage, part, key, head=cut)
-    sharded = job.findings.once(("sharded", key), lambda: _sharded(job, stage, part, shared))
-    return Chunk(stage, part, key, sharded)
+    key = (alike, form.shards, split.dim)
+    if split.patterns or split.modules != ("*",):  # by names, which alike slices do not share
+        key = (*key, interval, split)
+    like, found = findings.once(
+        ("sharded", key), lambda: (part, _sharded(job, stage, part, shared))
+    )
+    if not found.weights:
+        _refuse_whole(job, stage, part, shared)
+    renamed = findings.once(
+        ("renamed", interval, key), lambda: findings.likeness.renamed(found, like, part)
+    )
+    return Chunk(stage, part, key, renamed)
 
 
 def _head_cut(
@@ -294,7 +309,7 @@ def _sharded(
         for path in part.parameters
         if path in shared or not any(is_inside(path.rpartition(".")[0], p) for p in named)
     ]
-    found = choose_patterns(
+    return choose_patterns(
         job.graph,
         part.operations,
         parameters={
@@ -310,13 +325,19 @@ def _sharded(
         dim=form.split.dim,
         key=form.split.path,
     )
-    if not found.weights:
-        rule = f"finds nothing to cut over {form.shards} devices in {_span(part.modules)}"
-        if any(path in shared for path in part.parameters):
-            rule += ", beside what another stage holds as well"
-        remedy = "use fewer devices, patterns for its weights, or another primitive"
-        raise PlanError([Fault(form.split.path, "", rule, remedy)])
-    return found
+
+
+def _refuse_whole(
+    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise PlanError for a stage of which nothing is cut over its devices."""
+    form = job.form.stages[stage]
+    assert form.split is not None
+    rule = f"finds nothing to cut over {form.shards} devices in {_span(part.modules)}"
+    if any(path in shared for path in part.parameters):
+        rule += ", beside what another stage holds as well"
+    remedy = "use fewer devices, patterns for its weights, or another primitive"
+    raise PlanError([Fault(form.split.path, "", rule, remedy)])
 
 
 def _axes(job: Staging, chunks: Sequence[Chunk]) -> Axes:

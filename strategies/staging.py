@@ -60,8 +60,8 @@ def seats(form: Form, devices: Sequence[Device]) -> Seats:
 @dataclass(frozen=True)
 class Chunk:
     """A slice of the model and the stage that runs it; typed where its stage is a split (`head`:
-    a split of the head beside copies of the rest). Chunks with equal keys are equal but for the
-    number of the stage."""
+    a split of the head beside copies of the rest). Chunks with equal keys are alike: equal but
+    for names, and the number of the stage."""
 
     stage: int
     slice: Slice

@@ -5,7 +5,7 @@ transpose. Its candidates are its output and input dimensions, its experts or it
 weight (several projections in one) is found by looking ahead at what takes its result apart.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -86,6 +86,16 @@ def find_weights(
             if candidates:
                 found[path] = Weight(path, reader, candidates, not chained)
     return found
+
+
+def cuts_of(
+    graph: OperationGraph, operation: Operation, parameters: Mapping[str, str]
+) -> Iterator[Candidate]:
+    """The candidates of the weights that `operation` reads, be they worth having or not."""
+    for name in _weights_read(graph, operation):
+        root, dims = _through_transposes(graph, name)
+        if root in parameters:
+            yield from _candidates(graph, operation, dims, parameters[root], graph[root], 1)
 
 
 def _weights_read(graph: OperationGraph, operation: Operation) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ class Works:
 
     def __init__(self, graph: OperationGraph) -> None:
         self.graph = graph
-        self._with_gradient = differentiable(graph)
+        self.with_gradient = differentiable(graph)
         self._transposed: dict[str, bool] = {}
         self._memory: dict[str, str] = {}
         for operation in graph:
@@ -103,8 +103,8 @@ class Works:
             if operation.target in _NO_WORK:
                 continue
             found[self._work(operation, part)] += 1
-            readers = sum(user in self._with_gradient for user in self.graph.users[name])
-            if name in self._with_gradient and readers > 1 and operation.shape is not None:
+            readers = sum(user in self.with_gradient for user in self.graph.users[name])
+            if name in self.with_gradient and readers > 1 and operation.shape is not None:
                 summed = self._traffic(name, part).times(3)
                 added = Work(Kind.POINTWISE, 0.0, _NONE, summed, True, False)
                 found[added] += readers - 1
@@ -135,7 +135,7 @@ class Works:
         return joins and name not in ("view", "unflatten") and self._transposed.get(before, False)
 
     def _work(self, operation: Operation, part: Part) -> Work:
-        gradient = operation.name in self._with_gradient
+        gradient = operation.name in self.with_gradient
         kind = kind_of(operation)
         is_view = _short(operation) in _VIEWS and not self._copies(operation)
         if is_view or (kind is Kind.RANDOM and not draws(operation)):
@@ -149,7 +149,7 @@ class Works:
         weights = [name for name in operation.inputs if self._is_weight(name)]
         others = [
             name for name in operation.inputs
-            if name in self._with_gradient and name not in weights
+            if name in self.with_gradient and name not in weights
         ]  # fmt: skip
         of_input, of_weight = gradient and bool(others), gradient and bool(weights)
         back: Traffic | None = None
@@ -173,7 +173,7 @@ class Works:
             return _NONE
         back, result = _NONE, self._traffic(operation.name, part)
         for name in operation.inputs:
-            if name not in self._with_gradient and not self._is_weight(name):
+            if name not in self.with_gradient and not self._is_weight(name):
                 continue
             spread = self._traffic(name, part) != result
             passes = _short(operation) not in _SUMS
