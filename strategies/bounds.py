@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import ceil, floor, inf
 
+from whale_train.strategies.chunks import cut_by_speed
 from whale_train.strategies.cluster import Cluster, Device, Link
 from whale_train.strategies.cost import Times, flops_rate, offloaded_update_time_s, update_time_s
 from whale_train.strategies.findings import Findings
@@ -26,7 +27,6 @@ from whale_train.strategies.stage_ends import (
     done_together_s,
     ends_of,
 )
-from whale_train.strategies.staged import cut_by_speed
 from whale_train.strategies.staging import VIRTUAL_STAGES
 from whale_train.strategies.step_tasks import PIECES
 
