@@ -6,6 +6,7 @@ take it away and leave gradients. The worst moment within any of them is what a 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.alive import Passing, passing, passing_again
@@ -37,7 +38,10 @@ def memory_of_ranks(
         alike_members([axis for n in mine for axis in chunks[n].axes], axes) for mine in held_by
     ]  # fmt: skip
     passings: dict[tuple[int, int], Held] = {}
-    view = View.at(job.graph, job.training.precision, job.zero > 0).rewritten()
+    view = job.findings.once(
+        ("view", job.zero > 0),
+        lambda: View.at(job.graph, job.training.precision, job.zero > 0).rewritten(),
+    )
     for copy, of_copy in enumerate(job.seats.positions):
         samples = max(stop - start for start, stop in batches.samples[copy])
         for position, ranks in enumerate(of_copy):
@@ -85,23 +89,26 @@ class Held:
         for number, chunk in chunks.items():
             local = held_elements(job, chunk, axes, member)
             self._elements |= local
-            if not any(operation.saved for operation in job.graph):
-                self._passing[number] = self._unmeasured(chunk, local, again)
-                continue
-            weights = {
-                name: 4.0 * local[job.canonical[job.graph[name].path]]
-                for name in chunk.slice.operations
-                if job.graph[name].target == "parameter"
-            }
-            part = chunk.slice
-            run = passing_again if again else passing
-            self._passing[number] = run(
-                view.held_by(_part_of(chunk, axes, member)),
-                part.operations,
-                weights,
-                part.takes,
-                part.gives,
+            dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
+            self._passing[number] = job.findings.once(
+                ("passing", chunk.key, dealt, again, job.zero > 0),
+                partial(self._passed, chunk, axes, member, local, again),
             )
+
+    def _passed(
+        self, chunk: Chunk, axes: Axes, member: int, local: Mapping[str, float], again: bool
+    ) -> Passing:
+        job, part = self._job, chunk.slice
+        if not any(operation.saved for operation in job.graph):
+            return self._unmeasured(chunk, local, again)
+        weights = {
+            name: 4.0 * local[job.canonical[job.graph[name].path]]
+            for name in part.operations
+            if job.graph[name].target == "parameter"
+        }
+        run = passing_again if again else passing
+        view = self._view.held_by(_part_of(chunk, axes, member))
+        return run(view, part.operations, weights, part.takes, part.gives)
 
     def _unmeasured(self, chunk: Chunk, local: Mapping[str, float], again: bool) -> Passing:
         halved = precision_bytes(self._job.training.precision, self._job.zero).activations
