@@ -5,30 +5,23 @@ only known once tensors are laid and instructions are ordered. `auto.py` opens a
 resolves a candidate, only where its bound is below the best step it has found.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from math import ceil, floor, inf
+from math import ceil, inf
 
-from whale_train.strategies.chunks import cut_by_speed
+from whale_train.strategies.arranged import Arranged, StageCut
 from whale_train.strategies.cluster import Cluster, Device, Link
-from whale_train.strategies.cost import Times, flops_rate, offloaded_update_time_s, update_time_s
+from whale_train.strategies.cost import Times, offloaded_update_time_s, update_time_s
 from whale_train.strategies.findings import Findings
-from whale_train.strategies.memory import precision_bytes
+from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS, precision_bytes
 from whale_train.strategies.segments import Line, Segments
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Arrangement, Candidate, Part
-from whale_train.strategies.stage_ends import (
-    UNSUMMED,
-    Affine,
-    StageTimes,
-    done_together_s,
-    ends_of,
-)
-from whale_train.strategies.staging import VIRTUAL_STAGES
+from whale_train.strategies.stage_ends import PieceTimes, StageOf, done_together_s, ends_of
 from whale_train.strategies.step_tasks import PIECES
+
+_UNSUMMED = 1 - 1 / PIECES  # of a backward, the part in which it has gradients that are not summed
 
 
 @dataclass(frozen=True)
@@ -39,11 +32,8 @@ class Bounds:
     cluster: Cluster
     training: Training
     balance: str = "hardware"
-    _found: dict[tuple[int, str], Sequence[Device]] = field(default_factory=dict)
-    _cuts: dict[object, Sequence["_Stage"]] = field(default_factory=dict)
-    _known: dict[object, Sequence["_Ends"]] = field(default_factory=dict)
-    _made: dict[Arrangement, Sequence["_Copies"]] = field(default_factory=dict)
-    _timed: dict[object, StageTimes] = field(default_factory=dict)
+    _known: dict[object, Sequence["_End"]] = field(default_factory=dict)
+    _pieces: dict[object, PieceTimes] = field(default_factory=dict)
     _rooms: dict[tuple[int, str], float] = field(default_factory=dict)
 
     # --- Memory ---
@@ -71,15 +61,18 @@ class Bounds:
     def least_of(self, shape: Arrangement) -> float:
         """Seconds that no candidate of `shape` is faster than, whatever the cut and the number of
         micro-batches."""
-        copies, alone = self._copies(shape), shape.stages == 1
+        copies, alone = self.arranged.copies(shape), shape.stages == 1
         elements = self._elements(without_head=alone)
         holders = shape.copies * shape.widest
         update = self._update_s(elements / (shape.stages * shape.shards * holders))
         if alone or len(copies) > 1:
             # A split head has of all that does not grow with the samples its part.
             lines = [self.segments.whole(each.devices[0], shape.shards) for each in copies]
-            ends = [Affine(0.0, line.each.total / shape.stages) for line in lines]
-            return self._together(copies, ends) + update
+            ends = [
+                (each.count, 0.0, line.each.total / shape.stages)
+                for each, line in zip(copies, lines, strict=True)
+            ]
+            return done_together_s(self.training.global_batch, ends) + update
         samples = self.training.global_batch / shape.copies
         parts = [part for part in shape.parts for _ in range(part.stages)]
         wholes = self.segments.comparable_s(copies[0].devices, shape.shards, samples)
@@ -90,7 +83,7 @@ class Bounds:
             backward = 1 - min(
                 times.forward / times.total for times in (line.fixed, line.each) if times.total
             )
-            own = (1 / part.copies - UNSUMMED * backward / max(2, part.copies)) * whole
+            own = (1 / part.copies - _UNSUMMED * backward / max(2, part.copies)) * whole
             speed += 1 / own
             summed = min(summed, 2 * self._gather_s(shape, part, elements) / own)
         # However work and parameters lie: stages weighed by how fast they are, the sum of what they
@@ -99,88 +92,106 @@ class Bounds:
 
     def least(self, candidate: Candidate) -> float:
         """Seconds that its step is not faster than."""
-        shape, zero = candidate.arrangement, candidate.zero
-        stages = self._stages(shape, candidate.schedule, candidate.split_head)
-        ends = self._ends(shape, candidate.micro_batches, candidate.schedule, candidate.split_head)
+        ends = self._ends(candidate)
         least = after = update = 0.0
-        for stage, end in zip(stages, ends, strict=True):
-            gather = self._gather_s(shape, stage.part, stage.elements)
-            update = max(update, self._update_of(candidate, stage))
-            least = max(least, end.computed)
-            if zero == 0:
-                summed = 0.0 if candidate.split_head else end.last_backward
-                least = max(least, summed + 2 * gather, end.computed + 2 * gather / PIECES)
-            elif zero == 3:
-                width = 0.5 if self.training.precision == "bf16" else 1.0
-                least = max(least, end.computed + gather + 2 * width * gather)
-            else:
-                least, after = max(least, end.done + 2 * gather), max(after, gather)
-        return least + after + update if stages else inf
+        for end in ends:
+            gather = self._gather_s(candidate.arrangement, end.part, end.elements)
+            update = max(update, self._update_of(candidate, end))
+            match candidate.zero:
+                case 0:
+                    last = 2 * gather / end.pieces
+                    least = max(least, end.begun + 2 * gather, end.done + last)
+                case 3:
+                    width = 0.5 if self.training.precision == "bf16" else 1.0
+                    least = max(least, end.done + gather + 2 * width * gather)
+                case _:
+                    least, after = max(least, end.done + 2 * gather), max(after, gather)
+        return least + after + update if ends else inf
 
-    def _ends(
-        self, shape: Arrangement, micro_batches: int, schedule: str, split_head: bool
-    ) -> Sequence["_Ends"]:
-        """When each stage is done at the earliest."""
-        key = (shape, micro_batches, schedule, split_head)
+    def _ends(self, candidate: Candidate) -> Sequence["_End"]:
+        """When each stage is done at the earliest, in the copies where it is last; none where the
+        strategy cannot be."""
+        shape, pieces = candidate.arrangement, candidate.micro_batches
+        key = (shape, pieces, candidate.schedule, candidate.split_head)
         if key not in self._known:
-            copies, pieces = self._copies(shape), max(1, micro_batches)
-            mean = self.training.global_batch / shape.copies / pieces
-            # A micro-batch may have fewer samples than the mean of its copy's.
-            small = floor(mean) / mean if len(copies) == 1 else max(0.0, 1 - 1 / mean)
-            stages = self._stages(shape, schedule, split_head)
-            each = [
-                ends_of(
-                    [
-                        (
-                            self._times(stage, device, shape.shards, split_head),
-                            self._send(shape, stage),
-                            stage.part.copies,
-                        )
-                        for stage, device in zip(stages, of.devices, strict=True)
-                    ],
-                    *(pieces, small, schedule),
-                )
-                for of in copies
-            ]
-            self._known[key] = [
-                _Ends(
-                    self._latest(copies, [ends.computed for ends in stage]),
-                    self._latest(copies, [ends.done for ends in stage]),
-                    self._latest(copies, [ends.last_backward for ends in stage]),
-                )
-                for stage in zip(*each, strict=True)
-            ]
+            flat = not pieces and shape.shards == 1
+            self._known[key] = (
+                [self._flat_end(shape, candidate.split_head)]
+                if flat
+                else list(self._pipeline_ends(shape, max(1, pieces), candidate.schedule))
+            )
         return self._known[key]
 
-    def _times(self, stage: "_Stage", device: Device, shards: int, split_head: bool) -> StageTimes:
-        """Of a micro-batch; of a split head every device has its part."""
-        key = (stage.chunks, id(device), shards, split_head)
-        if key not in self._timed:
-            chunks = [
-                self.segments.line(device, shards, *chunk)
-                if chunk
-                else self.segments.whole(device, shards)
-                for chunk in stage.chunks
+    def _flat_end(self, shape: Arrangement, split_head: bool) -> "_End":
+        """Of copies that share the samples as they like; of a split head every device has its
+        part."""
+        copies, elements = self.arranged.copies(shape), self._elements(split_head)
+        lines = [self.segments.whole(each.devices[0], 1) for each in copies]
+        if split_head:
+            lines = [Line(Times(), line.each) for line in lines]
+        pieces = _pieces(self.findings.profile.parameter_elements)
+
+        def together(unsummed: float) -> float:
+            kinds = []
+            for each, line in zip(copies, lines, strict=True):
+                fixed, slope = (
+                    x.total - unsummed * (x.total - x.forward) for x in (line.fixed, line.each)
+                )
+                kinds.append((each.count, fixed, slope))
+            return done_together_s(self.training.global_batch, kinds)
+
+        done, begun = together(0.0), together(1 - 1 / pieces)
+        devices = tuple(each.devices[0] for each in copies)
+        part = shape.parts[0]
+        return _End(part, devices, elements, pieces, done, 0.0 if split_head else begun)
+
+    def _pipeline_ends(self, shape: Arrangement, pieces: int, schedule: str) -> Iterator["_End"]:
+        stages = self._stages(shape, schedule)
+        shared = self.arranged.samples(shape, max(pieces, shape.widest))
+        if not stages or shared is None:
+            return
+        limits = self.arranged.in_flight(shape, pieces, schedule)
+        for of, samples in zip(self.arranged.copies(shape), shared, strict=True):
+            seated = list(zip(stages, of.devices, strict=True))
+            mean, small, large = (
+                [self._piece(shape, stage, device, each) for stage, device in seated]
+                for each in (samples / pieces, samples // pieces, -(-samples // pieces))
+            )
+            timed = [
+                StageOf(*pair, stage.part.copies, in_flight, stage.linked)
+                for pair, stage, in_flight in zip(
+                    zip(mean, small, strict=True), stages, limits, strict=True
+                )
             ]
-            if split_head:
-                chunks = [Line(Times(), line.each) for line in chunks]
-            self._timed[key] = StageTimes.of(chunks)
-        return self._timed[key]
+            for number, done in enumerate(ends_of(timed, pieces, schedule)):
+                stage, device = seated[number]
+                summed = _pieces(stage.most_elements)
+                backward = large[number].whole - large[number].first_forward
+                begun = done - (1 - 1 / summed) * backward
+                yield _End(stage.part, (device,), stage.elements, summed, done, begun)
 
-    def _together(self, copies: Sequence["_Copies"], ends: Sequence[Affine]) -> float:
-        return done_together_s(self.training.global_batch, [of.count for of in copies], ends)
+    def _piece(
+        self, shape: Arrangement, stage: StageCut, device: Device, samples: float
+    ) -> PieceTimes:
+        """A micro-batch of so many samples."""
+        key = (shape.shards, stage, id(device), samples, shape.by_kind, shape.parts[0].width)
+        if key not in self._pieces:
+            times = [
+                self.segments.line(device, shape.shards, *chunk).at(samples)
+                for chunk in stage.chunks
+                if chunk
+            ]
+            self._pieces[key] = PieceTimes.of(times, self._send_s(shape, stage, samples))
+        return self._pieces[key]
 
-    def _latest(self, copies: Sequence["_Copies"], ends: Sequence[Sequence[Affine]]) -> float:
-        """By several formulas."""
-        return max(self._together(copies, formulas) for formulas in zip(*ends, strict=True))
-
-    def _update_of(self, candidate: Candidate, stage: "_Stage") -> float:
-        holders = candidate.arrangement.copies * stage.part.copies
-        held = stage.elements / candidate.arrangement.shards / (holders if candidate.zero else 1)
+    def _update_of(self, candidate: Candidate, end: "_End") -> float:
+        holders = candidate.arrangement.copies * end.part.copies
+        held = end.elements / candidate.arrangement.shards / (holders if candidate.zero else 1)
+        states = self.training.optimizer_states
         if candidate.offload == "none":
-            return self._update_s(held)
-        states, device = self.training.optimizer_states, self._fastest_memory
-        return offloaded_update_time_s(held, states, device, self.cluster.on_cpu)
+            return max(update_time_s(held, states, device) for device in end.devices)
+        on_cpu = self.cluster.on_cpu
+        return max(offloaded_update_time_s(held, states, each, on_cpu) for each in end.devices)
 
     def _update_s(self, held: float) -> float:
         return update_time_s(held, self.training.optimizer_states, self._fastest_memory)
@@ -199,9 +210,9 @@ class Bounds:
             bandwidth = self.cluster.network.bandwidth_bytes_s / crowd
         return num_bytes * (members - 1) / members / bandwidth
 
-    def _send(self, shape: Arrangement, stage: "_Stage") -> Affine:
-        """What a stage sends of a micro-batch to the next one, by its samples, in a pipeline that
-        begins a node. Kinds of devices are on nodes of their own."""
+    def _send_s(self, shape: Arrangement, stage: StageCut, samples: float) -> float:
+        """What a stage sends of so many samples to the next one, in a pipeline that begins a node.
+        Kinds of devices are on nodes of their own."""
         room, network, link = self._most_in_node, self.cluster.network, self._fastest_link
         number, shards = stage.number_in_part, shape.shards
         ends_part = shape.by_kind and number == stage.part.stages - 1
@@ -214,77 +225,32 @@ class Bounds:
             num_bytes = self._crossing_bytes * shards * ways
         else:  # a link of the node, be it the fastest
             num_bytes = self._crossing_bytes
-        return Affine(least.latency_s, num_bytes / least.bandwidth_bytes_s)
+        return least.latency_s + samples * num_bytes / least.bandwidth_bytes_s
 
-    # --- The stages ---
-
-    def _stages(self, shape: Arrangement, schedule: str, split_head: bool) -> Sequence["_Stage"]:
-        """Those of the arrangement, cut as the resolver will; none where it cannot."""
-        if shape.stages == 1:
-            elements = self._elements(split_head)
-            whole = (0, self.segments.count) if self.findings.profile.graph else ()
-            return [_Stage(shape.parts[0], 0, (whole,), elements)]
-        rounds = VIRTUAL_STAGES if schedule == "interleaved_1f1b" else 1
-        key = (shape.devices, shape.parts, rounds)
-        if key not in self._cuts:
-            self._cuts[key] = list(self._cut(shape, rounds))
-        return self._cuts[key]
-
-    def _cut(self, shape: Arrangement, rounds: int) -> Iterator["_Stage"]:
-        parts = [(part, number) for part in shape.parts for number in range(part.stages)]
-        speeds = [self._speed(shape, part) for part, _ in parts]
-        cut = cut_by_speed(self.findings, tuple(speeds * rounds), {})
-        chunks = list(pairwise(cut)) if cut is not None else []
-        for number, (part, in_part) in enumerate(parts if chunks else ()):
-            mine = tuple(chunks[number :: len(parts)])
-            elements = sum(self.segments.elements(*chunk) for chunk in mine)
-            yield _Stage(part, in_part, mine, elements)
-
-    def _speed(self, shape: Arrangement, part: Part) -> float:
-        """As fast as the resolver takes a stage of `part` for."""
-        precision = self.training.precision
-        kinds = {id(device): device for device in self._devices(shape, part)}
-        rates = (flops_rate(device, precision) for device in kinds.values())
-        each = 1.0 if self.balance == "even" else min(rates)
-        return sum([each] * (part.copies * part.shards))
+    def _stages(self, shape: Arrangement, schedule: str) -> Sequence[StageCut]:
+        """Those of the arrangement; of one stage, all there is."""
+        if shape.stages > 1:
+            return self.arranged.stages(shape, schedule)
+        most = self.findings.profile.parameter_elements
+        whole = (0, self.segments.count)
+        return [StageCut(shape.parts[0], 0, (whole,), self._trained_elements, most)]
 
     # --- The hardware and the model's size ---
-
-    def _copies(self, shape: Arrangement) -> Sequence["_Copies"]:
-        """The copies of the pipeline, those on equal devices together."""
-        if shape not in self._made:
-            self._made[shape] = self._copies_of(shape)
-        return self._made[shape]
-
-    def _copies_of(self, shape: Arrangement) -> Sequence["_Copies"]:
-        if shape.by_kind:
-            parts = [part for part in shape.parts for _ in range(part.stages)]
-            devices = tuple(self._devices(shape, part)[0] for part in parts)
-            return [_Copies(shape.copies, devices)]
-        devices_of = self._devices(shape, shape.parts[0])
-        kinds = {id(device): device for device in devices_of}
-        counts = Counter(id(device) for device in devices_of)
-        width = shape.parts[0].width
-        return [_Copies(counts[k] / width, (kinds[k],) * shape.stages) for k in kinds]
-
-    def _devices(self, shape: Arrangement, part: Part) -> Sequence[Device]:
-        """Those that may hold the part."""
-        key = (shape.devices, part.kind)
-        if key not in self._found:
-            listed = self.cluster.devices[: shape.devices]
-            self._found[key] = [d for d in listed if part.kind in ("", d.name)]
-        return self._found[key]
 
     def _memory_bytes(self, shape: Arrangement, part: Part) -> float:
         """Of the device with most of it that may hold the part."""
         key = (shape.devices, part.kind)
         if key not in self._rooms:
-            self._rooms[key] = max(d.memory_bytes for d in self._devices(shape, part))
+            self._rooms[key] = max(d.memory_bytes for d in self.arranged.devices(shape, part))
         return self._rooms[key]
 
     @cached_property
     def segments(self) -> Segments:
         return Segments(self.findings, self.cluster)
+
+    @cached_property
+    def arranged(self) -> Arranged:
+        return Arranged(self.segments, self.cluster, self.training, self.balance)
 
     @cached_property
     def _fastest_memory(self) -> Device:
@@ -341,30 +307,20 @@ class Bounds:
         return max((by_path[head.weight].elements for head in heads), default=0)
 
 
-@dataclass(frozen=True)
-class _Copies:
-    """So many copies of the pipeline, whose stages are on `devices`."""
-
-    count: float
-    devices: tuple[Device, ...]
+def _pieces(elements: float) -> int:
+    """In which so many gradients are summed, as a last backward makes them ready."""
+    return max(1, min(PIECES, ceil(elements / REDUCE_BUCKET_ELEMENTS)))
 
 
 @dataclass(frozen=True)
-class _Stage:
-    """A stage of a cut: its part, its number there, the segments [first, last) of its chunks (none:
-    all there is), and how many parameters it holds."""
+class _End:
+    """When a stage of `part`, in copies on `devices`, is done at the earliest, and when gradients
+    of the last backward begin to be there, of which the sums are in `pieces`; how many trained
+    parameters it holds."""
 
     part: Part
-    number_in_part: int
-    chunks: tuple[tuple[int, int] | tuple[()], ...]
+    devices: tuple[Device, ...]
     elements: float
-
-
-@dataclass(frozen=True)
-class _Ends:
-    """When a stage has computed all and its gradients have gone back through those before it; when
-    it is done itself; and when the first gradients of its parameters may be summed."""
-
-    computed: float
+    pieces: int
     done: float
-    last_backward: float
+    begun: float

@@ -93,7 +93,9 @@ def _ends(job: Staging, speeds: tuple[float, ...], decisions: list[Decision]) ->
     fixed = stage_of_modules(order, job.graph, asked, faults)
     if faults:
         raise PlanError(faults)
-    found = cut_by_speed(job.findings, speeds, fixed)
+    split = [1 if stage.body or not stage.split else stage.shards for stage in stages]
+    members = tuple(split * (count // len(stages)))
+    found = cut_by_speed(job.findings, speeds, members, fixed)
     if found is None:
         places = sum(a < b for a, b in pairwise(order.weights))
         rule = f"has {places} blocks to cut between, too few for {count} stages in this order"
@@ -117,20 +119,31 @@ def _ends(job: Staging, speeds: tuple[float, ...], decisions: list[Decision]) ->
 
 
 def cut_by_speed(
-    findings: Findings, speeds: tuple[float, ...], fixed: Mapping[int, int]
+    findings: Findings,
+    speeds: tuple[float, ...],
+    members: tuple[int, ...],
+    fixed: Mapping[int, int],
 ) -> tuple[int, ...] | None:
-    """The places where chunks of these speeds begin and the last one ends, the slowest being done
-    as early as can be; None where there are too few places. `fixed` is as in `balanced`."""
+    """The places where chunks of these speeds, over shard groups of so many `members`, begin and
+    the last one ends, the slowest being done as early as can be; None where there are too few
+    places. Each has something to train and, where that is possible, to shard. `fixed` is as in
+    `balanced`."""
     order = findings.order
 
-    def chunk_time(chunk: int, first: int, last: int) -> float:
-        if order.weights[last] == order.weights[first]:
-            return inf  # a stage with nothing to train is no stage
-        return (order.flops[last] - order.flops[first]) / speeds[chunk]
+    def found(sharded: bool) -> tuple[int, ...] | None:
+        cuts = [findings.weights_to_cut(count) if sharded else order.weights for count in members]
+
+        def chunk_time(chunk: int, first: int, last: int) -> float:
+            of = cuts[chunk]
+            if of[last] == of[first] or order.weights[last] == order.weights[first]:
+                return inf
+            return (order.flops[last] - order.flops[first]) / speeds[chunk]
+
+        return balanced(order, chunk_time, len(speeds), fixed)
 
     return findings.once(
-        ("cut", speeds, tuple(fixed.items())),
-        lambda: balanced(order, chunk_time, len(speeds), fixed),
+        ("cut", speeds, members, tuple(fixed.items())),
+        lambda: (found(sharded=True) if max(members) > 1 else None) or found(sharded=False),
     )
 
 
@@ -320,9 +333,7 @@ def _shared_parameters(slices: Sequence[Slice], stages: int) -> dict[str, tuple[
 
 def _has_gradient(graph: OperationGraph, name: str) -> bool:
     """Whether a value may have a gradient: floating, and made from a parameter."""
-    if "float" not in graph[name].dtype:
-        return False
-    return any(graph[a].target == "parameter" for a in graph.ancestors({name}))
+    return "float" in graph[name].dtype and name in graph.made_of_parameters
 
 
 def _span(modules: Sequence[str]) -> str:

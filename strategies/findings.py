@@ -7,12 +7,13 @@ neighbours in a search need as well.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from whale_train.errors import PlanError
 from whale_train.strategies.head import Head, find_heads
 from whale_train.strategies.likeness import Likeness
-from whale_train.strategies.operations import ModelProfile, OperationGraph
+from whale_train.strategies.operations import ModelProfile, OperationGraph, block_of
 from whale_train.strategies.pricing import Prices
 from whale_train.strategies.stages import Sequenced, sequenced
 
@@ -51,6 +52,33 @@ class Findings:
     @cached_property
     def likeness(self) -> Likeness:
         return Likeness(self.profile, self.prices.works)
+
+    def weights_to_cut(self, members: int) -> tuple[int, ...]:
+        """Before each place of `order`, how many of the weights read could be cut over a shard
+        group of so many."""
+        return self.once(("to cut", members), lambda: self._weights_to_cut(members))
+
+    def _weights_to_cut(self, members: int) -> tuple[int, ...]:
+        readers: dict[str, set[str]] = {}
+        for name in self.order.operations:
+            for read in (self.graph[x] for x in self.graph[name].inputs):
+                if read.target == "parameter":
+                    blocks = readers.setdefault(self.likeness.paths[read.path], set())
+                    blocks.add(block_of(self.graph[name].module))
+
+        def is_cut(name: str) -> bool:
+            # Rows follow an input that is cut, which what enters a stage is not; and what several
+            # blocks read may be held by several stages, and then stays whole.
+            return any(
+                min(cut.layout.pieces) >= members
+                for cut in self.likeness.cuts[name]
+                if cut.pattern != "row"
+                and len(readers.get(self.likeness.paths[cut.layout.axis], ())) < 2
+            )
+
+        cut = [is_cut(name) for name in self.order.operations]
+        before = [0, *accumulate(cut)]
+        return tuple(before[place] for place in self.order.places)
 
     @cached_property
     def heads(self) -> tuple[Head, ...]:

@@ -243,7 +243,7 @@ def casts_of(
 
 def differentiable(graph: OperationGraph) -> frozenset[str]:
     """The values that a gradient comes back to: floating point, and made from a parameter."""
-    found = graph.descendants({op.name for op in graph if op.target == "parameter"})
+    found = graph.made_of_parameters
     return frozenset(
         name for name in found if "float" in graph[name].dtype or graph[name].shape is None
     )

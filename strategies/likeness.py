@@ -110,7 +110,7 @@ class Likeness:
         return (graph.trained, self.works.with_gradient, *every)
 
     @cached_property
-    def _cuts(self) -> Mapping[str, tuple[Candidate, ...]]:
+    def cuts(self) -> Mapping[str, tuple[Candidate, ...]]:
         """The ways to cut the weight that an operation reads."""
         listed = {op.name: op.path for op in self.graph if op.target == "parameter"}
         return {op.name: tuple(cuts_of(self.graph, op, listed)) for op in self.graph}
@@ -120,7 +120,7 @@ class Likeness:
         name = operation.name
         if name not in self._own:
             places = {each: str(i) for i, each in enumerate(operation.inputs)}
-            cuts = [(c.pattern, replace(c.layout, axis="")) for c in self._cuts[name]]
+            cuts = [(c.pattern, replace(c.layout, axis="")) for c in self.cuts[name]]
             row = (
                 operation.target,
                 operation.path if operation.target == "graph" else "",

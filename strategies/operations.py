@@ -155,6 +155,12 @@ class OperationGraph:
         return found
 
     @cached_property
+    def made_of_parameters(self) -> frozenset[str]:
+        """Parameters, and all that is computed of them."""
+        parameters = {op.name for op in self.operations if op.target == "parameter"}
+        return frozenset(self.descendants(parameters))
+
+    @cached_property
     def trained(self) -> frozenset[str]:
         """The values that have a gradient: parameters, and what is computed of them and is
         floating, or no tensor."""

@@ -60,6 +60,24 @@ def makespan(
     return simulated(pipeline).clock
 
 
+def in_flight_limits(copies: Sequence[int], rounds: int, micro_batches: int) -> list[int]:
+    """How many (chunk, micro-batch) pairs the positions of each stage may have in flight together
+    under 1F1B. Stage s is `copies[s]` positions of one speed, each with `rounds` chunks."""
+    stages, first = len(copies), [sum(copies[:stage]) for stage in range(len(copies))]
+    positions = [
+        Position(tuple(range(stage, rounds * stages, stages)))
+        for stage, count in enumerate(copies)
+        for _ in range(count)
+    ]
+    dealt = [
+        tuple(first[stage] + owner for owner in owners([1.0] * count, micro_batches))
+        for stage, count in enumerate(copies)
+    ]
+    pipeline = Pipeline("1f1b", positions, dealt * rounds, {}, micro_batches, None)
+    limits = pipeline.limits(len(positions))
+    return [sum(limits[a : a + count]) for a, count in zip(first, copies, strict=True)]
+
+
 def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
     """Which of the replicas of a stage owns each micro-batch: its index in `weights`.
 

@@ -74,6 +74,23 @@ class Segments:
         """Trained parameters that the segments are the first to read."""
         return self._elements[last] - self._elements[first]
 
+    def most_elements(self, first: int, last: int) -> float:
+        """Of all parameters that the segments read, of which several may read the same."""
+        return self._read_elements[last] - self._read_elements[first]
+
+    def is_read(self, first: int, middle: int, last: int) -> bool:
+        """Whether the segments [middle, last) read what [first, middle) make, a gradient coming
+        back."""
+        begin, border, end = (self.findings.order.places[i] for i in (first, middle, last))
+        return any(begin <= read < border for n in range(border, end) for read in self._read[n])
+
+    @cached_property
+    def _read(self) -> Sequence[Sequence[int]]:
+        """Of every operation, where those are that it reads and that have a gradient."""
+        graph, operations = self.findings.graph, self.findings.order.operations
+        position = {name: n for n, name in enumerate(operations) if name in graph.trained}
+        return [[position[x] for x in graph[name].inputs if x in position] for name in operations]
+
     def comparable_s(
         self, devices: Sequence[Device], shards: int, samples: float
     ) -> Sequence[float]:
@@ -127,6 +144,17 @@ class Segments:
                             known.add(parameter.path)
                             own += parameter.elements
             found.append(float(own))
+        return [0.0, *accumulate(found)]
+
+    @cached_property
+    def _read_elements(self) -> Sequence[float]:
+        order, graph = self.findings.order, self.findings.graph
+        found = []
+        for first, last in pairwise(order.places):
+            read = {x for name in order.operations[first:last] for x in graph[name].inputs}
+            paths = {graph[x].path for x in read if graph[x].target == "parameter"}
+            by_path = self.findings.profile.parameter_by_path
+            found.append(float(sum(by_path[path].elements for path in paths if path in by_path)))
         return [0.0, *accumulate(found)]
 
     @cached_property

@@ -1,8 +1,8 @@
 """When the stages of a pipeline are done at the earliest, whatever order their instructions have.
 
-A stage begins when its first micro-batch has come forward through the stages before it, and when it
-is done its last gradient goes back through these. All is by the samples of a copy of the pipeline,
-as copies on unlike devices take unlike numbers of them.
+A stage begins when its first micro-batch has come forward through the stages before it; its last
+gradient then goes back through these. In between it has all of its work to do, and of what it has
+begun only so much may be on its way through the stages after it.
 """
 
 from collections.abc import Sequence
@@ -10,111 +10,105 @@ from dataclasses import dataclass
 from math import ceil
 
 from whale_train.strategies.cost import Times
-from whale_train.strategies.segments import Line
-from whale_train.strategies.step_tasks import PIECES
-
-UNSUMMED = 1 - 1 / PIECES  # of a backward, the part in which it has gradients that are not summed
 
 
 @dataclass(frozen=True)
-class Affine:
-    """Seconds by the samples of a copy: `offset` + `slope` x samples."""
+class PieceTimes:
+    """Seconds of a micro-batch on a stage: of all its chunks, and of these without gradients of
+    weights; of its first chunk the forward, the backward, and that without gradients of weights.
+    And what it takes to send it on to the next stage."""
 
-    offset: float = 0.0
-    slope: float = 0.0
-
-    def scaled(self, factor: float) -> "Affine":
-        return Affine(factor * self.offset, factor * self.slope)
-
-    def of(self, pieces: int, count: float) -> "Affine":
-        """Of `count` micro-batches, each one of the `pieces` of a copy's samples, by these."""
-        return Affine(count * self.offset, count * self.slope / pieces)
-
-    def __add__(self, other: "Affine") -> "Affine":
-        return Affine(self.offset + other.offset, self.slope + other.slope)
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Of a micro-batch on a stage, by its samples: of all its chunks, of those without gradients of
-    weights, their backward; and of its first chunk the forward, the backward, and that without
-    gradients of weights."""
-
-    whole: Affine
-    without_weights: Affine
-    backward: Affine
-    first_forward: Affine
-    first_backward: Affine
-    first_inputs: Affine
+    whole: float
+    inputs: float
+    first_forward: float
+    first_backward: float
+    first_inputs: float
+    send: float = 0.0
 
     @classmethod
-    def of(cls, chunks: Sequence[Line]) -> "StageTimes":
-        first, whole = chunks[0], sum(chunks[1:], chunks[0])
+    def of(cls, chunks: Sequence[Times], send: float = 0.0) -> "PieceTimes":
+        """Of these chunks, in the order they run."""
+        first, whole = chunks[0], sum(times.total for times in chunks)
         return cls(
-            _affine(whole),
-            _affine(whole, weights=False),
-            _affine(whole, forward=False),
-            _affine(first, backward=False),
-            _affine(first, forward=False),
-            _affine(first, forward=False, weights=False),
+            whole,
+            whole - sum(times.backward_weight for times in chunks),
+            first.forward,
+            first.total - first.forward,
+            first.backward_input,
+            send,
         )
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Formulas (of several the latest counts) of when a stage has computed all and its gradients
-    have gone back through those before it; of when it is done itself; and of when the first
-    gradients of its parameters may be summed."""
+class StageOf:
+    """A stage of a pipeline: what a micro-batch of the `mean` size takes, and one of the smallest;
+    its copies, which share the micro-batches; how many of these, times the chunks it holds, may be
+    in flight in all copies. `linked`: it reads what the stage before it has made."""
 
-    computed: tuple[Affine, ...]
-    done: tuple[Affine, ...]
-    last_backward: tuple[Affine, ...]
-
-
-def ends_of(
-    stages: Sequence[tuple[StageTimes, Affine, int]], pieces: int, small: float, schedule: str
-) -> list[Ends]:
-    """Of stages with these times, what they send of a micro-batch to the next one, and in so many
-    copies, which share the `pieces`. The smallest micro-batch has the part `small` of the mean of
-    their samples. Where gradients of weights may wait so that others' do not (zero_bubble), what a
-    stage waits for and what waits for it are the least that this allows."""
-    forth = back = back_inputs = Affine()
-    found = []
-    for times, send, copies in stages:
-        mine = pieces / copies
-        each = max(mine, ceil(mine) * small)
-        done = forth + times.whole.of(pieces, each)
-        computed: tuple[Affine, ...] = (done + back,)
-        if schedule == "zero_bubble":
-            computed = (done, forth + times.without_weights.of(pieces, each) + back_inputs)
-        last = times.backward.of(pieces, -UNSUMMED)
-        found.append(Ends(computed, (done,), (done + last,)))
-        sent = send.of(pieces, small)
-        forth += times.first_forward.of(pieces, small) + sent
-        back += times.first_backward.of(pieces, small) + sent
-        back_inputs += times.first_inputs.of(pieces, small) + sent
-    return found
+    mean: PieceTimes
+    small: PieceTimes
+    copies: int = 1
+    in_flight: int = 1
+    linked: bool = True
 
 
-def done_together_s(samples: int, copies: Sequence[float], ends: Sequence[Affine]) -> float:
-    """When all are done, where so many `copies` with each of these ends share `samples` so that all
-    are done at once, which is the earliest that the last can be."""
-    speed = offset = 0.0
-    for count, end in zip(copies, ends, strict=True):
-        if end.slope > 0:
-            speed += count / end.slope
-            offset += count * end.offset / end.slope
-    return (samples + offset) / speed if speed else 0.0
+def ends_of(stages: Sequence[StageOf], pieces: int, schedule: str) -> list[float]:
+    """When each of `stages` has computed all of `pieces` micro-batches. Where gradients of weights
+    may wait so that others' do not (zero_bubble), what a stage waits for and what waits for it are
+    the least that this allows."""
+    defers = schedule == "zero_bubble"
+    begin, done, handed_on = 0.0, list[float](), list[float]()
+    for stage, passing in zip(stages, _rounds(stages, schedule), strict=True):
+        begin = begin if stage.linked else 0.0
+        passed = begin + passing * pieces / stage.in_flight
+        whole, inputs = (
+            begin + max(pieces / stage.copies * mean, ceil(pieces / stage.copies) * small)
+            for mean, small in (
+                (stage.mean.whole, stage.small.whole),
+                (stage.mean.inputs, stage.small.inputs),
+            )
+        )
+        done.append(max(whole, passed))
+        handed_on.append(max(inputs if defers else whole, passed))
+        begin += stage.small.first_forward + stage.small.send
+    for number in reversed(range(len(stages) - 1)):
+        small = stages[number].small
+        if stages[number + 1].linked:
+            back = small.first_inputs if defers else small.first_backward
+            arrives = handed_on[number + 1] + small.send + back
+            handed_on[number] = max(handed_on[number], arrives)
+            done[number] = max(done[number], arrives)
+    return done
 
 
-def _affine(
-    line: Line, forward: bool = True, backward: bool = True, weights: bool = True
-) -> Affine:
-    """The parts named of a line: forward, and backward with gradients of weights or not."""
+def _rounds(stages: Sequence[StageOf], schedule: str) -> list[float]:
+    """Of each stage, the seconds from a micro-batch's forward there to the end of its backward
+    (under zero_bubble but for gradients of weights); under interleaved_1f1b of both its chunks
+    together, the first of which waits for the second chunks of all stages."""
+    interleaved = schedule == "interleaved_1f1b"
+    if interleaved and not all(stage.linked for stage in stages):
+        return [0.0 for _ in stages]
+    found, after, seconds = list[float](), 0.0, 0.0
+    for number in reversed(range(len(stages))):
+        mean, is_last = stages[number].mean, number + 1 == len(stages)
+        if not is_last and not stages[number + 1].linked:
+            after = 0.0
+        sent = 0.0 if is_last or not stages[number + 1].linked else 2 * mean.send
+        after += (mean.inputs if schedule == "zero_bubble" else mean.whole) + sent
+        if interleaved:
+            after += sent
+            seconds += mean.whole - mean.first_forward - mean.first_backward + sent
+        found.append(after)
+    return [each + seconds for each in reversed(found)]
 
-    def chosen(times: Times) -> float:
-        found = times.forward if forward else 0.0
-        found += times.backward_input if backward else 0.0
-        return found + (times.backward_weight if backward and weights else 0.0)
 
-    return Affine(chosen(line.fixed), chosen(line.each))
+def done_together_s(samples: int, kinds: Sequence[tuple[float, float, float]]) -> float:
+    """When all copies are done, where (count, offset, slope) of each kind, done after `offset` +
+    `slope` x samples, share `samples` so that all are done at once, which is the earliest that the
+    last can be."""
+    speed = shifted = 0.0
+    for count, offset, slope in kinds:
+        if slope > 0:
+            speed += count / slope
+            shifted += count * offset / slope
+    return (samples + shifted) / speed if speed else 0.0

@@ -1,64 +1,83 @@
 """When stages are done at the earliest, worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from whale_train.strategies.cost import Times
-from whale_train.strategies.segments import Line
-from whale_train.strategies.stage_ends import (
-    Affine,
-    StageTimes,
-    done_together_s,
-    ends_of,
-)
+from whale_train.strategies.stage_ends import PieceTimes, StageOf, done_together_s, ends_of
 
-# A second of a sample's forward, of its gradients, and of the weights': a micro-batch takes 3 s
-# where 4 samples are in 4 pieces.
-EACH = StageTimes.of([Line(Times(), Times(1.0, 1.0, 1.0))])
-NOTHING = Affine()
+# A second of a micro-batch's forward, of its gradients, and of the weights'.
+EACH = PieceTimes.of([Times(1.0, 1.0, 1.0)])
+HALF = PieceTimes.of([Times(0.5, 0.5, 0.5)])
 
 
-def at_4(affine: Affine) -> float:
-    return affine.offset + 4 * affine.slope
+def regular(stages: int) -> list[StageOf]:
+    return [StageOf(EACH, EACH, in_flight=stages - number) for number in range(stages)]
 
 
 @pytest.mark.parametrize(
     ("schedule", "ends"),
     [
-        ("1f1b", [[12.0], [15.0], [18.0]]),  # (pieces + stages - 1) x 3
-        # A stage has all of its work after the forwards before it; and all but the weights' before
-        # the backwards that come after.
-        ("zero_bubble", [[12.0, 8.0], [13.0, 10.0], [14.0, 12.0]]),
+        # All have 12 s of work, of which the last begins after 2; and its last gradients take 2 s
+        # for each of the stages before.
+        ("1f1b", [18.0, 16.0, 14.0]),
+        # Without the gradients of weights the last has 8 s of it, and hands on in 1 s.
+        ("zero_bubble", [12.0, 13.0, 14.0]),
     ],
 )
-def test_three_equal_stages(schedule: str, ends: list[list[float]]) -> None:
-    found = ends_of([(EACH, NOTHING, 1)] * 3, 4, 1.0, schedule)
-    assert [[at_4(each) for each in stage.computed] for stage in found] == ends
-    # The first gradients of the last backward are there an eighth into its 2 s.
-    begun = [at_4(stage.done[0]) - at_4(stage.last_backward[0]) for stage in found]
-    assert begun == [pytest.approx(7 / 8 * 2)] * 3
+def test_three_equal_stages(schedule: str, ends: list[float]) -> None:
+    assert ends_of(regular(3), 4, schedule) == ends
+
+
+def test_what_is_in_flight_has_to_come_back() -> None:
+    """Two at a time go 6 s through both stages; three at a time would keep the first busy."""
+    stages = [StageOf(EACH, EACH, in_flight=2), StageOf(EACH, EACH)]
+    slow = [replace(stages[0], mean=replace(EACH, send=3.0)), stages[1]]
+    assert ends_of(slow, 10, "1f1b")[0] == 10 / 2 * (6.0 + 2 * 3.0)
+    assert ends_of([replace(slow[0], in_flight=4), slow[1]], 10, "1f1b")[0] == 1 + 30 + 2.0
 
 
 def test_what_is_sent_goes_there_and_back() -> None:
-    send = Affine(0.5, 0.25)
-    _, last = ends_of([(EACH, send, 1), (EACH, NOTHING, 1)], 4, 1.0, "1f1b")
-    assert at_4(last.computed[0]) == 15.0 + 2 * (0.5 + 0.25)
+    send = replace(EACH, send=0.75)
+    first, last = ends_of([StageOf(send, send, in_flight=4), StageOf(EACH, EACH)], 4, "1f1b")
+    assert last == 1.0 + 0.75 + 12.0
+    assert first == last + 0.75 + 2.0
 
 
 def test_copies_of_a_stage_share_the_pieces() -> None:
     """Three pieces for two copies: one has two of them."""
-    first, last = ends_of([(EACH, NOTHING, 2), (EACH, NOTHING, 1)], 3, 1.0, "1f1b")
-    each = 3 * 4 / 3
-    assert at_4(first.computed[0]) == pytest.approx(2 * each)
-    assert at_4(last.computed[0]) == pytest.approx(each + 3 * each)
+    stages = [StageOf(EACH, EACH, copies=2, in_flight=9), StageOf(EACH, EACH, in_flight=9)]
+    first, last = ends_of(stages, 3, "1f1b")
+    assert last == 1.0 + 9.0
+    assert first == last + 2.0
+    assert ends_of([replace(stages[0], copies=2)], 3, "1f1b") == [6.0]
 
 
 def test_a_smaller_micro_batch_is_waited_for_less() -> None:
-    _, last = ends_of([(EACH, NOTHING, 1)] * 2, 4, 0.5, "1f1b")
-    assert at_4(last.computed[0]) == 12.0 + 1.5
+    stages = [StageOf(EACH, HALF, in_flight=9), StageOf(EACH, HALF, in_flight=9)]
+    assert ends_of(stages, 4, "1f1b") == [0.5 + 12.0 + 1.0, 0.5 + 12.0]
+
+
+def test_both_chunks_of_interleaved_stages_come_back() -> None:
+    """Two stages of two chunks of 3 s each, a second between them: the first chunk of the first
+    stage passes through all four, that of the second through three, and the second chunks through
+    the last two and the last."""
+    twice = PieceTimes.of([Times(1.0, 1.0, 1.0)] * 2, send=1.0)
+    stages = [StageOf(twice, twice, in_flight=1), StageOf(twice, twice, in_flight=2)]
+    first, second = ends_of(stages, 4, "interleaved_1f1b")
+    begun = 1.0 + 1.0
+    assert second == begun + 4 / 2 * ((9.0 + 2.0) + 3.0)
+    assert first == 4 / 1 * ((12.0 + 2.0 + 2.0) + (6.0 + 2.0))
+
+
+def test_a_stage_that_reads_nothing_of_the_one_before_does_not_wait_for_it() -> None:
+    stages = [StageOf(EACH, EACH, in_flight=2), StageOf(EACH, EACH, linked=False)]
+    assert ends_of(stages, 4, "1f1b") == [12.0, 12.0]
 
 
 def test_unlike_copies_are_done_together() -> None:
     """At 1 s and 2 s a sample, two of the first kind and one of the second: 12, 12 and 6."""
-    assert done_together_s(30, [2, 1], [Affine(0.0, 1.0), Affine(0.0, 2.0)]) == 12.0
+    assert done_together_s(30, [(2, 0.0, 1.0), (1, 0.0, 2.0)]) == 12.0
     # A second in which the fast ones do nothing is one in which 2 of the samples are not done.
-    assert done_together_s(30, [2, 1], [Affine(1.0, 1.0), Affine(0.0, 2.0)]) == 12.8
+    assert done_together_s(30, [(2, 1.0, 1.0), (1, 0.0, 2.0)]) == 12.8

@@ -149,6 +149,21 @@ def test_a_split_stage_of_nothing_but_a_tied_weight_is_refused() -> None:
     )
 
 
+def test_a_split_stage_is_cut_where_it_has_something_to_shard() -> None:
+    """By work alone the first stage would hold the first block and nothing else, whose weight is
+    tied to the last one's."""
+    profile = model([9.0, 1.0, 1.0, 1.0], tied=True)
+    plan = planned({"pipeline": {"stages": [SPLIT, SPLIT]}}, cluster(1, 1, 1, 1), profile)
+    first, last = plan.task_graphs
+    assert (first.modules, last.modules) == (
+        ("blocks.0", "blocks.1"),
+        ("blocks.2", "blocks.3", "loss"),
+    )
+    assert [list(t.shards) for t in (first, last)] == [["blocks.1.weight"], ["blocks.2.weight"]]
+    whole = planned({"pipeline": {"stages": 2}}, cluster(1, 1), profile)
+    assert whole.task_graphs[0].modules == ("blocks.0",)
+
+
 def test_recompute_is_chosen_where_activations_do_not_fit() -> None:
     profile = replace(model([1.0] * 8), activation_bytes=80e6)
     graph = {"pipeline": {"stages": [{"stage": {"recompute": "auto"}}, {"stage": {}}]}}

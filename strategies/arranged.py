@@ -1,0 +1,162 @@
+"""What an arrangement is on its devices: which kinds of copies there are, and which stages.
+
+Owns what candidates of one arrangement have in common, as the resolver will find it; what that
+takes at the least is `bounds.py`'s.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from whale_train.strategies.chunks import cut_by_speed
+from whale_train.strategies.cluster import Cluster, Device
+from whale_train.strategies.cost import flops_rate
+from whale_train.strategies.schedule import in_flight_limits
+from whale_train.strategies.segments import Segments
+from whale_train.strategies.shares import even_shares, optimal_shares
+from whale_train.strategies.sharing import Training
+from whale_train.strategies.space import Arrangement, Part
+from whale_train.strategies.staging import VIRTUAL_STAGES
+
+
+@dataclass(frozen=True)
+class Copies:
+    """So many copies of the pipeline that are alike, whose stages are on `devices`."""
+
+    count: float
+    devices: tuple[Device, ...]
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """A stage of a cut: its part, its number there, the segments [first, last) of its chunks (none:
+    all there is), how many trained parameters it holds, and at most of all, and whether it reads
+    what the stage before it has made."""
+
+    part: Part
+    number_in_part: int
+    chunks: tuple[tuple[int, int] | tuple[()], ...]
+    elements: float
+    most_elements: float
+    linked: bool = True
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """Arrangements on `cluster` of the model of `segments`, work being shared by `balance`."""
+
+    segments: Segments
+    cluster: Cluster
+    training: Training
+    balance: str = "hardware"
+    _found: dict[object, Sequence[Device]] = field(default_factory=dict)
+    _cuts: dict[object, Sequence[StageCut]] = field(default_factory=dict)
+    _copies: dict[Arrangement, Sequence[Copies]] = field(default_factory=dict)
+    _samples: dict[object, Sequence[int] | None] = field(default_factory=dict)
+    _limits: dict[object, Sequence[int]] = field(default_factory=dict)
+
+    def copies(self, shape: Arrangement) -> Sequence[Copies]:
+        """The copies of the pipeline, those on equal devices together."""
+        if shape not in self._copies:
+            self._copies[shape] = list(self._kinds_of_copies(shape))
+        return self._copies[shape]
+
+    def samples(self, shape: Arrangement, least: int) -> Sequence[int] | None:
+        """Those of a copy of each kind, of equal copies the one with most; `least` is the fewest a
+        copy may have. None where some would have fewer."""
+        if self.training.global_batch < shape.copies * least:
+            return None
+        kinds = self.copies(shape)
+        if len(kinds) == 1:
+            return [-(-self.training.global_batch // shape.copies)]
+        key = (shape, least)
+        if key not in self._samples:
+            self._samples[key] = self._shared(shape, kinds, least)
+        return self._samples[key]
+
+    def stages(self, shape: Arrangement, schedule: str) -> Sequence[StageCut]:
+        """Those of a pipeline, cut as the resolver will; none where it cannot."""
+        rounds = VIRTUAL_STAGES if schedule == "interleaved_1f1b" else 1
+        key = (shape.devices, shape.parts, rounds)
+        if key not in self._cuts:
+            self._cuts[key] = list(self._cut(shape, rounds))
+        return self._cuts[key]
+
+    def in_flight(self, shape: Arrangement, pieces: int, schedule: str) -> Sequence[int]:
+        """How many of `pieces` micro-batches each stage may have in flight, times the chunks it
+        holds, all its copies together."""
+        copies = tuple(part.copies for part in shape.parts for _ in range(part.stages))
+        rounds = VIRTUAL_STAGES if schedule == "interleaved_1f1b" else 1
+        key = (copies, rounds, pieces)
+        if key not in self._limits:
+            self._limits[key] = in_flight_limits(*key)
+        return self._limits[key]
+
+    def devices(self, shape: Arrangement, part: Part) -> Sequence[Device]:
+        """Those that may hold the part."""
+        key = (shape.devices, part.kind)
+        if key not in self._found:
+            listed = self.cluster.devices[: shape.devices]
+            self._found[key] = [d for d in listed if part.kind in ("", d.name)]
+        return self._found[key]
+
+    def _kinds_of_copies(self, shape: Arrangement) -> Iterator[Copies]:
+        if shape.by_kind:
+            parts = [part for part in shape.parts for _ in range(part.stages)]
+            yield Copies(shape.copies, tuple(self.devices(shape, part)[0] for part in parts))
+            return
+        listed = self.devices(shape, shape.parts[0])
+        kinds = {id(device): device for device in listed}
+        counts = Counter(id(device) for device in listed)
+        width = shape.parts[0].width
+        for number, device in kinds.items():
+            yield Copies(counts[number] / width, (device,) * shape.stages)
+
+    def _shared(
+        self, shape: Arrangement, kinds: Sequence[Copies], least: int
+    ) -> Sequence[int] | None:
+        """In proportion to the speed of copies, as whole samples."""
+        total = self.training.global_batch
+        listed = [number for number, kind in enumerate(kinds) for _ in range(round(kind.count))]
+        each = [self._rate([kind.devices[0]]) for kind in kinds]
+        speeds = [sum([each[number]] * shape.shards) for number in listed]
+        caps = [total] * len(listed)
+        if self.balance == "even":
+            found = even_shares(total, len(listed), caps)
+        else:
+            found = optimal_shares(total, speeds, caps, least)
+        if found is None:
+            return None
+        most = dict.fromkeys(range(len(kinds)), 0)
+        for number, share in zip(listed, found, strict=True):
+            most[number] = max(most[number], share)
+        return list(most.values())
+
+    def _cut(self, shape: Arrangement, rounds: int) -> Iterator[StageCut]:
+        parts = [(part, number) for part in shape.parts for number in range(part.stages)]
+        speeds = [self._speed(shape, part) for part, _ in parts]
+        members = (shape.shards,) * len(speeds)
+        cut = cut_by_speed(self.segments.findings, tuple(speeds * rounds), members * rounds, {})
+        chunks = list(pairwise(cut)) if cut is not None else []
+        for number, (part, in_part) in enumerate(parts if chunks else ()):
+            mine = tuple(chunks[number :: len(parts)])
+            linked = all(
+                self.segments.is_read(*before, after[1])
+                for before, after in pairwise(chunks)
+                if after in mine
+            )
+            elements = sum(self.segments.elements(*chunk) for chunk in mine)
+            most = sum(self.segments.most_elements(*chunk) for chunk in mine)
+            yield StageCut(part, in_part, mine, elements, most, linked)
+
+    def _speed(self, shape: Arrangement, part: Part) -> float:
+        """As fast as the resolver takes a stage of `part` for."""
+        return sum([self._rate(self.devices(shape, part))] * (part.copies * part.shards))
+
+    def _rate(self, devices: Sequence[Device]) -> float:
+        """FLOP/s of the slowest; 1 where all count alike."""
+        if self.balance == "even":
+            return 1.0
+        kinds = {id(device): device for device in devices}
+        return min(flops_rate(each, self.training.precision) for each in kinds.values())
