@@ -5,41 +5,65 @@ takes at the least is `bounds.py`'s.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from whale_train.strategies.chunks import cut_by_speed
-from whale_train.strategies.cluster import Cluster, Device
+from whale_train.strategies.cluster import Cluster, Device, Link
 from whale_train.strategies.cost import flops_rate
-from whale_train.strategies.schedule import in_flight_limits
+from whale_train.strategies.links import Crowd, crowd_of, group_link, send_time_s
+from whale_train.strategies.schedule import in_flight_limits, owners
 from whale_train.strategies.segments import Segments
 from whale_train.strategies.shares import even_shares, optimal_shares
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Arrangement, Part
-from whale_train.strategies.staging import VIRTUAL_STAGES
+from whale_train.strategies.staging import VIRTUAL_STAGES, Seats, seats
 
 
 @dataclass(frozen=True)
 class Copies:
-    """So many copies of the pipeline that are alike, whose stages are on `devices`."""
+    """So many copies of the pipeline that are alike, whose stages are on `devices`; `first` is the
+    number of one of them."""
 
     count: float
     devices: tuple[Device, ...]
+    first: int = 0
 
 
 @dataclass(frozen=True)
 class StageCut:
     """A stage of a cut: its part, its number there, the segments [first, last) of its chunks (none:
-    all there is), how many trained parameters it holds, and at most of all, and whether it reads
-    what the stage before it has made."""
+    all there is), how many trained parameters it holds, and at most of all. Of a sample in fp32, it
+    reads `enters` bytes of what the stage before it has made, and of each of its chunks the one
+    before."""
 
     part: Part
     number_in_part: int
     chunks: tuple[tuple[int, int] | tuple[()], ...]
     elements: float
     most_elements: float
-    linked: bool = True
+    enters: float = 0.0
+
+
+@dataclass(frozen=True)
+class Hop:
+    """From the copies of a stage to those of the next one: how many micro-batches each sends to
+    each, by their numbers, and over which link."""
+
+    sent: Mapping[tuple[int, int], int]
+    links: Mapping[tuple[int, int], Link]
+
+    def seconds(self, num_bytes: float) -> tuple[float, float, Sequence[float], Sequence[float]]:
+        """Of a micro-batch of `num_bytes`, the least and the mean; and of all micro-batches, by
+        sender and by receiver."""
+        each = {pair: send_time_s(num_bytes, link) for pair, link in self.links.items()}
+        ahead = [0.0] * (1 + max(a for a, _ in each))
+        behind = [0.0] * (1 + max(b for _, b in each))
+        for (a, b), count in self.sent.items():
+            ahead[a] += count * each[a, b]
+            behind[b] += count * each[a, b]
+        return min(each.values()), sum(ahead) / sum(self.sent.values()), ahead, behind
 
 
 @dataclass(frozen=True)
@@ -55,6 +79,8 @@ class Arranged:
     _copies: dict[Arrangement, Sequence[Copies]] = field(default_factory=dict)
     _samples: dict[object, Sequence[int] | None] = field(default_factory=dict)
     _limits: dict[object, Sequence[int]] = field(default_factory=dict)
+    _seats: dict[Arrangement, tuple[Seats, Crowd]] = field(default_factory=dict)
+    _hops: dict[object, Sequence["Hop"]] = field(default_factory=dict)
 
     def copies(self, shape: Arrangement) -> Sequence[Copies]:
         """The copies of the pipeline, those on equal devices together."""
@@ -93,6 +119,36 @@ class Arranged:
             self._limits[key] = in_flight_limits(*key)
         return self._limits[key]
 
+    def hops(self, shape: Arrangement, copy: int, pieces: int) -> Sequence["Hop"]:
+        """Of a copy that takes `pieces` micro-batches: between each stage and the next."""
+        key = (shape, copy, pieces)
+        if key not in self._hops:
+            self._hops[key] = list(self._hops_of(*key))
+        return self._hops[key]
+
+    def _hops_of(self, shape: Arrangement, copy: int, pieces: int) -> Iterator["Hop"]:
+        seated, crowd = self._seated(shape)
+        of_stage = [seated.of_stage(stage) for stage in range(shape.stages)]
+        for here, there in pairwise(of_stage):
+            sent = _dealt(len(here), len(there), pieces)
+            links = {}
+            for a, b in sent:
+                ends = (seated.positions[copy][p][0] for p in (here[a], there[b]))
+                links[a, b] = group_link(self.cluster, tuple(ends), crowd)
+            yield Hop(sent, links)
+
+    def _seated(self, shape: Arrangement) -> tuple[Seats, Crowd]:
+        """Who sits where, and how many send out of each node."""
+        if shape not in self._seats:
+            stages = [
+                (part.kind or None, part.copies, part.shards)
+                for part in shape.parts
+                for _ in range(part.stages)
+            ]
+            found = seats(stages, shape.copies, self.cluster.devices[: shape.devices])
+            self._seats[shape] = found, crowd_of(self.cluster, found.edges())
+        return self._seats[shape]
+
     def devices(self, shape: Arrangement, part: Part) -> Sequence[Device]:
         """Those that may hold the part."""
         key = (shape.devices, part.kind)
@@ -110,8 +166,10 @@ class Arranged:
         kinds = {id(device): device for device in listed}
         counts = Counter(id(device) for device in listed)
         width = shape.parts[0].width
+        first = {id(device): rank for rank, device in reversed(list(enumerate(listed)))}
         for number, device in kinds.items():
-            yield Copies(counts[number] / width, (device,) * shape.stages)
+            copy = -(-first[number] // width)
+            yield Copies(counts[number] / width, (device,) * shape.stages, copy)
 
     def _shared(
         self, shape: Arrangement, kinds: Sequence[Copies], least: int
@@ -141,14 +199,17 @@ class Arranged:
         chunks = list(pairwise(cut)) if cut is not None else []
         for number, (part, in_part) in enumerate(parts if chunks else ()):
             mine = tuple(chunks[number :: len(parts)])
-            linked = all(
-                self.segments.is_read(*before, after[1])
-                for before, after in pairwise(chunks)
-                if after in mine
+            enters = min(
+                (
+                    self.segments.bytes_read(*before, after[1])
+                    for before, after in pairwise(chunks)
+                    if after in mine
+                ),
+                default=0.0,
             )
             elements = sum(self.segments.elements(*chunk) for chunk in mine)
             most = sum(self.segments.most_elements(*chunk) for chunk in mine)
-            yield StageCut(part, in_part, mine, elements, most, linked)
+            yield StageCut(part, in_part, mine, elements, most, enters)
 
     def _speed(self, shape: Arrangement, part: Part) -> float:
         """As fast as the resolver takes a stage of `part` for."""
@@ -160,3 +221,8 @@ class Arranged:
             return 1.0
         kinds = {id(device): device for device in devices}
         return min(flops_rate(each, self.training.precision) for each in kinds.values())
+
+
+def _dealt(here: int, there: int, pieces: int) -> Mapping[tuple[int, int], int]:
+    """How many of `pieces` micro-batches go from each of so many equal copies to each of others."""
+    return Counter(zip(owners([1.0] * here, pieces), owners([1.0] * there, pieces), strict=True))

@@ -154,14 +154,18 @@ class Bounds:
         for of, samples in zip(self.arranged.copies(shape), shared, strict=True):
             seated = list(zip(stages, of.devices, strict=True))
             mean, small, large = (
-                [self._piece(shape, stage, device, each) for stage, device in seated]
+                [self._piece(shape.shards, stage, device, each) for stage, device in seated]
                 for each in (samples / pieces, samples // pieces, -(-samples // pieces))
             )
+            sends = self._sends(shape, of.first, pieces, stages, samples // pieces)
+            rounds = len(stages[0].chunks)
             timed = [
-                StageOf(*pair, stage.part.copies, in_flight, stage.linked)
-                for pair, stage, in_flight in zip(
-                    zip(mean, small, strict=True), stages, limits, strict=True
+                StageOf(
+                    *(mean[n], small[n], stage.part.copies, limits[n]),
+                    *(sends[n][0], sends[n][1], rounds * sends[n][2]),
+                    linked=stage.enters > 0 or n == 0,
                 )
+                for n, stage in enumerate(stages)
             ]
             for number, done in enumerate(ends_of(timed, pieces, schedule)):
                 stage, device = seated[number]
@@ -170,19 +174,35 @@ class Bounds:
                 begun = done - (1 - 1 / summed) * backward
                 yield _End(stage.part, (device,), stage.elements, summed, done, begun)
 
-    def _piece(
-        self, shape: Arrangement, stage: StageCut, device: Device, samples: float
-    ) -> PieceTimes:
+    def _piece(self, shards: int, stage: StageCut, device: Device, samples: float) -> PieceTimes:
         """A micro-batch of so many samples."""
-        key = (shape.shards, stage, id(device), samples, shape.by_kind, shape.parts[0].width)
+        key = (shards, stage.chunks, id(device), samples)
         if key not in self._pieces:
-            times = [
-                self.segments.line(device, shape.shards, *chunk).at(samples)
-                for chunk in stage.chunks
-                if chunk
-            ]
-            self._pieces[key] = PieceTimes.of(times, self._send_s(shape, stage, samples))
+            chunks = (chunk for chunk in stage.chunks if chunk)
+            lines = (self.segments.line(device, shards, *chunk) for chunk in chunks)
+            self._pieces[key] = PieceTimes.of([line.at(samples) for line in lines])
         return self._pieces[key]
+
+    def _sends(
+        self,
+        shape: Arrangement,
+        copy: int,
+        pieces: int,
+        stages: Sequence[StageCut],
+        samples: float,
+    ) -> list[tuple[float, float, float]]:
+        """Of every stage, the seconds in which a micro-batch of so many samples is sent to the next
+        one, the least and the mean; and for how long the link of one of its copies is at it."""
+        width = 1.0 if self.training.precision == "fp32" else 0.5
+        found = list[tuple[float, float, float]]()
+        back: Sequence[float] = [0.0] * stages[0].part.copies
+        hops = self.arranged.hops(shape, copy, pieces) if len(stages) > 1 else ()
+        for hop, there in zip(hops, stages[1:], strict=True):
+            least, mean, ahead, behind = hop.seconds(width * there.enters * samples)
+            lanes = (a + b for a, b in zip(ahead, back, strict=True))
+            found.append((least, mean, max(lanes)))
+            back = behind
+        return [*found, (0.0, 0.0, max(back))]
 
     def _update_of(self, candidate: Candidate, end: "_End") -> float:
         holders = candidate.arrangement.copies * end.part.copies
@@ -209,23 +229,6 @@ class Bounds:
             crowd = max(1.0, min(part.width, self._least_in_node) / part.copies)
             bandwidth = self.cluster.network.bandwidth_bytes_s / crowd
         return num_bytes * (members - 1) / members / bandwidth
-
-    def _send_s(self, shape: Arrangement, stage: StageCut, samples: float) -> float:
-        """What a stage sends of so many samples to the next one, in a pipeline that begins a node.
-        Kinds of devices are on nodes of their own."""
-        room, network, link = self._most_in_node, self.cluster.network, self._fastest_link
-        number, shards = stage.number_in_part, shape.shards
-        ends_part = shape.by_kind and number == stage.part.stages - 1
-        leaves = not shape.by_kind and (number + 1) * shards // room > number * shards // room
-        least = link
-        if (leaves or ends_part) and network.bandwidth_bytes_s < self._slowest_bytes_s:
-            least = network
-            # All members of a group send at once, and a node amid a pipeline sends two ways.
-            ways = 2 if not shape.by_kind and shape.parts[0].width > 2 * room else 1
-            num_bytes = self._crossing_bytes * shards * ways
-        else:  # a link of the node, be it the fastest
-            num_bytes = self._crossing_bytes
-        return least.latency_s + samples * num_bytes / least.bandwidth_bytes_s
 
     def _stages(self, shape: Arrangement, schedule: str) -> Sequence[StageCut]:
         """Those of the arrangement; of one stage, all there is."""
@@ -267,28 +270,12 @@ class Bounds:
         )
 
     @cached_property
-    def _slowest_bytes_s(self) -> float:
-        return min(node.link.bandwidth_bytes_s for node in self.cluster.nodes)
-
-    @cached_property
     def _most_in_node(self) -> int:
         return max(len(node.devices) for node in self.cluster.nodes)
 
     @cached_property
     def _least_in_node(self) -> int:
         return min(len(node.devices) for node in self.cluster.nodes)
-
-    @cached_property
-    def _crossing_bytes(self) -> float:
-        """The least that is sent of a sample, wherever the model is cut."""
-        order = self.findings.order
-        between = (
-            num_bytes
-            for num_bytes, weights in zip(order.bytes_crossing, order.weights, strict=True)
-            if 0 < weights < order.weights[-1]
-        )
-        width = 1.0 if self.training.precision == "fp32" else 0.5
-        return width * min(between, default=0.0)
 
     def _elements(self, without_head: bool) -> float:
         """Of the trained parameters."""

@@ -78,11 +78,13 @@ class Segments:
         """Of all parameters that the segments read, of which several may read the same."""
         return self._read_elements[last] - self._read_elements[first]
 
-    def is_read(self, first: int, middle: int, last: int) -> bool:
-        """Whether the segments [middle, last) read what [first, middle) make, a gradient coming
-        back."""
+    def bytes_read(self, first: int, middle: int, last: int) -> float:
+        """Of a sample in fp32, what the segments [middle, last) read of values that have a
+        gradient and that [first, middle) make; 0 where these are nothing to them."""
         begin, border, end = (self.findings.order.places[i] for i in (first, middle, last))
-        return any(begin <= read < border for n in range(border, end) for read in self._read[n])
+        read = {x for n in range(border, end) for x in self._read[n] if begin <= x < border}
+        names = self.findings.order.operations
+        return sum(self.findings.graph.num_bytes[names[x]] for x in read)
 
     @cached_property
     def _read(self) -> Sequence[Sequence[int]]:

@@ -15,18 +15,16 @@ from whale_train.strategies.cost import Times
 @dataclass(frozen=True)
 class PieceTimes:
     """Seconds of a micro-batch on a stage: of all its chunks, and of these without gradients of
-    weights; of its first chunk the forward, the backward, and that without gradients of weights.
-    And what it takes to send it on to the next stage."""
+    weights; of its first chunk the forward, the backward, and that without gradients of weights."""
 
     whole: float
     inputs: float
     first_forward: float
     first_backward: float
     first_inputs: float
-    send: float = 0.0
 
     @classmethod
-    def of(cls, chunks: Sequence[Times], send: float = 0.0) -> "PieceTimes":
+    def of(cls, chunks: Sequence[Times]) -> "PieceTimes":
         """Of these chunks, in the order they run."""
         first, whole = chunks[0], sum(times.total for times in chunks)
         return cls(
@@ -35,7 +33,6 @@ class PieceTimes:
             first.forward,
             first.total - first.forward,
             first.backward_input,
-            send,
         )
 
 
@@ -43,12 +40,17 @@ class PieceTimes:
 class StageOf:
     """A stage of a pipeline: what a micro-batch of the `mean` size takes, and one of the smallest;
     its copies, which share the micro-batches; how many of these, times the chunks it holds, may be
-    in flight in all copies. `linked`: it reads what the stage before it has made."""
+    in flight in all copies. To send one to the next stage takes `send` at the least and `sends` in
+    the mean; a copy's link is `sending` for so long, values on and gradients back. `linked`: the
+    stage reads what the one before it has made."""
 
     mean: PieceTimes
     small: PieceTimes
     copies: int = 1
     in_flight: int = 1
+    send: float = 0.0
+    sends: float = 0.0
+    sending: float = 0.0
     linked: bool = True
 
 
@@ -57,7 +59,7 @@ def ends_of(stages: Sequence[StageOf], pieces: int, schedule: str) -> list[float
     may wait so that others' do not (zero_bubble), what a stage waits for and what waits for it are
     the least that this allows."""
     defers = schedule == "zero_bubble"
-    begin, done, handed_on = 0.0, list[float](), list[float]()
+    begin, done, handed_on, sent = 0.0, list[float](), list[float](), list[float]()
     for stage, passing in zip(stages, _rounds(stages, schedule), strict=True):
         begin = begin if stage.linked else 0.0
         passed = begin + passing * pieces / stage.in_flight
@@ -70,12 +72,16 @@ def ends_of(stages: Sequence[StageOf], pieces: int, schedule: str) -> list[float
         )
         done.append(max(whole, passed))
         handed_on.append(max(inputs if defers else whole, passed))
-        begin += stage.small.first_forward + stage.small.send
+        begin += stage.small.first_forward
+        sent.append(begin + stage.sending)
+        begin += stage.send
+    if len(stages) > 1 and stages[1].linked:  # what is sent last is still to come back
+        handed_on[1] = max(handed_on[1], sent[0] + stages[1].small.first_forward)
     for number in reversed(range(len(stages) - 1)):
         small = stages[number].small
         if stages[number + 1].linked:
             back = small.first_inputs if defers else small.first_backward
-            arrives = handed_on[number + 1] + small.send + back
+            arrives = max(handed_on[number + 1] + stages[number].send, sent[number + 1]) + back
             handed_on[number] = max(handed_on[number], arrives)
             done[number] = max(done[number], arrives)
     return done
@@ -90,14 +96,15 @@ def _rounds(stages: Sequence[StageOf], schedule: str) -> list[float]:
         return [0.0 for _ in stages]
     found, after, seconds = list[float](), 0.0, 0.0
     for number in reversed(range(len(stages))):
-        mean, is_last = stages[number].mean, number + 1 == len(stages)
+        stage, is_last = stages[number], number + 1 == len(stages)
         if not is_last and not stages[number + 1].linked:
             after = 0.0
-        sent = 0.0 if is_last or not stages[number + 1].linked else 2 * mean.send
-        after += (mean.inputs if schedule == "zero_bubble" else mean.whole) + sent
+        sent = 0.0 if is_last or not stages[number + 1].linked else 2 * stage.sends
+        after += (stage.mean.inputs if schedule == "zero_bubble" else stage.mean.whole) + sent
         if interleaved:
             after += sent
-            seconds += mean.whole - mean.first_forward - mean.first_backward + sent
+            seconds += stage.mean.whole - stage.mean.first_forward - stage.mean.first_backward
+            seconds += sent
         found.append(after)
     return [each + seconds for each in reversed(found)]
 

@@ -6,7 +6,6 @@ stands for all of them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from math import ceil
 
 from whale_train.strategies.cast_times import moved_bytes
@@ -46,7 +45,7 @@ class StagedStep:
             group for stage in range(len(job.form.stages)) for group in job.data_parallel(stage)
         )
         self.crowd: Crowd = crowd_of(self.cluster, crossing)
-        self.senders: Crowd = crowd_of(self.cluster, self._edges())
+        self.senders: Crowd = crowd_of(self.cluster, job.seats.edges())
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
         """The step of the copies that stand for all, and which rank stands for each. Where ranks
@@ -153,14 +152,6 @@ class StagedStep:
             if name in taken and (not backward or "float" in operation.dtype):
                 total += moved_bytes(self.job.graph, name, samples, self.job.training.precision)
         return total
-
-    def _edges(self) -> list[tuple[int, int]]:
-        """Pairs of ranks of neighbouring stages, as far as they send to each other."""
-        found = []
-        for positions in self.job.seats.positions:
-            for one, other in pairwise(positions):
-                found += [(one[i % len(one)], rank) for i, rank in enumerate(other)]
-        return found
 
     def _syncs(self, chosen: Sequence[int], numbers: Mapping[tuple[int, int], int]) -> list[Sync]:
         """The sums of every stage's gradients over its copies."""

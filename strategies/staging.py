@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 
 from whale_train.errors import Fault
 from whale_train.strategies.cluster import Cluster, Device
@@ -39,21 +39,31 @@ class Seats:
     def of_stage(self, stage: int) -> list[int]:
         return [p for p, own in enumerate(self.stage_of) if own == stage]
 
+    def edges(self) -> Iterator[tuple[int, int]]:
+        """Pairs of ranks of neighbouring positions, as far as they send to each other."""
+        for positions in self.positions:
+            for one, other in pairwise(positions):
+                for place, rank in enumerate(other):
+                    yield one[place % len(one)], rank
 
-def seats(form: Form, devices: Sequence[Device]) -> Seats:
-    """Ranks in order: copy by copy, stage by stage, each stage taking the next ranks of the kind of
-    device it is held by."""
-    stage_of = tuple(s for s, stage in enumerate(form.stages) for _ in range(stage.copies))
+
+def seats(
+    stages: Sequence[tuple[str | None, int, int]], copies: int, devices: Sequence[Device]
+) -> Seats:
+    """Of `copies` of stages, each (kind of device or None, its copies, shards of each): ranks in
+    order, copy by copy, stage by stage, each stage taking the next ranks of its kind."""
     waiting: dict[str | None, Iterator[int]] = {None: iter(range(len(devices)))}
-    for kind in {stage.device for stage in form.stages} - {None}:
+    for kind in {kind for kind, _, _ in stages} - {None}:
         waiting[kind] = iter([rank for rank, each in enumerate(devices) if each.name == kind])
     listed = tuple(
         tuple(
-            tuple(islice(waiting[form.stages[stage].device], form.stages[stage].shards))
-            for stage in stage_of
+            tuple(islice(waiting[kind], shards))
+            for kind, width, shards in stages
+            for _ in range(width)
         )
-        for _ in range(form.copies)
+        for _ in range(copies)
     )
+    stage_of = tuple(s for s, (_, width, _) in enumerate(stages) for _ in range(width))
     return Seats(listed, stage_of)
 
 
@@ -108,7 +118,8 @@ class Staging:
 
     @cached_property
     def seats(self) -> Seats:
-        return seats(self.form, self.cluster.devices)
+        stages = [(stage.device, stage.copies, stage.shards) for stage in self.form.stages]
+        return seats(stages, self.form.copies, self.cluster.devices)
 
     @property
     def profile(self) -> ModelProfile:

@@ -33,16 +33,25 @@ def test_three_equal_stages(schedule: str, ends: list[float]) -> None:
 def test_what_is_in_flight_has_to_come_back() -> None:
     """Two at a time go 6 s through both stages; three at a time would keep the first busy."""
     stages = [StageOf(EACH, EACH, in_flight=2), StageOf(EACH, EACH)]
-    slow = [replace(stages[0], mean=replace(EACH, send=3.0)), stages[1]]
+    slow = [replace(stages[0], sends=3.0), stages[1]]
     assert ends_of(slow, 10, "1f1b")[0] == 10 / 2 * (6.0 + 2 * 3.0)
     assert ends_of([replace(slow[0], in_flight=4), slow[1]], 10, "1f1b")[0] == 1 + 30 + 2.0
 
 
 def test_what_is_sent_goes_there_and_back() -> None:
-    send = replace(EACH, send=0.75)
-    first, last = ends_of([StageOf(send, send, in_flight=4), StageOf(EACH, EACH)], 4, "1f1b")
+    stages = [StageOf(EACH, EACH, in_flight=4, send=0.75), StageOf(EACH, EACH)]
+    first, last = ends_of(stages, 4, "1f1b")
     assert last == 1.0 + 0.75 + 12.0
     assert first == last + 0.75 + 2.0
+
+
+def test_a_link_sends_one_thing_at_a_time() -> None:
+    """For 20 s each: values from the first on, of which the last is forwarded and comes back; or
+    gradients from the second, the last of which makes the first's."""
+    stages = [StageOf(EACH, EACH, in_flight=9, sending=20.0), StageOf(EACH, EACH)]
+    assert ends_of(stages, 4, "1f1b")[0] == 1.0 + 20.0 + 1.0 + 2.0
+    stages = [StageOf(EACH, EACH, in_flight=9), StageOf(EACH, EACH, sending=20.0)]
+    assert ends_of(stages, 4, "1f1b")[0] == 1.0 + 1.0 + 20.0 + 2.0
 
 
 def test_copies_of_a_stage_share_the_pieces() -> None:
@@ -63,8 +72,11 @@ def test_both_chunks_of_interleaved_stages_come_back() -> None:
     """Two stages of two chunks of 3 s each, a second between them: the first chunk of the first
     stage passes through all four, that of the second through three, and the second chunks through
     the last two and the last."""
-    twice = PieceTimes.of([Times(1.0, 1.0, 1.0)] * 2, send=1.0)
-    stages = [StageOf(twice, twice, in_flight=1), StageOf(twice, twice, in_flight=2)]
+    twice = PieceTimes.of([Times(1.0, 1.0, 1.0)] * 2)
+    stages = [
+        StageOf(twice, twice, in_flight=1, send=1.0, sends=1.0),
+        StageOf(twice, twice, in_flight=2),
+    ]
     first, second = ends_of(stages, 4, "interleaved_1f1b")
     begun = 1.0 + 1.0
     assert second == begun + 4 / 2 * ((9.0 + 2.0) + 3.0)
