@@ -7,13 +7,14 @@ takes at the least is `bounds.py`'s.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 from whale_train.strategies.chunks import cut_by_speed
 from whale_train.strategies.cluster import Cluster, Device, Link
 from whale_train.strategies.cost import flops_rate
 from whale_train.strategies.links import Crowd, crowd_of, group_link, send_time_s
-from whale_train.strategies.schedule import in_flight_limits, owners
+from whale_train.strategies.schedule import in_flight_limits, owners_of_equals
 from whale_train.strategies.segments import Segments
 from whale_train.strategies.shares import even_shares, optimal_shares
 from whale_train.strategies.sharing import Training
@@ -223,6 +224,8 @@ class Arranged:
         return min(flops_rate(each, self.training.precision) for each in kinds.values())
 
 
+@lru_cache(maxsize=1 << 12)
 def _dealt(here: int, there: int, pieces: int) -> Mapping[tuple[int, int], int]:
     """How many of `pieces` micro-batches go from each of so many equal copies to each of others."""
-    return Counter(zip(owners([1.0] * here, pieces), owners([1.0] * there, pieces), strict=True))
+    pairs = zip(owners_of_equals(here, pieces), owners_of_equals(there, pieces), strict=True)
+    return Counter(pairs)

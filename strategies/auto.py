@@ -23,7 +23,7 @@ from whale_train.strategies.grammar import Strategy, read_strategy
 from whale_train.strategies.plan import Decision
 from whale_train.strategies.resolve import consider
 from whale_train.strategies.sharing import Training
-from whale_train.strategies.space import Arrangement, Candidate, Space
+from whale_train.strategies.space import Arrangement, Batched, Candidate, Space
 
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _TRIED = 4  # of a family at first, until one of them can be
@@ -118,7 +118,7 @@ class _Search:
         self.training, self.space, self.clock = training, space, clock
         self.bounds = Bounds(findings, cluster, training, asked.balance)
         self.families: defaultdict[str, _Family] = defaultdict(_Family)
-        self.waiting: list[tuple[float, int, Arrangement | Candidate]] = []
+        self.waiting: list[tuple[float, int, Arrangement | Batched | Candidate]] = []
         self.numbers = count()
         self.best: tuple[Candidate, Considered] | None = None
         self.best_s = inf
@@ -135,31 +135,42 @@ class _Search:
             if self.best is not None and self.clock() > end:
                 break
             bound, _, item = heapq.heappop(self.waiting)
-            if isinstance(item, Arrangement):
-                self.open(item, bound)
-            else:
+            if isinstance(item, Candidate):
                 self.resolve(item)
+            else:
+                self.open(item, bound)
         return self.found() if self.best is not None else None
 
-    def push(self, bound: float, item: Arrangement | Candidate) -> None:
+    def push(self, bound: float, item: Arrangement | Batched | Candidate) -> None:
         heapq.heappush(self.waiting, (bound, next(self.numbers), item))
 
     def try_each_family(self) -> None:
         """Resolve the most promising candidate of every family of copies that follow each other:
         what one would write by hand is looked at even where there is no time for more."""
-        promising: defaultdict[str, list[tuple[float, Candidate]]] = defaultdict(list)
+        batched: defaultdict[str, list[tuple[float, Batched]]] = defaultdict(list)
         for shape in self.space.arrangements():
-            for candidate in self.space.candidates(shape) if not shape.by_kind else ():
-                if self.bounds.shortfall_bytes(candidate) <= 0:
-                    promising[candidate.family].append((self.bounds.least(candidate), candidate))
-        for name, listed in promising.items():
-            for least, candidate in heapq.nsmallest(_TRIED, listed, key=lambda each: each[0]):
+            for each in self.space.batched(shape) if not shape.by_kind else ():
+                batched[each.family].append((self.bounds.least_of_batched(each), each))
+        promising: defaultdict[str, list[tuple[float, Candidate]]] = defaultdict(list)
+        for listed in batched.values():
+            for _, each in heapq.nsmallest(_TRIED, listed, key=lambda pair: pair[0]):
+                for candidate in self.space.candidates(each):
+                    if self.bounds.shortfall_bytes(candidate) <= 0:
+                        least = self.bounds.least(candidate)
+                        promising[candidate.family].append((least, candidate))
+        for name, tried in promising.items():
+            for least, candidate in heapq.nsmallest(_TRIED, tried, key=lambda pair: pair[0]):
                 if self.families[name].best_s < inf or least >= self.best_s * _SAME:
                     break
                 self.resolve(candidate)
 
-    def open(self, shape: Arrangement, bound: float) -> None:
-        for candidate in self.space.candidates(shape):
+    def open(self, item: Arrangement | Batched, bound: float) -> None:
+        """What there is in it to choose from."""
+        if isinstance(item, Arrangement):
+            for each in self.space.batched(item):
+                self.push(max(bound, self.bounds.least_of_batched(each)), each)
+            return
+        for candidate in self.space.candidates(item):
             short = self.bounds.shortfall_bytes(candidate)
             if short > 0:
                 family = self.families[candidate.family]

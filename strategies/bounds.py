@@ -6,7 +6,7 @@ resolves a candidate, only where its bound is below the best step it has found.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
 
@@ -17,7 +17,7 @@ from whale_train.strategies.findings import Findings
 from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS, precision_bytes
 from whale_train.strategies.segments import Line, Segments
 from whale_train.strategies.sharing import Training
-from whale_train.strategies.space import Arrangement, Candidate, Part
+from whale_train.strategies.space import Arrangement, Batched, Candidate, Part
 from whale_train.strategies.stage_ends import PieceTimes, StageOf, done_together_s, ends_of
 from whale_train.strategies.step_tasks import PIECES
 
@@ -90,13 +90,25 @@ class Bounds:
         # take is at least that of all work, and of all sums where these are the least beside it.
         return min((1 + summed) / speed, min(wholes)) + update
 
-    def least(self, candidate: Candidate) -> float:
-        """Seconds that its step is not faster than."""
+    def least_of_batched(self, batched: Batched) -> float:
+        """Seconds that no candidate of these is faster than: with gradients of weights that may
+        wait, sums as early as any, and an optimizer that all copies share."""
+        shape, pieces = batched.arrangement, batched.micro_batches
+        if not pieces:
+            return 0.0
+        schedule = "zero_bubble" if shape.stages > 1 else "1f1b"
+        schedule = "interleaved_1f1b" if batched.rounds > 1 else schedule
+        summed = Candidate(shape, pieces, schedule)
+        return self.least(summed, shared=replace(summed, zero=1))
+
+    def least(self, candidate: Candidate, shared: Candidate | None = None) -> float:
+        """Seconds that its step is not faster than; `shared` is whose optimizer it has, if another
+        one's."""
         ends = self._ends(candidate)
         least = after = update = 0.0
         for end in ends:
             gather = self._gather_s(candidate.arrangement, end.part, end.elements)
-            update = max(update, self._update_of(candidate, end))
+            update = max(update, self._update_of(shared or candidate, end))
             match candidate.zero:
                 case 0:
                     last = 2 * gather / end.pieces

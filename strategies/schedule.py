@@ -5,6 +5,7 @@ position computes, `list_scheduling.py` finds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 
 from whale_train.strategies.instructions import (
     Edges,
@@ -70,7 +71,7 @@ def in_flight_limits(copies: Sequence[int], rounds: int, micro_batches: int) -> 
         for _ in range(count)
     ]
     dealt = [
-        tuple(first[stage] + owner for owner in owners([1.0] * count, micro_batches))
+        tuple(first[stage] + owner for owner in owners_of_equals(count, micro_batches))
         for stage, count in enumerate(copies)
     ]
     pipeline = Pipeline("1f1b", positions, dealt * rounds, {}, micro_batches, None)
@@ -101,6 +102,12 @@ def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
         credits[owner] -= micro_batches
         dealt.append(owner)
     return tuple(dealt)
+
+
+@lru_cache(maxsize=1 << 12)
+def owners_of_equals(count: int, micro_batches: int) -> tuple[int, ...]:
+    """`owners` of replicas of one speed."""
+    return owners([1.0] * count, micro_batches)
 
 
 def _with_communication(

@@ -153,6 +153,21 @@ class Candidate:
         return {"pipeline": {**pipeline, "stages": stages}}
 
 
+@dataclass(frozen=True, order=True)
+class Batched:
+    """The candidates of an arrangement that cut its samples into as many micro-batches, and the
+    model alike: those of interleaved stages (`rounds` 2), or all others."""
+
+    arrangement: Arrangement
+    micro_batches: int
+    rounds: int = 1
+
+    @property
+    def family(self) -> str:
+        """What its candidates are compared as, as far as it says."""
+        return self.arrangement.family
+
+
 @dataclass(frozen=True)
 class Space:
     """All that may be chosen for a model of which `places` parts have parameters of their own, in
@@ -185,26 +200,35 @@ class Space:
                 found |= dict.fromkeys(self._by_kind(devices, kinds))
         yield from found
 
-    def candidates(self, arrangement: Arrangement) -> Iterator[Candidate]:
-        """Every candidate of it."""
-        several = arrangement.copies * min(part.copies for part in arrangement.parts) > 1
-        pure = arrangement.stages == 1 and arrangement.parts[0].copies == 1
-        if pure and arrangement.copies <= self.global_batch:
-            for zero, offload in self._keepings(several, 3):
-                yield Candidate(arrangement, 0, "1f1b", zero, offload)
-            if self.split_head and arrangement.shards == 1 and arrangement.copies > 1:
-                for zero, offload in self._keepings(several, 3):
-                    yield Candidate(arrangement, 0, "1f1b", zero, offload, split_head=True)
+    def batched(self, arrangement: Arrangement) -> Iterator[Batched]:
+        """The ways to cut its samples, and its model."""
+        alone = arrangement.stages == 1
+        if alone and arrangement.widest == 1 and arrangement.copies <= self.global_batch:
+            yield Batched(arrangement, 0)
         if not self.exported:
             return
-        schedules = ["1f1b"]
-        if arrangement.stages > 1:
-            schedules.append("zero_bubble")
-            if VIRTUAL_STAGES * arrangement.stages <= self.places:
-                schedules.append("interleaved_1f1b")
+        interleaved = not alone and VIRTUAL_STAGES * arrangement.stages <= self.places
         for micro_batches in self._micro_batches(arrangement):
-            for schedule, (zero, offload) in product(schedules, self._keepings(several, 1)):
-                yield Candidate(arrangement, micro_batches, schedule, zero, offload)
+            yield Batched(arrangement, micro_batches)
+            if interleaved:
+                yield Batched(arrangement, micro_batches, VIRTUAL_STAGES)
+
+    def candidates(self, batched: Batched) -> Iterator[Candidate]:
+        """Every candidate of those."""
+        shape, pieces = batched.arrangement, batched.micro_batches
+        several = shape.copies * min(part.copies for part in shape.parts) > 1
+        if not pieces:
+            for zero, offload in self._keepings(several, 3):
+                yield Candidate(shape, 0, "1f1b", zero, offload)
+            if self.split_head and shape.shards == 1 and shape.copies > 1:
+                for zero, offload in self._keepings(several, 3):
+                    yield Candidate(shape, 0, "1f1b", zero, offload, split_head=True)
+            return
+        schedules = ["1f1b", "zero_bubble"] if shape.stages > 1 else ["1f1b"]
+        if batched.rounds > 1:
+            schedules = ["interleaved_1f1b"]
+        for schedule, (zero, offload) in product(schedules, self._keepings(several, 1)):
+            yield Candidate(shape, pieces, schedule, zero, offload)
 
     def _keepings(self, several: bool, highest: int) -> Iterator[tuple[int, str]]:
         """How copies may keep their optimizer's state: (ZeRO, offload)."""

@@ -46,15 +46,19 @@ def everything(
     findings = Findings(profile, train.precision)
     space, bounds = space_of(devices, findings, train), Bounds(findings, devices, train)
     for shape in space.arrangements():
-        for candidate in space.candidates(shape):
+        for batched, candidate in (
+            (each, candidate)
+            for each in space.batched(shape)
+            for candidate in space.candidates(each)
+        ):
             strategy = strategy_of({"devices": shape.devices, "graph": candidate.graph()})
             try:
                 step = consider(strategy, devices, findings, train).step
             except PlanError:
                 continue
             assert bounds.shortfall_bytes(candidate) <= 0, candidate.described
-            least = max(bounds.least_of(shape), bounds.least(candidate))
-            yield candidate, least, step.spans.seconds
+            bound = (bounds.least_of(shape), bounds.least_of_batched(batched))
+            yield candidate, max(*bound, bounds.least(candidate)), step.spans.seconds
 
 
 @st.composite
