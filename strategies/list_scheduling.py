@@ -97,7 +97,8 @@ class Pipeline:
         + (v - 1) S for groups of S micro-batches, with the same ratios and this position's part
         of a group. (One, and a group of all chunks but the last, is the least that is safe.)
         """
-        slowest = [max(_spacing(row, owner) for owner in set(row)) for row in self.owners]
+        spacings = [_spacings(row) for row in self.owners]
+        slowest = [max(each.values()) for each in spacings]
         found = []
         for index, position in enumerate(self.positions):
             ahead, in_group = 0, []
@@ -107,7 +108,7 @@ class Pipeline:
                 in_group.append(max(own.values(), default=0))
                 later = slowest[chunk + 1 : chunk + self.num_stages - position.chunks[0]]
                 if own.total() > 1:
-                    spacing = _spacing(row, index)
+                    spacing = spacings[chunk][index]
                     ratios = [each / spacing for each in later]
                     ahead = max(ahead, ceil(sum(ratios)) + any(ratio != 1 for ratio in ratios))
             found.append(1 + sum(in_group[:-1]) + ahead * (2 if len(in_group) > 1 else 1))
@@ -129,11 +130,20 @@ class Links:
         self.gradient_targets = lists(gradients)
 
 
-def _spacing(row: Sequence[int], owner: int) -> Fraction:
-    """One micro-batch in how many is this owner's; of a single one, the rest of the step."""
-    mine = [m for m, other in enumerate(row) if other == owner]
-    gaps = len(mine) - 1
-    return Fraction(mine[-1] - mine[0], gaps) if gaps else Fraction(len(row) - mine[0])
+def _spacings(row: Sequence[int]) -> dict[int, Fraction]:
+    """One micro-batch in how many is each owner's; of a single one, the rest of the step."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    gaps: Counter[int] = Counter()
+    for m, owner in enumerate(row):
+        gaps[owner] += first.setdefault(owner, m) != m
+        last[owner] = m
+    return {
+        owner: Fraction(last[owner] - first[owner], gaps[owner])
+        if gaps[owner]
+        else Fraction(len(row) - first[owner])
+        for owner in first
+    }
 
 
 @dataclass

@@ -26,7 +26,7 @@ from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.stage_memory import held_elements
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staging import Staging
-from whale_train.strategies.step_tasks import PIECES, Actor, Cost, Step, Sync, costs
+from whale_train.strategies.step_tasks import PIECES, Actor, Cost, Step, Sync
 
 
 class StagedStep:
@@ -83,30 +83,35 @@ class StagedStep:
             yield id(self.cluster.devices[rank]), node
 
     def _actor(self, copy: int, position: int) -> Actor:
+        """Of its instructions those cost the same that are of one kind and chunk, for as many
+        samples, and between the same positions."""
         ranks = self.job.seats.positions[copy][position]
-        order = self.orders[copy][position]
-        table = {
-            (each.kind, each.chunk, each.micro_batch): self._cost(copy, position, each)
-            for each in order
-            if each.kind in COMPUTATIONS
-        }
-        sends = {
-            _as_sent(each): self._send(copy, position, each)
-            for each in order
-            if each.kind in (Kind.SEND, Kind.SEND_GRADIENT)
-        }
-        computations = costs(table)
+        order, sizes = self.orders[copy][position], self._sizes[copy]
+        owners = self.batches.owners[copy]
+        known: dict[object, Cost] = {}
 
-        def cost(instruction: Instruction) -> Cost:
-            if instruction.kind in COMPUTATIONS:
-                return computations(instruction)
-            return sends[_as_sent(instruction)]
+        def cost(each: Instruction) -> Cost:
+            samples = sizes[each.micro_batch]
+            if each.kind in COMPUTATIONS:
+                key = (each.kind, each.chunk, samples)
+                if key not in known:
+                    known[key] = self._cost(copy, position, each, samples)
+                return known[key]
+            there = owners[each.peer][each.micro_batch]
+            to = (each.kind, each.chunk, each.peer, there, samples)
+            if to not in known:
+                known[to] = self._send(copy, (position, there), each, samples)
+            return known[to]
 
         return Actor(ranks, copy, order, cost, max(self._update_s(rank) for rank in ranks))
 
-    def _cost(self, copy: int, position: int, instruction: Instruction) -> Cost:
-        start, stop = self.batches.samples[copy][instruction.micro_batch]
-        times, moved = self.times.of(instruction.chunk, copy, position, stop - start)
+    @cached_property
+    def _sizes(self) -> Sequence[Sequence[int]]:
+        """The samples of every micro-batch, by copy."""
+        return [[stop - start for start, stop in of_copy] for of_copy in self.batches.samples]
+
+    def _cost(self, copy: int, position: int, instruction: Instruction, samples: int) -> Cost:
+        times, moved = self.times.of(instruction.chunk, copy, position, samples)
         gathers = self._gathers_s(copy, position)
         match instruction.kind:
             case Kind.FORWARD:
@@ -128,21 +133,17 @@ class StagedStep:
         link = group_link(self.cluster, group, self.crowd)
         return gather_time_s(width * max(self._held[stage]), len(group), link)
 
-    def _send(self, copy: int, position: int, instruction: Instruction) -> Cost:
-        """A value, or the gradient of one, to the position that owns the micro-batch there."""
-        there = self.batches.owners[copy][instruction.peer][instruction.micro_batch]
-        ends = (
-            self.job.seats.positions[copy][position][0],
-            self.job.seats.positions[copy][there][0],
-        )
+    def _send(
+        self, copy: int, positions: tuple[int, int], instruction: Instruction, samples: int
+    ) -> Cost:
+        """A value, or the gradient of one, from a position to another."""
+        ends = [self.job.seats.positions[copy][position][0] for position in positions]
         link = group_link(self.cluster, ends, self.senders)
         backward = instruction.kind is Kind.SEND_GRADIENT
         maker, taker = instruction.chunk, instruction.peer
         if backward:
             maker, taker = taker, maker
-        start, stop = self.batches.samples[copy][instruction.micro_batch]
-        num_bytes = self._crossing_bytes(maker, taker, stop - start, backward)
-        return Cost(send_time_s(num_bytes, link))
+        return Cost(send_time_s(self._crossing_bytes(maker, taker, samples, backward), link))
 
     def _crossing_bytes(self, maker: int, taker: int, samples: int, backward: bool) -> float:
         taken = set(self.times.chunks[taker].slice.takes)
@@ -210,7 +211,3 @@ class StagedStep:
         if keeper is not None and keeper.offload_optimizer == "cpu":
             return offloaded_update_time_s(held, states, device, self.cluster.on_cpu)
         return update_time_s(held, states, device)
-
-
-def _as_sent(instruction: Instruction) -> tuple[Kind, int, int, int]:
-    return instruction.kind, instruction.chunk, instruction.micro_batch, instruction.peer

@@ -5,7 +5,7 @@ pipeline); their instructions are the schedule's own. Owns the order; what a tas
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
 from whale_train.strategies.simulator import UPDATE, Lane, Task
@@ -154,16 +154,15 @@ class _Writer:
     ) -> None:
         actor = self.step.actors[number]
         cost = actor.cost(instruction)
-        waits = (*self.after(number), *arrived)
-        whole = Task(
-            actor.ranks, Lane.COMPUTE, cost.seconds, waits, cost.transfer_s, instruction=instruction
-        )
         pieces = self.pieces[number] if is_final else 1
-        for piece in range(pieces):
-            seconds, transfer = cost.seconds / pieces, cost.transfer_s / pieces
-            waits = whole.after if piece == 0 else self.after(number)
-            task = replace(whole, seconds=seconds, transfer_s=transfer, after=waits)
+        seconds, transfer = cost.seconds / pieces, cost.transfer_s / pieces
+        waits = (*self.after(number), *arrived)
+        for _ in range(pieces):
+            task = Task(
+                actor.ranks, Lane.COMPUTE, seconds, waits, transfer, instruction=instruction
+            )
             done = self.last[number] = self.add(task)
+            waits = (done,)
             if is_final:
                 self.ready[number].append(done)
 
