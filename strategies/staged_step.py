@@ -7,7 +7,6 @@ stands for all of them.
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from math import ceil
 
 from whale_train.strategies.cast_times import moved_bytes
 from whale_train.strategies.cost import offloaded_update_time_s, update_time_s
@@ -18,20 +17,20 @@ from whale_train.strategies.links import (
     crowd_of,
     gather_time_s,
     group_link,
-    partitioned_sum_time_s,
     send_time_s,
-    sum_time_s,
 )
-from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS, precision_bytes
+from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.stage_memory import held_elements
+from whale_train.strategies.stage_sums import gradient_sums
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staging import Staging
-from whale_train.strategies.step_tasks import PIECES, Actor, Cost, Step, Sync, costs
+from whale_train.strategies.step_tasks import Actor, Cost, Step, costs
 
 
 class StagedStep:
-    """`orders` are the instructions by copy and position."""
+    """`orders` are the instructions by copy and position; `shared` the parameters that several
+    stages hold, and which stages."""
 
     def __init__(
         self,
@@ -39,9 +38,10 @@ class StagedStep:
         times: ChunkTimes,
         batches: Batches,
         orders: Sequence[Sequence[Sequence[Instruction]]],
+        shared: Mapping[str, Sequence[int]],
     ) -> None:
         self.job, self.times, self.batches, self.orders = job, times, batches, orders
-        self.cluster = job.cluster
+        self.shared, self.cluster = shared, job.cluster
         crossing = (
             group for stage in range(len(job.form.stages)) for group in job.data_parallel(stage)
         )
@@ -73,7 +73,9 @@ class StagedStep:
         norm = all_reduce_time_s(
             4.0, len(self.cluster.devices), group_link(self.cluster, range(len(stands)))
         )
-        return Step(actors, self._syncs(chosen, numbers), norm), stands
+        held = [max(members) for members in self._held]
+        syncs = gradient_sums(self.job, held, self.shared, self.crowd, numbers)
+        return Step(actors, syncs, norm), stands
 
     def _seated(self, positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
         """Every rank's device, and its node, numbered in the order in which the copy's ranks come
@@ -160,36 +162,6 @@ class StagedStep:
         for positions in self.job.seats.positions:
             for one, other in pairwise(positions):
                 found += [(one[i % len(one)], rank) for i, rank in enumerate(other)]
-        return found
-
-    def _syncs(self, chosen: Sequence[int], numbers: Mapping[tuple[int, int], int]) -> list[Sync]:
-        """The sums of every stage's gradients over its copies."""
-        found, zero = [], self.job.zero
-        for stage in range(len(self.job.form.stages)):
-            groups = self.job.data_parallel(stage)
-            copies = len(groups[0])
-            if copies == 1:
-                continue
-            link = group_link(self.cluster, groups[0], self.crowd)
-            num_bytes = 4 * max(self._held[stage])
-            pieces = max(1, min(PIECES, ceil(num_bytes / 4 / REDUCE_BUCKET_ELEMENTS)))
-            members = tuple(
-                numbers[copy, position]
-                for copy in chosen
-                for position in self.job.seats.of_stage(stage)
-            )
-            summed = sum_time_s(self.cluster, groups[0], num_bytes, self.crowd)
-            if zero == 0:
-                found.append(Sync(members, summed, pieces, True, link.busy))
-                continue
-            gathered = gather_time_s(num_bytes, copies, link)
-            if zero == 3:
-                found.append(Sync(members, gathered, 1, False, link.busy))
-                continue
-            seconds = partitioned_sum_time_s(
-                num_bytes / 4, summed, self.cluster.devices, self.job.training.precision
-            )
-            found.append(Sync(members, seconds, 1, False, link.busy, gathered))
         return found
 
     @cached_property
