@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
+from whale_train.strategies.batch_norm_sums import batch_norm_times
 from whale_train.strategies.cast_times import moved_bytes
-from whale_train.strategies.cost import offloaded_update_time_s, update_time_s
+from whale_train.strategies.cost import Times, offloaded_update_time_s, update_time_s
 from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
 from whale_train.strategies.links import (
     Crowd,
@@ -21,6 +22,7 @@ from whale_train.strategies.links import (
 )
 from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.micro_batches import Batches
+from whale_train.strategies.pricing import part_of
 from whale_train.strategies.stage_memory import held_elements
 from whale_train.strategies.stage_sums import gradient_sums
 from whale_train.strategies.stage_times import ChunkTimes
@@ -47,6 +49,9 @@ class StagedStep:
         )
         self.crowd: Crowd = crowd_of(self.cluster, crossing)
         self.senders: Crowd = crowd_of(self.cluster, self._edges())
+        norms = job.profile.batch_norm_modules
+        self.synchronises = bool(norms) and job.training.sync_batchnorm
+        self._of_norms: dict[int, Times] = {}
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
         """The step of the copies that stand for all, and which rank stands for each. Where ranks
@@ -110,6 +115,9 @@ class StagedStep:
     def _cost(self, copy: int, position: int, instruction: Instruction) -> Cost:
         start, stop = self.batches.samples[copy][instruction.micro_batch]
         times, moved = self.times.of(instruction.chunk, copy, position, stop - start)
+        if self.synchronises:
+            norms = self._norms(instruction.chunk)
+            times, moved = times + norms, moved + norms
         gathers = self._gathers_s(copy, position)
         match instruction.kind:
             case Kind.FORWARD:
@@ -130,6 +138,29 @@ class StagedStep:
         width = precision_bytes(self.job.training.precision, self.job.zero).weights
         link = group_link(self.cluster, group, self.crowd)
         return gather_time_s(width * max(self._held[stage]), len(group), link)
+
+    def _norms(self, number: int) -> Times:
+        """The collectives of a chunk's BatchNorms over the copies of its stage."""
+        if number not in self._of_norms:
+            self._of_norms[number] = self._priced_norms(number)
+        return self._of_norms[number]
+
+    def _priced_norms(self, number: int) -> Times:
+        chunk = self.times.chunks[number]
+        groups = self.job.data_parallel(chunk.stage)
+        if chunk.head is not None:  # all members of all copies take samples of their own
+            groups = (tuple(rank for group in groups for rank in group),)
+        layouts = chunk.sharded.assignment.layouts if chunk.sharded else {}
+        found = batch_norm_times(
+            self.job.graph,
+            chunk.slice.operations,
+            len(groups[0]),
+            group_link(self.cluster, groups[0], self.crowd),
+            part_of(layouts, self.times.axes, 0),
+        )
+        if chunk.stage in self.times.recomputed:
+            found += Times(backward_input=found.forward)
+        return found
 
     def _send(self, copy: int, position: int, instruction: Instruction) -> Cost:
         """A value, or the gradient of one, to the position that owns the micro-batch there."""
