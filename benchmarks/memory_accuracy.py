@@ -11,11 +11,10 @@ missed). Before that a rank also has pages of the initial weights mapped, which 
 share; by then it has let go of them. What the same ranks take with a tiny model of the same kind
 (Python, torch, DeepSpeed, and all a rank inherits from the host that forked it) is subtracted.
 
-The ranks run under MALLOC_MMAP_THRESHOLD_, so that every block of 64 KiB and more goes back to the
-system when it is freed: what they take is what their tensors need, as on a GPU. Left to itself
-(`--kept`) glibc keeps blocks under 32 MiB for the next of their size, which saves the time to have
-them mapped anew; the holes between them are then memory of the process as well, and no plan
-foretells them.
+Holes that malloc keeps between blocks that live are memory of the process as well, and no plan
+foretells them. `--given-back` runs the ranks under MALLOC_MMAP_THRESHOLD_, so that every block of
+64 KiB and more goes back to the system when it is freed: what they then take is what their tensors
+need, as on a GPU, and steps take longer.
 """
 
 import argparse
@@ -148,7 +147,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of a run")
-    parser.add_argument("--kept", action="store_true", help="let malloc keep what is freed")
+    parser.add_argument("--given-back", action="store_true", help="have malloc leave no holes")
     options = parser.parse_args()
     rows: list[tuple[str, Mapping[str, float], float]] = []
     known: dict[tuple[tuple[str, ...], tuple[str, ...]], Mapping[int, int]] = {}
@@ -159,11 +158,13 @@ def main() -> None:
             run_dir = Path(tempfile.mkdtemp(dir=folder))
             asked = (STRATEGIES[strategy], *more)
             batched = (*MODELS[model], f"train.global_batch={batch}", *asked)
-            found = measure(batched, run_dir / "run", options.ranks, options.steps, options.kept)
+            found = measure(
+                batched, run_dir / "run", options.ranks, options.steps, options.given_back
+            )
             tiny = TINY_HUGGING_FACE if "model=hf" in MODELS[model] else TINY
             if (tiny, asked) not in known:
                 known[tiny, asked] = measure(
-                    (*tiny, *asked), run_dir / "tiny", options.ranks, TINY_STEPS, options.kept
+                    (*tiny, *asked), run_dir / "tiny", options.ranks, TINY_STEPS, options.given_back
                 )
             empty = known[tiny, asked]
             taken = max(found[rank] - empty[rank] for rank in found)
@@ -200,16 +201,16 @@ def heaviest(run_dir: Path) -> Mapping[str, float]:
 
 
 def measure(
-    asked: Sequence[str], run_dir: Path, ranks: int, steps: int, kept: bool
+    asked: Sequence[str], run_dir: Path, ranks: int, steps: int, given_back: bool
 ) -> Mapping[int, int]:
     """Run the command; the most bytes that each rank had resident after its first step. Exits
     where it fails."""
     line = [sys.executable, "-m", "whale_train.launcher.cli", *asked]
     line += ["hardware=cpu", f"hardware.devices={ranks}", f"train.steps={steps}"]
     line.append(f"hydra.run.dir={run_dir}")
-    returned = {} if kept else {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+    threshold = {"MALLOC_MMAP_THRESHOLD_": str(2**16)} if given_back else {}
     with tempfile.TemporaryFile("w+") as output:
-        environment = os.environ | returned
+        environment = os.environ | threshold
         process = subprocess.Popen(line, stdout=output, stderr=output, env=environment)
         ended, found = threading.Event(), dict[int, int]()
         looking = threading.Thread(target=watch, args=(process.pid, run_dir, ended, found))

@@ -58,22 +58,25 @@ class Findings:
         group of so many."""
         return self.once(("to cut", members), lambda: self._weights_to_cut(members))
 
-    def _weights_to_cut(self, members: int) -> tuple[int, ...]:
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """The paths of parameters that several blocks read, which several stages may hold: each
+        then has them whole, and they are summed over all their holders."""
         readers: dict[str, set[str]] = {}
         for name in self.order.operations:
             for read in (self.graph[x] for x in self.graph[name].inputs):
                 if read.target == "parameter":
                     blocks = readers.setdefault(self.likeness.paths[read.path], set())
                     blocks.add(block_of(self.graph[name].module))
+        return frozenset(path for path, blocks in readers.items() if len(blocks) > 1)
 
+    def _weights_to_cut(self, members: int) -> tuple[int, ...]:
         def is_cut(name: str) -> bool:
-            # Rows follow an input that is cut, which what enters a stage is not; and what several
-            # blocks read may be held by several stages, and then stays whole.
+            # Rows follow an input that is cut, which what enters a stage is not.
             return any(
                 min(cut.layout.pieces) >= members
                 for cut in self.likeness.cuts[name]
-                if cut.pattern != "row"
-                and len(readers.get(self.likeness.paths[cut.layout.axis], ())) < 2
+                if cut.pattern != "row" and self.likeness.paths[cut.layout.axis] not in self.tied
             )
 
         cut = [is_cut(name) for name in self.order.operations]

@@ -6,6 +6,7 @@ Ranks of equal devices and equal shares do the same at the same time: one stands
 from collections.abc import Mapping, Sequence
 from math import ceil
 
+from whale_train.strategies.batch_norm_sums import batch_norm_times
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cost import (
     Times,
@@ -74,12 +75,16 @@ class FlatStep:
 
     def _actor(self, rank: int) -> Actor:
         table, instructions = {}, []
-        gathers = self._gathers_s()
+        norms, moved = self._norms(), self._bridges_s() + self._gathers_s()
         for number, size in enumerate(self._sizes(rank)):
-            times, moved = self._times(rank, size), self._bridges_s() + gathers
+            times = self._times(rank, size)
             backward = times.backward_input + times.backward_weight
-            for kind, seconds in ((Kind.FORWARD, times.forward), (Kind.BACKWARD, backward)):
-                table[kind, 0, number] = Cost(seconds + moved, moved)
+            for kind, seconds, summed in (
+                (Kind.FORWARD, times.forward, norms.forward),
+                (Kind.BACKWARD, backward, norms.backward_input),
+            ):
+                transfers = moved + summed
+                table[kind, 0, number] = Cost(seconds + transfers, transfers)
                 instructions.append(Instruction(kind, 0, number))
         return Actor((rank,), 0, instructions, costs(table), self._update_s(rank))
 
@@ -121,6 +126,14 @@ class FlatStep:
         if self.body.zero < 3:
             return 0.0
         return gather_time_s(self.weights_bytes * self.elements, self.count, self.link)
+
+    def _norms(self) -> Times:
+        """The collectives of BatchNorm over the copies. Those of a model whose operations nobody
+        knows are left out."""
+        graph = self.profile.graph
+        if graph is None or not self.training.sync_batchnorm:
+            return Times()
+        return batch_norm_times(graph, graph.by_name, self.count, self.link)
 
     def _bridges_s(self) -> float:
         """What crosses to a split head and back, for a forward or a backward."""

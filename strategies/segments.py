@@ -71,7 +71,7 @@ class Segments:
         return _through(one, two)
 
     def elements(self, first: int, last: int) -> float:
-        """Trained parameters that the segments are the first to read."""
+        """Trained parameters that the segments read, and no others do."""
         return self._elements[last] - self._elements[first]
 
     def most_elements(self, first: int, last: int) -> float:
@@ -133,7 +133,7 @@ class Segments:
     @cached_property
     def _elements(self) -> Sequence[float]:
         order, profile = self.findings.order, self.findings.profile
-        known = set(profile.unused_parameters)
+        known = {*profile.unused_parameters, *self.findings.tied}
         found = []
         for first, last in pairwise(order.places):
             own = 0

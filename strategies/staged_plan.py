@@ -87,7 +87,7 @@ def written(
 
 def simulated_step(job: Staging, decided: Decided) -> Simulated:
     """The step on the devices of `job`."""
-    priced = StagedStep(job, decided.times, decided.batches, decided.orders)
+    priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.shared)
     return simulated(*priced.step(), job.cluster, job.training.global_batch)
 
 

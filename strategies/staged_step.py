@@ -6,10 +6,10 @@ stands for all of them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from math import ceil
 
+from whale_train.strategies.batch_norm_sums import batch_norm_times
 from whale_train.strategies.cast_times import moved_bytes
-from whale_train.strategies.cost import offloaded_update_time_s, update_time_s
+from whale_train.strategies.cost import Times, offloaded_update_time_s, update_time_s
 from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
 from whale_train.strategies.links import (
     Crowd,
@@ -17,20 +17,21 @@ from whale_train.strategies.links import (
     crowd_of,
     gather_time_s,
     group_link,
-    partitioned_sum_time_s,
     send_time_s,
-    sum_time_s,
 )
-from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS, precision_bytes
+from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.micro_batches import Batches
+from whale_train.strategies.pricing import part_of
 from whale_train.strategies.stage_memory import held_elements
+from whale_train.strategies.stage_sums import gradient_sums
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staging import Staging
-from whale_train.strategies.step_tasks import PIECES, Actor, Cost, Step, Sync
+from whale_train.strategies.step_tasks import Actor, Cost, Step
 
 
 class StagedStep:
-    """`orders` are the instructions by copy and position."""
+    """`orders` are the instructions by copy and position; `shared` the parameters that several
+    stages hold, and which stages."""
 
     def __init__(
         self,
@@ -38,14 +39,18 @@ class StagedStep:
         times: ChunkTimes,
         batches: Batches,
         orders: Sequence[Sequence[Sequence[Instruction]]],
+        shared: Mapping[str, Sequence[int]],
     ) -> None:
         self.job, self.times, self.batches, self.orders = job, times, batches, orders
-        self.cluster = job.cluster
+        self.shared, self.cluster = shared, job.cluster
         crossing = (
             group for stage in range(len(job.form.stages)) for group in job.data_parallel(stage)
         )
         self.crowd: Crowd = crowd_of(self.cluster, crossing)
         self.senders: Crowd = crowd_of(self.cluster, job.seats.edges())
+        norms = job.profile.batch_norm_modules
+        self.synchronises = bool(norms) and job.training.sync_batchnorm
+        self._of_norms: dict[int, Times] = {}
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
         """The step of the copies that stand for all, and which rank stands for each. Where ranks
@@ -72,7 +77,9 @@ class StagedStep:
         norm = all_reduce_time_s(
             4.0, len(self.cluster.devices), group_link(self.cluster, range(len(stands)))
         )
-        return Step(actors, self._syncs(chosen, numbers), norm), stands
+        held = [max(members) for members in self._held]
+        syncs = gradient_sums(self.job, held, self.shared, self.crowd, numbers)
+        return Step(actors, syncs, norm), stands
 
     def _seated(self, positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
         """Every rank's device, and its node, numbered in the order in which the copy's ranks come
@@ -112,6 +119,9 @@ class StagedStep:
 
     def _cost(self, copy: int, position: int, instruction: Instruction, samples: int) -> Cost:
         times, moved = self.times.of(instruction.chunk, copy, position, samples)
+        if self.synchronises:
+            norms = self._norms(instruction.chunk)
+            times, moved = times + norms, moved + norms
         gathers = self._gathers_s(copy, position)
         match instruction.kind:
             case Kind.FORWARD:
@@ -133,6 +143,29 @@ class StagedStep:
         link = group_link(self.cluster, group, self.crowd)
         return gather_time_s(width * max(self._held[stage]), len(group), link)
 
+    def _norms(self, number: int) -> Times:
+        """The collectives of a chunk's BatchNorms over the copies of its stage."""
+        if number not in self._of_norms:
+            self._of_norms[number] = self._priced_norms(number)
+        return self._of_norms[number]
+
+    def _priced_norms(self, number: int) -> Times:
+        chunk = self.times.chunks[number]
+        groups = self.job.data_parallel(chunk.stage)
+        if chunk.head is not None:  # all members of all copies take samples of their own
+            groups = (tuple(rank for group in groups for rank in group),)
+        layouts = chunk.sharded.assignment.layouts if chunk.sharded else {}
+        found = batch_norm_times(
+            self.job.graph,
+            chunk.slice.operations,
+            len(groups[0]),
+            group_link(self.cluster, groups[0], self.crowd),
+            part_of(layouts, self.times.axes, 0),
+        )
+        if chunk.stage in self.times.recomputed:
+            found += Times(backward_input=found.forward)
+        return found
+
     def _send(
         self, copy: int, positions: tuple[int, int], instruction: Instruction, samples: int
     ) -> Cost:
@@ -153,36 +186,6 @@ class StagedStep:
             if name in taken and (not backward or "float" in operation.dtype):
                 total += moved_bytes(self.job.graph, name, samples, self.job.training.precision)
         return total
-
-    def _syncs(self, chosen: Sequence[int], numbers: Mapping[tuple[int, int], int]) -> list[Sync]:
-        """The sums of every stage's gradients over its copies."""
-        found, zero = [], self.job.zero
-        for stage in range(len(self.job.form.stages)):
-            groups = self.job.data_parallel(stage)
-            copies = len(groups[0])
-            if copies == 1:
-                continue
-            link = group_link(self.cluster, groups[0], self.crowd)
-            num_bytes = 4 * max(self._held[stage])
-            pieces = max(1, min(PIECES, ceil(num_bytes / 4 / REDUCE_BUCKET_ELEMENTS)))
-            members = tuple(
-                numbers[copy, position]
-                for copy in chosen
-                for position in self.job.seats.of_stage(stage)
-            )
-            summed = sum_time_s(self.cluster, groups[0], num_bytes, self.crowd)
-            if zero == 0:
-                found.append(Sync(members, summed, pieces, True, link.busy))
-                continue
-            gathered = gather_time_s(num_bytes, copies, link)
-            if zero == 3:
-                found.append(Sync(members, gathered, 1, False, link.busy))
-                continue
-            seconds = partitioned_sum_time_s(
-                num_bytes / 4, summed, self.cluster.devices, self.job.training.precision
-            )
-            found.append(Sync(members, seconds, 1, False, link.busy, gathered))
-        return found
 
     @cached_property
     def _held(self) -> Sequence[Sequence[float]]:

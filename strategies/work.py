@@ -158,6 +158,8 @@ class Works:
             share = min(part(name) for name in (operation.name, *operation.inputs))
             if kind is Kind.PRODUCT and not weights:
                 of_weight = gradient and len(others) > 1  # the other factor's, which costs as much
+            elif _short(operation) in _RECURRENT:
+                of_input = gradient  # of the hidden states, whoever reads what it was given
         elif kind is Kind.LOOKUP:
             traffic = result.times(2)
             if gradient:  # of the whole table, most of it nothing
@@ -238,9 +240,11 @@ _VIEWS = _TURNING | _CASTS | _SPREADING | _TAKING_PART | _names(
     "contiguous sym_size"
 )  # fmt: skip
 _WIDTHS = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
+# Products with what they made of the step before, all steps and layers as one operation.
+_RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 _OF_KIND = {
     Kind.PRODUCT: "linear addmm matmul mm bmm baddbmm einsum _grouped_mm grouped_mm "
-                  "grouped_mm_fallback",
+                  "grouped_mm_fallback " + " ".join(_RECURRENT),
     Kind.CONVOLUTION: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
     Kind.ATTENTION: "scaled_dot_product_attention",
     Kind.FUNCTION: "silu sigmoid softplus mish elu hardswish exp log log1p erf sin cos",

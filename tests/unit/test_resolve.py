@@ -90,13 +90,18 @@ def in_node_sum_s(elements: int) -> float:
     return 2 * (3 * 5.7e-6 + 4 * elements / 15.75e9)
 
 
+def batch_norm_s() -> tuple[float, float]:
+    """Of four channels: nine fp64 numbers of every rank forward, and eight fp32 ones backward."""
+    return ring_s(16 * 9 * 8), SMALL_SUM_S + 2 * 8 * 4 / NETWORK_BYTES_S
+
+
 def test_its_prediction() -> None:
     predicted = resolve(shipped("dp"), at_peak(mixed()), classifier(), training()).predicted
     # Forward, and the gradients of a product's two factors, but not of the samples. Both kinds of
     # device end together.
     compute_s = (2 * 64 + 3 * 80) * 157 / 15.7e12
     elements = 4 * 8 + 4 + 4 + 4 + 10 * 4 + 10
-    sums_s = in_node_sum_s(elements) + SMALL_SUM_S + 2 * 4 / NETWORK_BYTES_S
+    sums_s = in_node_sum_s(elements) + SMALL_SUM_S + 2 * 4 / NETWORK_BYTES_S + sum(batch_norm_s())
     update_s = 4 * elements * 4 / 732e9  # of the P100s, whose memory is slower
     assert predicted.compute_s == pytest.approx(compute_s, rel=1e-9)
     assert predicted.communication_s == pytest.approx(sums_s, rel=1e-9)
@@ -144,13 +149,13 @@ def test_a_split_head_on_the_mixed_cluster() -> None:
     )
     # Compute and momentum's traffic of rank 0; the features [2000, 4] gathered and scattered back
     # in rings, the backbone's gradients summed inside of nodes, which takes longer than between the
-    # two, and their norm in a tree of all.
+    # two, their norm in a tree of all, and what BatchNorm exchanges.
     compute_s = (2 * 64 * 157 + 3 * 800_000 * 2000 * 0.0785) / 15.7e12
     update_s = 4 * (44 + 7850 * 5) * 6 / 900e9
     predicted = plan.predicted
     assert predicted.compute_s == pytest.approx(compute_s, rel=1e-9)
     assert predicted.optimizer_s == pytest.approx(update_s, rel=1e-9)
-    sums_s = in_node_sum_s(44) + SMALL_SUM_S + 2 * 4 / NETWORK_BYTES_S
+    sums_s = in_node_sum_s(44) + SMALL_SUM_S + 2 * 4 / NETWORK_BYTES_S + sum(batch_norm_s())
     assert predicted.communication_s == pytest.approx(sums_s + 2 * ring_s(4 * 2000 * 4), rel=1e-9)
 
 

@@ -42,6 +42,23 @@ def test_a_product_moves_its_factors_and_its_result() -> None:
     assert only(sketched(), "up") == [(Work(Kind.PRODUCT, 192.0, moved, None, True, True), 1)]
 
 
+def test_a_recurrent_layer_is_its_products() -> None:
+    """Three steps of [B, 3, 4] into hidden states of 5, four gates each."""
+    sketch = Sketch()
+    sketch.input("x", "B 3 4", "float32")
+    sketch.parameter("cell.weight_ih", "20 4")
+    sketch.parameter("cell.weight_hh", "20 5")
+    sketch.call("start", "zeros.default", shape="1 B 5")
+    weights, flops = ("cell_weight_ih", "cell_weight_hh"), 2.0 * 3 * 20 * (4 + 5)
+    arguments = ("x", ("start", "start"), weights, False, 1, 0.0, True, False, True)
+    sketch.call("lstm", "lstm.input", *arguments, shape=None, flops=flops)
+    sketch.call("made", "getitem", "lstm", 0, shape="B 3 5")
+    moved = Traffic(20 * (4 + 5) * F32, (3 * 4 + 5) * F32)
+    # What it is given has no gradient; what it made of the step before has one.
+    work = Work(Kind.PRODUCT, flops, moved, None, True, True)
+    assert only(sketch.graph("made"), "lstm") == [(work, 1)]
+
+
 def test_a_part_moves_in_the_backward_only() -> None:
     half, *_ = only(sketched(), "half")
     assert half == (Work(Kind.VIEW, 0.0, Traffic(), Traffic(0, 24 * F32), True, False), 1)
