@@ -23,7 +23,7 @@ from whale_train.strategies.grammar import Strategy, read_strategy
 from whale_train.strategies.plan import Decision
 from whale_train.strategies.resolve import consider
 from whale_train.strategies.sharing import Training
-from whale_train.strategies.space import Arrangement, Batched, Candidate, Space
+from whale_train.strategies.space import Batched, Candidate, Opening, Space
 
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _TRIED = 4  # of a family at first, until one of them can be
@@ -118,7 +118,7 @@ class _Search:
         self.training, self.space, self.clock = training, space, clock
         self.bounds = Bounds(findings, cluster, training, asked.balance)
         self.families: defaultdict[str, _Family] = defaultdict(_Family)
-        self.waiting: list[tuple[float, int, Arrangement | Batched | Candidate]] = []
+        self.waiting: list[tuple[float, int, Opening | Batched | Candidate]] = []
         self.numbers = count()
         self.best: tuple[Candidate, Considered] | None = None
         self.best_s = inf
@@ -128,8 +128,8 @@ class _Search:
         """The search; None where nothing fits."""
         limit = self.asked.time_limit_s
         end = inf if limit is None else self.clock() + limit
-        for shape in self.space.arrangements():
-            self.push(self.bounds.least_of(shape), shape)
+        for opening in self.space.openings():
+            self.push(self.bounds.least_of(opening), opening)
         self.try_each_family()
         while self.waiting and self.waiting[0][0] < self.best_s * _SAME:
             if self.best is not None and self.clock() > end:
@@ -141,15 +141,15 @@ class _Search:
                 self.open(item, bound)
         return self.found() if self.best is not None else None
 
-    def push(self, bound: float, item: Arrangement | Batched | Candidate) -> None:
+    def push(self, bound: float, item: Opening | Batched | Candidate) -> None:
         heapq.heappush(self.waiting, (bound, next(self.numbers), item))
 
     def try_each_family(self) -> None:
         """Resolve the most promising candidate of every family of copies that follow each other:
         what one would write by hand is looked at even where there is no time for more."""
         batched: defaultdict[str, list[tuple[float, Batched]]] = defaultdict(list)
-        for shape in self.space.arrangements():
-            for each in self.space.batched(shape) if not shape.by_kind else ():
+        for opening in self.space.openings():
+            for each in self.space.batched(opening) if not opening.arrangement.by_kind else ():
                 batched[each.family].append((self.bounds.least_of_batched(each), each))
         promising: defaultdict[str, list[tuple[float, Candidate]]] = defaultdict(list)
         for listed in batched.values():
@@ -164,9 +164,9 @@ class _Search:
                     break
                 self.resolve(candidate)
 
-    def open(self, item: Arrangement | Batched, bound: float) -> None:
+    def open(self, item: Opening | Batched, bound: float) -> None:
         """What there is in it to choose from."""
-        if isinstance(item, Arrangement):
+        if isinstance(item, Opening):
             for each in self.space.batched(item):
                 self.push(max(bound, self.bounds.least_of_batched(each)), each)
             return

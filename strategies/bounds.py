@@ -17,8 +17,9 @@ from whale_train.strategies.findings import Findings
 from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS, precision_bytes
 from whale_train.strategies.segments import Line, Segments
 from whale_train.strategies.sharing import Training
-from whale_train.strategies.space import Arrangement, Batched, Candidate, Part
+from whale_train.strategies.space import Arrangement, Batched, Candidate, Opening, Part
 from whale_train.strategies.stage_ends import PieceTimes, StageOf, done_together_s, ends_of
+from whale_train.strategies.stage_shares import cut_s, spread_s
 from whale_train.strategies.step_tasks import PIECES
 
 _UNSUMMED = 1 - 1 / PIECES  # of a backward, the part in which it has gradients that are not summed
@@ -35,6 +36,8 @@ class Bounds:
     _known: dict[object, Sequence["_End"]] = field(default_factory=dict)
     _pieces: dict[object, PieceTimes] = field(default_factory=dict)
     _rooms: dict[tuple[int, str], float] = field(default_factory=dict)
+    _costs: dict[object, list[float]] = field(default_factory=dict)
+    _serials: dict[object, float] = field(default_factory=dict)
 
     # --- Memory ---
 
@@ -58,10 +61,11 @@ class Bounds:
 
     # --- Time ---
 
-    def least_of(self, shape: Arrangement) -> float:
-        """Seconds that no candidate of `shape` is faster than, whatever the cut and the number of
+    def least_of(self, opening: Opening) -> float:
+        """Seconds that no candidate of it is faster than, whatever the cut and the number of
         micro-batches."""
-        copies, alone = self.arranged.copies(shape), shape.stages == 1
+        shape, copies = opening.arrangement, self.arranged.copies(opening.arrangement)
+        alone = shape.stages == 1
         elements = self._elements(without_head=alone)
         holders = shape.copies * shape.widest
         update = self._update_s(elements / (shape.stages * shape.shards * holders))
@@ -73,22 +77,49 @@ class Bounds:
                 for each, line in zip(copies, lines, strict=True)
             ]
             return done_together_s(self.training.global_batch, ends) + update
-        samples = self.training.global_batch / shape.copies
-        parts = [part for part in shape.parts for _ in range(part.stages)]
-        wholes = self.segments.comparable_s(copies[0].devices, shape.shards, samples)
-        speed, summed = 0.0, inf
-        for part, whole, device in zip(parts, wholes, copies[0].devices, strict=True):
-            # Of two micro-batches or more, and one for each copy; one goes through all stages.
-            line = self.segments.whole(device, shape.shards)
-            backward = 1 - min(
-                times.forward / times.total for times in (line.fixed, line.each) if times.total
+        costs = [self._until(shape, part) for part in shape.parts]
+        stages = [number for number, part in enumerate(shape.parts) for _ in range(part.stages)]
+        least = spread_s(costs, stages)
+        if opening.rounds == 1:
+            least = cut_s(costs, stages, least)
+        if shape.widest == 1:  # a sole micro-batch goes through all stages
+            least = min(least, self._serial_s(shape))
+        return least + update
+
+    def _serial_s(self, shape: Arrangement) -> float:
+        """Of all samples of a copy through all segments, each where that takes the least; gradients
+        of weights may be made meanwhile."""
+        samples = -(-self.training.global_batch // shape.copies)
+        devices = [self.arranged.devices(shape, part)[0] for part in shape.parts]
+        key = (samples, shape.shards, *map(id, devices))
+        if key not in self._serials:
+            listed = (self.segments.until(device, shape.shards) for device in devices)
+            times = [[line.at(samples) for line, _ in each] for each in listed]
+            inputs = [[x.total - x.backward_weight for x in each] for each in times]
+            self._serials[key] = sum(
+                min(until[i + 1] - until[i] for until in inputs) for i in range(self.segments.count)
             )
-            own = (1 / part.copies - _UNSUMMED * backward / max(2, part.copies)) * whole
-            speed += 1 / own
-            summed = min(summed, 2 * self._gather_s(shape, part, elements) / own)
-        # However work and parameters lie: stages weighed by how fast they are, the sum of what they
-        # take is at least that of all work, and of all sums where these are the least beside it.
-        return min((1 + summed) / speed, min(wholes)) + update
+        return self._serials[key]
+
+    def _until(self, shape: Arrangement, part: Part) -> list[float]:
+        """What a stage of a part takes of all segments before each place, and of the sums of their
+        gradients but for what its last backward hides."""
+        key = (shape.copies, part, shape.devices)
+        if key not in self._costs:
+            samples = -(-self.training.global_batch // shape.copies)
+            pieces, device = max(2, part.copies), self.arranged.devices(shape, part)[0]
+            summed, large = 2 * self._gather_s(shape, part, 1.0), -(-samples // pieces)
+            found, before, sums = [0.0], 0.0, 0.0
+            for line, elements in self.segments.until(device, shape.shards)[1:]:
+                last = line.at(large)
+                hidden = _UNSUMMED * (last.total - last.forward)
+                work = pieces * line.fixed.total + samples * line.each.total
+                seen = work / part.copies - hidden
+                # No segment hides more than it takes.
+                found.append(found[-1] + max(0.0, seen - before) + summed * (elements - sums))
+                before, sums = seen, elements
+            self._costs[key] = found
+        return self._costs[key]
 
     def least_of_batched(self, batched: Batched) -> float:
         """Seconds that no candidate of these is faster than: with gradients of weights that may

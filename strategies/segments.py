@@ -50,7 +50,6 @@ class Segments:
     findings: Findings
     cluster: Cluster
     _sums: dict[tuple[int, int], Sequence[Line]] = field(default_factory=dict)
-    _split: dict[tuple[int, int], tuple[Line, Sequence[Line]]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -93,37 +92,9 @@ class Segments:
         position = {name: n for n, name in enumerate(operations) if name in graph.trained}
         return [[position[x] for x in graph[name].inputs if x in position] for name in operations]
 
-    def comparable_s(
-        self, devices: Sequence[Device], shards: int, samples: float
-    ) -> Sequence[float]:
-        """Seconds of a micro-batch of the model on each of `devices`, were they all as much faster
-        than another as they are on repeated blocks: what else there is counts where it takes the
-        least, beside these."""
-        kinds = {id(device): device for device in devices}
-        parts = {key: self._parts(device, shards) for key, device in kinds.items()}
-        blocks = {key: of[0].at(samples).total for key, of in parts.items()}
-        if not all(blocks.values()):
-            return [min(self.whole(d, shards).at(samples).total for d in kinds.values())] * len(
-                devices
-            )
-        beside = sum(
-            min(
-                line.at(samples).total / block
-                for line, block in zip(lines, blocks.values(), strict=True)
-            )
-            for lines in zip(*(others for _, others in parts.values()), strict=True)
-        )
-        return [blocks[id(device)] * (1 + beside) for device in devices]
-
-    def _parts(self, device: Device, shards: int) -> tuple[Line, Sequence[Line]]:
-        """Of all repeated blocks, and of every other segment."""
-        key = (id(device), shards)
-        if key not in self._split:
-            lines = [self.line(device, shards, n, n + 1) for n in range(self.count)]
-            pairs = list(zip(self._blocks, lines, strict=True))
-            blocks = sum((line for name, line in pairs if is_repeated(name)), Line())
-            self._split[key] = (blocks, [line for name, line in pairs if not is_repeated(name)])
-        return self._split[key]
+    def until(self, device: Device, shards: int) -> Sequence[tuple[Line, float]]:
+        """Before each place, what all segments take, and how many parameters they alone train."""
+        return list(zip(self._lines(device, shards), self._elements, strict=True))
 
     @cached_property
     def _blocks(self) -> Sequence[str]:

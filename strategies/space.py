@@ -154,9 +154,22 @@ class Candidate:
 
 
 @dataclass(frozen=True, order=True)
+class Opening:
+    """The candidates of an arrangement that cut the model alike: those of interleaved stages
+    (`rounds` 2), or all others."""
+
+    arrangement: Arrangement
+    rounds: int = 1
+
+    @property
+    def family(self) -> str:
+        """What they are compared as, as far as it says."""
+        return self.arrangement.family
+
+
+@dataclass(frozen=True, order=True)
 class Batched:
-    """The candidates of an arrangement that cut its samples into as many micro-batches, and the
-    model alike: those of interleaved stages (`rounds` 2), or all others."""
+    """Those of an opening that cut its samples into as many micro-batches (0: none)."""
 
     arrangement: Arrangement
     micro_batches: int
@@ -200,18 +213,20 @@ class Space:
                 found |= dict.fromkeys(self._by_kind(devices, kinds))
         yield from found
 
-    def batched(self, arrangement: Arrangement) -> Iterator[Batched]:
-        """The ways to cut its samples, and its model."""
-        alone = arrangement.stages == 1
-        if alone and arrangement.widest == 1 and arrangement.copies <= self.global_batch:
-            yield Batched(arrangement, 0)
-        if not self.exported:
-            return
-        interleaved = not alone and VIRTUAL_STAGES * arrangement.stages <= self.places
-        for micro_batches in self._micro_batches(arrangement):
-            yield Batched(arrangement, micro_batches)
-            if interleaved:
-                yield Batched(arrangement, micro_batches, VIRTUAL_STAGES)
+    def openings(self) -> Iterator[Opening]:
+        """Of every arrangement."""
+        for shape in self.arrangements():
+            yield Opening(shape)
+            if 1 < shape.stages <= self.places // VIRTUAL_STAGES and self.exported:
+                yield Opening(shape, VIRTUAL_STAGES)
+
+    def batched(self, opening: Opening) -> Iterator[Batched]:
+        """The ways to cut its samples."""
+        shape = opening.arrangement
+        if shape.stages == shape.widest == 1 and shape.copies <= self.global_batch:
+            yield Batched(shape, 0)
+        for micro_batches in self._micro_batches(shape) if self.exported else ():
+            yield Batched(shape, micro_batches, opening.rounds)
 
     def candidates(self, batched: Batched) -> Iterator[Candidate]:
         """Every candidate of those."""

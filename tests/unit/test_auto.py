@@ -45,19 +45,20 @@ def everything(
     """Every candidate that can be: what it is bounded by, and the seconds of its step."""
     findings = Findings(profile, train.precision)
     space, bounds = space_of(devices, findings, train), Bounds(findings, devices, train)
-    for shape in space.arrangements():
+    for opening in space.openings():
         for batched, candidate in (
             (each, candidate)
-            for each in space.batched(shape)
+            for each in space.batched(opening)
             for candidate in space.candidates(each)
         ):
-            strategy = strategy_of({"devices": shape.devices, "graph": candidate.graph()})
+            used = candidate.arrangement.devices
+            strategy = strategy_of({"devices": used, "graph": candidate.graph()})
             try:
                 step = consider(strategy, devices, findings, train).step
             except PlanError:
                 continue
             assert bounds.shortfall_bytes(candidate) <= 0, candidate.described
-            bound = (bounds.least_of(shape), bounds.least_of_batched(batched))
+            bound = (bounds.least_of(opening), bounds.least_of_batched(batched))
             yield candidate, max(*bound, bounds.least(candidate)), step.spans.seconds
 
 
