@@ -265,11 +265,14 @@ class Bounds:
         """Seconds in which fp32 values, as many as parameters of a stage of `part`, are gathered
         over the copies that hold them, once a node: half of an all-reduce. On its way out of a
         node that shares with the groups of all else the node holds."""
-        members, held = shape.copies * part.copies, shape.copies * part.width
+        members, least = shape.copies * part.copies, self._least_in_node
         num_bytes, bandwidth = 4 * elements / shape.shards, self._fastest_link.bandwidth_bytes_s
-        if shape.copies > 1 and held > self._most_in_node:
+        # Members follow each other within a stage, and at the distance of a copy beyond.
+        apart = part.width if shape.copies > 1 else part.shards
+        held = apart * (shape.copies if shape.copies > 1 else part.copies)
+        if members > 1 and held > self._most_in_node:
             members = min(members, ceil(held / self._most_in_node))
-            crowd = max(1.0, min(part.width, self._least_in_node) / part.copies)
+            crowd = max(1.0, min(part.shards, least), min(part.width, least) / part.copies)
             bandwidth = self.cluster.network.bandwidth_bytes_s / crowd
         return num_bytes * (members - 1) / members / bandwidth
 
