@@ -27,6 +27,7 @@ from whale_train.strategies.space import Batched, Candidate, Opening, Space
 
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _TRIED = 4  # of a family at first, until one of them can be
+_SEEN = 2  # of stages by kind of device at first, for each number of copies and of shards
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class _Search:
         for opening in self.space.openings():
             self.push(self.bounds.least_of(opening), opening)
         self.try_each_family()
+        self.try_each_width(end)
         while self.waiting and self.waiting[0][0] < self.best_s * _SAME:
             if self.best is not None and self.clock() > end:
                 break
@@ -163,6 +165,29 @@ class _Search:
                 if self.families[name].best_s < inf or least >= self.best_s * _SAME:
                     break
                 self.resolve(candidate)
+
+    def try_each_width(self, end: float) -> None:
+        """Resolve, of pipelines by kind of device, the most promising of those with as many copies
+        and shards. The least bound of all promises little, as bounds leave out what stages on
+        unlike devices wait for: under 1F1B they wait for most."""
+        promising: defaultdict[tuple[int, int], list[tuple[float, Candidate]]] = defaultdict(list)
+        for _, _, item in self.waiting:
+            if not isinstance(item, Opening) or not item.arrangement.by_kind or item.rounds > 1:
+                continue
+            if self.clock() > end:
+                return
+            several = list(self.space.batched(item))
+            number = several[2 * len(several) // 3].micro_batches if several else 0
+            asked = Candidate(item.arrangement, number)
+            if several and self.bounds.shortfall_bytes(asked) <= 0:
+                shape = asked.arrangement
+                promising[shape.copies, shape.shards].append((self.bounds.least(asked), asked))
+        listed = [pair for each in promising.values() for pair in heapq.nsmallest(_SEEN, each)]
+        for least, asked in sorted(listed):
+            waits = replace(asked, schedule="zero_bubble")
+            if self.clock() > end or min(least, self.bounds.least(waits)) >= self.best_s * _SAME:
+                continue
+            self.resolve(waits)
 
     def open(self, item: Opening | Batched, bound: float) -> None:
         """What there is in it to choose from."""
