@@ -152,7 +152,7 @@ def balanced(
                 time = stage_time(stage, first, last)
                 if choice is not None and time > choice[0][0]:
                     break  # an earlier beginning only makes this stage longer
-                if before is None or time == inf or not allowed(stage, first, last):
+                if before is None or time == inf or (wanted and not allowed(stage, first, last)):
                     continue
                 crossing = before[0][1] + order.bytes_crossing[first]
                 score = (max(before[0][0], time), crossing)
