@@ -1,11 +1,11 @@
 """How fast this machine's devices compute and its links carry: `mode=calibrate`, on the ranks.
 
 Every rank measures at once, as it will compute beside the others; what is kept is the median of
-theirs. What is run to measure computing is `probes.py`'s.
+theirs. What is run to measure computing is `probes.py`'s, and to measure ZeRO
+`partition_probes.py`'s.
 """
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -16,9 +16,11 @@ import torch
 from torch import distributed as dist
 
 from whale_train.runtime import shared_memory
+from whale_train.runtime.clock import agreed, now
 from whale_train.runtime.engine import autocast
 from whale_train.runtime.norms import total_norm
 from whale_train.runtime.optimizers import MakeOptimizer
+from whale_train.runtime.partition_probes import partition_kernels
 from whale_train.runtime.probes import Probe, probes
 from whale_train.strategies.cluster import Kernel, Link, Roofline
 from whale_train.strategies.work import BY_FLOPS, Kind
@@ -45,12 +47,13 @@ def calibrate(
     kernels = measured_kernels(listed, device, precision, dist.barrier)
     update = _update(device, optimizer)
     kernels[Kind.UPDATE] = Kernel(update, update)
-    everyones: list[dict[Kind, Kernel]] = [{} for _ in range(ranks)]
-    dist.all_gather_object(everyones, kernels)
     link = memory = None
     if ranks > 1:
         link = measured_link(dist.group.WORLD, device, carried_by_waiting=False)
         memory = _shared_memory_link(device)
+        kernels |= partition_kernels(device, precision, link, update)
+    everyones: list[dict[Kind, Kernel]] = [{} for _ in range(ranks)]
+    dist.all_gather_object(everyones, kernels)
     if dist.get_rank() == 0:
         found = {
             "threads": torch.get_num_threads() if device.type == "cpu" else 0,
@@ -113,10 +116,10 @@ def _all_reduce_s(
     taken = []
     for _ in range(times + 2):
         dist.barrier()
-        started = _now(device)
+        started = now(device)
         dist.all_reduce(value, group=group)
-        taken.append(_now(device) - started)
-    return _agreed(median(taken[2:]))
+        taken.append(now(device) - started)
+    return agreed(median(taken[2:]))
 
 
 def _busy(group: dist.ProcessGroup | None, device: torch.device, transfer_s: float) -> float:
@@ -126,13 +129,13 @@ def _busy(group: dist.ProcessGroup | None, device: torch.device, transfer_s: flo
     transfers = 4
 
     def computing(products: int) -> float:
-        started = _now(device)
+        started = now(device)
         for _ in range(products):
             factor.mm(factor)
-        return _now(device) - started
+        return now(device) - started
 
     computing(4)
-    products = max(4, int(_agreed(1.5 * transfers * transfer_s / (computing(8) / 8))))
+    products = max(4, int(agreed(1.5 * transfers * transfer_s / (computing(8) / 8))))
     extra = []
     for _ in range(_REPEATS):
         dist.barrier()
@@ -144,13 +147,7 @@ def _busy(group: dist.ProcessGroup | None, device: torch.device, transfer_s: flo
             assert work is not None
             work.wait()
         extra.append((beside - alone) / (transfers * transfer_s))
-    return _agreed(min(1.0, max(0.0, median(extra))))
-
-
-def _agreed(figure: float) -> float:
-    figures: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(figures, figure)
-    return median(figures)
+    return agreed(min(1.0, max(0.0, median(extra))))
 
 
 def _update(device: torch.device, make: MakeOptimizer) -> Roofline:
@@ -165,10 +162,10 @@ def _update(device: torch.device, make: MakeOptimizer) -> Roofline:
         for _ in range(_REPEATS + 1):
             for parameter in parameters:
                 parameter.grad = torch.randn_like(parameter)
-            started = _now(device)
+            started = now(device)
             total_norm([p.grad for p in parameters if p.grad is not None])
             optimizer.step()
-            taken.append(_now(device) - started)
+            taken.append(now(device) - started)
         first = parameters[0]
         kept = optimizer.state[first].values()
         states = sum(torch.is_tensor(x) and x.shape == first.shape for x in kept)
@@ -218,26 +215,20 @@ def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[flo
     for _ in range(_RUNS + 1):
         for tensor in (value, *held):
             tensor.grad = None
-        started = _now(device)
+        started = now(device)
         result = value
         with autocast(precision, device):
             for i in range(probe.length):
                 result = probe.step(result, i, held)
-        between = _now(device)
+        between = now(device)
         gradient = torch.ones_like(result)
-        begun = _now(device)
+        begun = now(device)
         torch.autograd.backward([result], [gradient])
-        ended = _now(device)
+        ended = now(device)
         forward.append((between - started) / probe.length)
         backward.append((ended - begun) / probe.length)
         del result
     return forward[1:], backward[1:]  # the first run pays for what libraries set up
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _kernel(kind: Kind, measured: Sequence[Measured]) -> Kernel:
