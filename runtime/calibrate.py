@@ -44,13 +44,23 @@ def calibrate(
     of `Calibration`'s fields but for the device's name. `chosen` are the probes (None: all)."""
     ranks = dist.get_world_size()
     listed = list(probes()) if chosen is None else chosen
+    links, memories = list[Link](), list[Link]()
+    shared = _shared_memory_group()
+
+    def look_at_links() -> None:
+        if ranks > 1:
+            links.append(measured_link(dist.group.WORLD, device, carried_by_waiting=False))
+        if shared is not None:
+            memories.append(measured_link(shared, device, carried_by_waiting=True))
+
+    look_at_links()
     kernels = measured_kernels(listed, device, precision, dist.barrier)
+    look_at_links()
     update = _update(device, optimizer)
     kernels[Kind.UPDATE] = Kernel(update, update)
-    link = memory = None
-    if ranks > 1:
-        link = measured_link(dist.group.WORLD, device, carried_by_waiting=False)
-        memory = _shared_memory_link(device)
+    look_at_links()
+    link, memory = _median_link(links), _median_link(memories)
+    if link is not None:
         kernels |= partition_kernels(device, precision, link, update)
     everyones: list[dict[Kind, Kernel]] = [{} for _ in range(ranks)]
     dist.all_gather_object(everyones, kernels)
@@ -70,15 +80,26 @@ def calibrate(
         (run_dir / RESULT).write_text(json.dumps(found, indent=1) + "\n")
 
 
-def _shared_memory_link(device: torch.device) -> Link | None:
-    """That of shard groups, where all ranks can share memory."""
+def _shared_memory_group() -> dist.ProcessGroup | None:
+    """As shard groups have it, where all ranks can share memory."""
     ranks = dist.get_world_size()
     homes: list[str | None] = [None] * ranks
     dist.all_gather_object(homes, shared_memory.home())
-    if dist.get_backend() != "gloo" or homes[0] is None or len(set(homes)) > 1:
+    if ranks == 1 or dist.get_backend() != "gloo" or homes[0] is None or len(set(homes)) > 1:
         return None
-    group = shared_memory.new_group(list(range(ranks)), timedelta(minutes=5), "calibrate")
-    return measured_link(group, device, carried_by_waiting=True)
+    return shared_memory.new_group(list(range(ranks)), timedelta(minutes=5), "calibrate")
+
+
+def _median_link(links: Sequence[Link]) -> Link | None:
+    """Of one measured several times, some time apart."""
+    if not links:
+        return None
+    return Link(
+        links[0].name,
+        median(link.bandwidth_bytes_s for link in links),
+        median(link.latency_s for link in links),
+        median(link.busy for link in links),
+    )
 
 
 def _median_kernel(kernels: Sequence[Kernel]) -> Kernel:
@@ -100,7 +121,7 @@ def measured_link(
     computing, and `busy` is how much they slow it."""
     members = dist.get_world_size(group)
     small = _all_reduce_s(group, device, _SMALL_BYTES, 40)
-    large = _all_reduce_s(group, device, _LARGE_BYTES, 6)
+    large = _all_reduce_s(group, device, _LARGE_BYTES, 12)
     latency = small / (2 * (members - 1))
     moved = 2 * (members - 1) / members * _LARGE_BYTES
     bandwidth = moved / max(large - small, 1e-9)
