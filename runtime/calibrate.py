@@ -1,11 +1,11 @@
 """How fast this machine's devices compute and its links carry: `mode=calibrate`, on the ranks.
 
 Every rank measures at once, as it will compute beside the others; what is kept is the median of
-theirs. What is run to measure computing is `probes.py`'s.
+theirs. What is run to measure computing is `probes.py`'s, and to measure ZeRO
+`partition_probes.py`'s.
 """
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -16,9 +16,11 @@ import torch
 from torch import distributed as dist
 
 from whale_train.runtime import shared_memory
+from whale_train.runtime.clock import agreed, now
 from whale_train.runtime.engine import autocast
 from whale_train.runtime.norms import total_norm
 from whale_train.runtime.optimizers import MakeOptimizer
+from whale_train.runtime.partition_probes import partition_kernels
 from whale_train.runtime.probes import Probe, probes
 from whale_train.strategies.cluster import Kernel, Link, Roofline
 from whale_train.strategies.work import BY_FLOPS, Kind
@@ -42,15 +44,26 @@ def calibrate(
     of `Calibration`'s fields but for the device's name. `chosen` are the probes (None: all)."""
     ranks = dist.get_world_size()
     listed = list(probes()) if chosen is None else chosen
+    links, memories = list[Link](), list[Link]()
+    shared = _shared_memory_group()
+
+    def look_at_links() -> None:
+        if ranks > 1:
+            links.append(measured_link(dist.group.WORLD, device, carried_by_waiting=False))
+        if shared is not None:
+            memories.append(measured_link(shared, device, carried_by_waiting=True))
+
+    look_at_links()
     kernels = measured_kernels(listed, device, precision, dist.barrier)
+    look_at_links()
     update = _update(device, optimizer)
     kernels[Kind.UPDATE] = Kernel(update, update)
+    look_at_links()
+    link, memory = _median_link(links), _median_link(memories)
+    if link is not None:
+        kernels |= partition_kernels(device, precision, link, update)
     everyones: list[dict[Kind, Kernel]] = [{} for _ in range(ranks)]
     dist.all_gather_object(everyones, kernels)
-    link = memory = None
-    if ranks > 1:
-        link = measured_link(dist.group.WORLD, device, carried_by_waiting=False)
-        memory = _shared_memory_link(device)
     if dist.get_rank() == 0:
         found = {
             "threads": torch.get_num_threads() if device.type == "cpu" else 0,
@@ -67,15 +80,26 @@ def calibrate(
         (run_dir / RESULT).write_text(json.dumps(found, indent=1) + "\n")
 
 
-def _shared_memory_link(device: torch.device) -> Link | None:
-    """That of shard groups, where all ranks can share memory."""
+def _shared_memory_group() -> dist.ProcessGroup | None:
+    """As shard groups have it, where all ranks can share memory."""
     ranks = dist.get_world_size()
     homes: list[str | None] = [None] * ranks
     dist.all_gather_object(homes, shared_memory.home())
-    if dist.get_backend() != "gloo" or homes[0] is None or len(set(homes)) > 1:
+    if ranks == 1 or dist.get_backend() != "gloo" or homes[0] is None or len(set(homes)) > 1:
         return None
-    group = shared_memory.new_group(list(range(ranks)), timedelta(minutes=5), "calibrate")
-    return measured_link(group, device, carried_by_waiting=True)
+    return shared_memory.new_group(list(range(ranks)), timedelta(minutes=5), "calibrate")
+
+
+def _median_link(links: Sequence[Link]) -> Link | None:
+    """Of one measured several times, some time apart."""
+    if not links:
+        return None
+    return Link(
+        links[0].name,
+        median(link.bandwidth_bytes_s for link in links),
+        median(link.latency_s for link in links),
+        median(link.busy for link in links),
+    )
 
 
 def _median_kernel(kernels: Sequence[Kernel]) -> Kernel:
@@ -97,7 +121,7 @@ def measured_link(
     computing, and `busy` is how much they slow it."""
     members = dist.get_world_size(group)
     small = _all_reduce_s(group, device, _SMALL_BYTES, 40)
-    large = _all_reduce_s(group, device, _LARGE_BYTES, 6)
+    large = _all_reduce_s(group, device, _LARGE_BYTES, 12)
     latency = small / (2 * (members - 1))
     moved = 2 * (members - 1) / members * _LARGE_BYTES
     bandwidth = moved / max(large - small, 1e-9)
@@ -113,10 +137,10 @@ def _all_reduce_s(
     taken = []
     for _ in range(times + 2):
         dist.barrier()
-        started = _now(device)
+        started = now(device)
         dist.all_reduce(value, group=group)
-        taken.append(_now(device) - started)
-    return _agreed(median(taken[2:]))
+        taken.append(now(device) - started)
+    return agreed(median(taken[2:]))
 
 
 def _busy(group: dist.ProcessGroup | None, device: torch.device, transfer_s: float) -> float:
@@ -126,13 +150,13 @@ def _busy(group: dist.ProcessGroup | None, device: torch.device, transfer_s: flo
     transfers = 4
 
     def computing(products: int) -> float:
-        started = _now(device)
+        started = now(device)
         for _ in range(products):
             factor.mm(factor)
-        return _now(device) - started
+        return now(device) - started
 
     computing(4)
-    products = max(4, int(_agreed(1.5 * transfers * transfer_s / (computing(8) / 8))))
+    products = max(4, int(agreed(1.5 * transfers * transfer_s / (computing(8) / 8))))
     extra = []
     for _ in range(_REPEATS):
         dist.barrier()
@@ -144,13 +168,7 @@ def _busy(group: dist.ProcessGroup | None, device: torch.device, transfer_s: flo
             assert work is not None
             work.wait()
         extra.append((beside - alone) / (transfers * transfer_s))
-    return _agreed(min(1.0, max(0.0, median(extra))))
-
-
-def _agreed(figure: float) -> float:
-    figures: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(figures, figure)
-    return median(figures)
+    return agreed(min(1.0, max(0.0, median(extra))))
 
 
 def _update(device: torch.device, make: MakeOptimizer) -> Roofline:
@@ -165,10 +183,10 @@ def _update(device: torch.device, make: MakeOptimizer) -> Roofline:
         for _ in range(_REPEATS + 1):
             for parameter in parameters:
                 parameter.grad = torch.randn_like(parameter)
-            started = _now(device)
+            started = now(device)
             total_norm([p.grad for p in parameters if p.grad is not None])
             optimizer.step()
-            taken.append(_now(device) - started)
+            taken.append(now(device) - started)
         first = parameters[0]
         kept = optimizer.state[first].values()
         states = sum(torch.is_tensor(x) and x.shape == first.shape for x in kept)
@@ -218,26 +236,20 @@ def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[flo
     for _ in range(_RUNS + 1):
         for tensor in (value, *held):
             tensor.grad = None
-        started = _now(device)
+        started = now(device)
         result = value
         with autocast(precision, device):
             for i in range(probe.length):
                 result = probe.step(result, i, held)
-        between = _now(device)
+        between = now(device)
         gradient = torch.ones_like(result)
-        begun = _now(device)
+        begun = now(device)
         torch.autograd.backward([result], [gradient])
-        ended = _now(device)
+        ended = now(device)
         forward.append((between - started) / probe.length)
         backward.append((ended - begun) / probe.length)
         del result
     return forward[1:], backward[1:]  # the first run pays for what libraries set up
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _kernel(kind: Kind, measured: Sequence[Measured]) -> Kernel:

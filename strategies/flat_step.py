@@ -22,8 +22,10 @@ from whale_train.strategies.instructions import Instruction, Kind
 from whale_train.strategies.layouts import BATCH
 from whale_train.strategies.links import (
     all_reduce_time_s,
+    gather_stops_s,
     gather_time_s,
     group_link,
+    modules_of,
     partitioned_sum_time_s,
     sum_time_s,
 )
@@ -75,16 +77,16 @@ class FlatStep:
 
     def _actor(self, rank: int) -> Actor:
         table, instructions = {}, []
-        norms, moved = self._norms(), self._bridges_s() + self._gathers_s()
+        norms, gathers, bridges = self._norms(), self._gathers_s(), self._bridges_s()
         for number, size in enumerate(self._sizes(rank)):
             times = self._times(rank, size)
             backward = times.backward_input + times.backward_weight
-            for kind, seconds, summed in (
-                (Kind.FORWARD, times.forward, norms.forward),
-                (Kind.BACKWARD, backward, norms.backward_input),
+            for kind, seconds, summed, gathered in (
+                (Kind.FORWARD, times.forward, norms.forward, gathers[0]),
+                (Kind.BACKWARD, backward, norms.backward_input, gathers[1]),
             ):
-                transfers = moved + summed
-                table[kind, 0, number] = Cost(seconds + transfers, transfers)
+                moved = bridges + summed + gathered
+                table[kind, 0, number] = Cost(seconds + moved, moved)
                 instructions.append(Instruction(kind, 0, number))
         return Actor((rank,), 0, instructions, costs(table), self._update_s(rank))
 
@@ -121,11 +123,15 @@ class FlatStep:
             total += found
         return total
 
-    def _gathers_s(self) -> float:
-        """ZeRO 3's parameters, for a forward or for a backward."""
+    def _gathers_s(self) -> tuple[float, float]:
+        """ZeRO 3's parameters, for a forward and for a backward."""
         if self.body.zero < 3:
-            return 0.0
-        return gather_time_s(self.weights_bytes * self.elements, self.count, self.link)
+            return 0.0, 0.0
+        sent = gather_time_s(self.weights_bytes * self.elements, self.count, self.link)
+        modules = len(modules_of(self.graph.task_graphs[0].parameters))
+        devices, precision = self.cluster.devices, self.training.precision
+        forward, backward = gather_stops_s(self.elements, modules, devices, precision)
+        return sent + forward, sent + backward
 
     def _norms(self) -> Times:
         """The collectives of BatchNorm over the copies. Those of a model whose operations nobody

@@ -99,11 +99,40 @@ def partitioned_sum_time_s(
     ask it to.
     """
     kinds = {id(device): device for device in devices}.values()
-    copies = (
-        kernel_of(device, precision, Kind.COPY).forward.seconds(0, 4 * _PARTITION_PASSES * elements)
-        for device in kinds
-    )
-    return summed_s + max(copies)
+    return summed_s + max(_partition_s(elements, device, precision) for device in kinds)
+
+
+def _partition_s(elements: float, device: Device, precision: str) -> float:
+    """What DeepSpeed does beside sending: measured, or its copies."""
+    measured = device.kernels.get(precision, {}).get(Kind.PARTITION)
+    if measured is not None:
+        return measured.forward.seconds(0, 4 * elements)
+    copy = kernel_of(device, precision, Kind.COPY).forward
+    return copy.seconds(0, 4 * _PARTITION_PASSES * elements)
+
+
+def gather_stops_s(
+    elements: float, modules: int, devices: Sequence[Device], precision: str
+) -> tuple[float, float]:
+    """What a forward and a backward take longer under ZeRO 3, beside what is sent, where DeepSpeed
+    stops at each of `modules` that have parameters: as measured, else nothing."""
+    kinds = {id(device): device for device in devices}.values()
+    found = [device.kernels.get(precision, {}).get(Kind.GATHER) for device in kinds]
+    stops = [
+        [
+            modules * roofline.overhead_s + 4 * elements / roofline.bytes_s
+            for roofline in (kernel.forward, kernel.backward)
+        ]
+        for kernel in found
+        if kernel is not None
+    ]
+    forward, backward = (max((each[part] for each in stops), default=0.0) for part in range(2))
+    return forward, backward
+
+
+def modules_of(parameters: Iterable[str]) -> set[str]:
+    """The paths of the modules that have these parameters."""
+    return {path.rpartition(".")[0] for path in parameters}
 
 
 def send_time_s(num_bytes: float, link: Link) -> float:

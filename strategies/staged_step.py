@@ -15,8 +15,10 @@ from whale_train.strategies.links import (
     Crowd,
     all_reduce_time_s,
     crowd_of,
+    gather_stops_s,
     gather_time_s,
     group_link,
+    modules_of,
     send_time_s,
 )
 from whale_train.strategies.memory import precision_bytes
@@ -125,23 +127,30 @@ class StagedStep:
         gathers = self._gathers_s(copy, position)
         match instruction.kind:
             case Kind.FORWARD:
-                return Cost(times.forward + gathers, moved.forward + gathers)
+                return Cost(times.forward + gathers[0], moved.forward + gathers[0])
             case Kind.BACKWARD_INPUT:
                 return Cost(times.backward_input, moved.backward_input)
             case Kind.BACKWARD_WEIGHT:
                 return Cost(times.backward_weight, moved.backward_weight)
         backward, of_it_moved = times.total - times.forward, moved.total - moved.forward
-        return Cost(backward + gathers, of_it_moved + gathers)
+        return Cost(backward + gathers[1], of_it_moved + gathers[1])
 
-    def _gathers_s(self, copy: int, position: int) -> float:
-        """ZeRO 3's parameters, for a forward or for a backward (which no pipeline splits)."""
+    def _gathers_s(self, copy: int, position: int) -> tuple[float, float]:
+        """ZeRO 3's parameters, for a forward and for a backward (which no pipeline splits)."""
         if self.job.zero < 3:
-            return 0.0
+            return 0.0, 0.0
         stage = self.job.seats.stage_of[position]
         group = self.job.data_parallel(stage)[0]
         width = precision_bytes(self.job.training.precision, self.job.zero).weights
         link = group_link(self.cluster, group, self.crowd)
-        return gather_time_s(width * max(self._held[stage]), len(group), link)
+        held = max(self._held[stage])
+        sent = gather_time_s(width * held, len(group), link)
+        mine = (chunk for chunk in self.times.chunks if chunk.stage == stage)
+        paths = (path for chunk in mine for path in chunk.slice.parameters)
+        forward, backward = gather_stops_s(
+            held, len(modules_of(paths)), self.cluster.devices, self.job.training.precision
+        )
+        return sent + forward, sent + backward
 
     def _norms(self, number: int) -> Times:
         """The collectives of a chunk's BatchNorms over the copies of its stage."""

@@ -34,6 +34,8 @@ class Kind(StrEnum):
     COPY = "copy"  # elements moved
     VIEW = "view"  # nothing moved
     UPDATE = "update"  # the optimizer's, of all parameters at once
+    PARTITION = "partition"  # what ZeRO 1 and 2 do in a step with what they send
+    GATHER = "gather"  # what ZeRO 3 does with what it sends, a module at a time
 
 
 BY_FLOPS = frozenset((Kind.PRODUCT, Kind.CONVOLUTION, Kind.ATTENTION))

@@ -1,16 +1,19 @@
 """Measuring a machine: what probes claim to do, what is fitted to them, what ranks write."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.distributed.harness import run_ranks
+from torch import distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from whale_train.runtime.calibrate import RESULT, calibrate, fitted
 from whale_train.runtime.optimizers import make_optimizer
+from whale_train.runtime.partition_probes import through
 from whale_train.runtime.probes import Probe, probes
 from whale_train.strategies.calibration import Calibration
 from whale_train.strategies.cluster import Roofline
@@ -21,7 +24,8 @@ CPU = torch.device("cpu")
 
 def test_every_kind_has_a_probe_that_is_all_overhead_and_larger_ones() -> None:
     kinds = {kind: [p for p in probes() if p.kind is kind] for kind in Kind}
-    assert not kinds.pop(Kind.UPDATE)  # which an optimizer's is
+    for other in (Kind.UPDATE, Kind.PARTITION, Kind.GATHER):  # an optimizer's, and an engine's
+        assert not kinds.pop(other)
     for kind, found in kinds.items():
         first, *larger = found
         assert first.num_bytes < 20_000, kind
@@ -55,11 +59,27 @@ def test_no_rate_is_negative_however_odd_the_times() -> None:
     assert min(found.overhead_s, found.flops_s, found.bytes_s) > 0
 
 
+@pytest.mark.parametrize("overheads", [1, 48])
+def test_overheads_and_bytes_are_told_apart(overheads: int) -> None:
+    few = 1 if overheads == 1 else 8
+    found = through([(overheads, 0.0, overheads * 2e-3), (few, 4e8, few * 2e-3 + 0.1)])
+    assert found.seconds(0.0, 0.0) == pytest.approx(2e-3)
+    assert found.seconds(0.0, 8e8) == pytest.approx(2e-3 + 0.2)
+
+
+def test_an_engine_that_costs_nothing_is_no_faster_than_none() -> None:
+    found = through([(1, 0.0, -1e-3), (1, 4e8, -0.2)])
+    assert 0 < found.seconds(0.0, 4e8) < 1e-6
+
+
 def measured(folder: str) -> None:
     first_of_each: dict[Kind, list[Probe]] = {}
     for probe in probes():
         first_of_each.setdefault(probe.kind, []).append(probe)
     few = [probe for found in first_of_each.values() for probe in found[:2]]
+    # As a host says it.
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     make = make_optimizer("adamw", {"lr": 0.1, "fused": True})
     calibrate(Path(folder), CPU, "fp32", make, few)
 

@@ -1,5 +1,6 @@
 """What was measured of a machine: kept, read again, and put into clusters."""
 
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from whale_train.launcher.calibrations import folder, keep, kept
 from whale_train.strategies.calibration import Calibration, calibrated, is_measured, stand_ins
 from whale_train.strategies.catalogue import DEVICES
 from whale_train.strategies.cluster import Cluster, Device, Kernel, Link, Node, Roofline
+from whale_train.strategies.links import gather_stops_s, modules_of, partitioned_sum_time_s
 from whale_train.strategies.work import Kind
 
 FORWARD, BACKWARD = Roofline(1e-6, 1e9, 2e9), Roofline(2e-6, 5e8, 1e9)
@@ -87,6 +89,28 @@ def test_stand_ins_are_as_slow_as_they_are_made() -> None:
     # They sleep, and so there is always a processor; all are on this host.
     assert (found.processors, found.network, len(found.nodes)) == (inf, LINK, 1)
     assert stand_ins(gpus, MEASURED, None, processors=2.0).processors == 2.0
+
+
+def test_what_zero_does_beside_sending_is_as_measured() -> None:
+    whole, forward = Roofline(1e-2, inf, 4e6), Roofline(1e-3, inf, 4e6)
+    kernels = {
+        str(Kind.PARTITION): Kernel(whole, whole),
+        str(Kind.GATHER): Kernel(forward, Roofline(2e-3, inf, 2e6)),
+    }
+    slow = replace(CPU, kernels={"fp32": kernels})
+    # 1 s for the bytes of a million elements, after what the sum takes and once the overhead.
+    assert partitioned_sum_time_s(1e6, 0.5, [CPU, slow], "fp32") == pytest.approx(1.51)
+    # The same and twice that, and three overheads: of three modules.
+    expected = (pytest.approx(1.003), pytest.approx(2.006))
+    assert gather_stops_s(1e6, 3, [CPU, slow], "fp32") == expected
+    # Where nobody measured, nothing is known of it.
+    assert gather_stops_s(1e6, 3, [CPU], "fp32") == (0.0, 0.0)
+    assert gather_stops_s(1e6, 3, [slow], "bf16") == (0.0, 0.0)
+
+
+def test_parameters_are_gathered_by_module() -> None:
+    paths = ("token.weight", "blocks.0.expand.weight", "blocks.0.expand.bias", "scale")
+    assert modules_of(paths) == {"token", "blocks.0.expand", ""}
 
 
 def test_the_file_is_for_people_to_read() -> None:
