@@ -207,7 +207,7 @@ def test_no_strategy_file_is_left_out() -> None:
 def test_a_graph_left_to_the_planner() -> None:
     mapping = yaml.safe_load((CONF / "auto.yaml").read_text())
     strategy = read_strategy(mapping, "auto", [])
-    assert strategy == Strategy("auto", (), time_limit_s=30.0)
+    assert strategy == Strategy("auto", (), time_limit_s=25.0)
     assert strategy.is_auto
 
 
