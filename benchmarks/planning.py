@@ -50,7 +50,10 @@ SEARCHES: Mapping[str, Sequence[tuple[int, str, str]]] = {
     "256 V100": [(256, *V100)],
     "8 V100 + 8 P100": [(8, *V100), (8, *P100)],
     "128 V100 + 384 P100": [(128, *V100), (384, *P100)],
-    "32 each of A100, V100, P100": [(32, *A100), (32, *V100), (32, *P100)],
+    **{
+        f"{each} each of A100, V100, P100": [(each, *A100), (each, *V100), (each, *P100)]
+        for each in (32, 64, 256)
+    },
 }
 
 
