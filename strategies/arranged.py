@@ -34,17 +34,15 @@ class Copies:
 
 @dataclass(frozen=True)
 class StageCut:
-    """A stage of a cut: its part, its number there, the segments [first, last) of its chunks (none:
-    all there is), how many trained parameters it holds, and at most of all. Of a sample in fp32, it
-    reads `enters` bytes of what the stage before it has made, and of each of its chunks the one
-    before."""
+    """A stage of a cut: its part, the segments [first, last) of its chunks, how many trained
+    parameters it holds, and at most of all. For every chunk but the model's first, `enters` are the
+    values it reads of the chunk before."""
 
     part: Part
-    number_in_part: int
-    chunks: tuple[tuple[int, int] | tuple[()], ...]
+    chunks: tuple[tuple[int, int], ...]
     elements: float
     most_elements: float
-    enters: float = 0.0
+    enters: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,24 +191,18 @@ class Arranged:
         return list(most.values())
 
     def _cut(self, shape: Arrangement, rounds: int) -> Iterator[StageCut]:
-        parts = [(part, number) for part in shape.parts for number in range(part.stages)]
-        speeds = [self._speed(shape, part) for part, _ in parts]
+        parts = [part for part in shape.parts for _ in range(part.stages)]
+        speeds = [self._speed(shape, part) for part in parts]
         members = (shape.shards,) * len(speeds)
         cut = cut_by_speed(self.segments.findings, tuple(speeds * rounds), members * rounds, {})
         chunks = list(pairwise(cut)) if cut is not None else []
-        for number, (part, in_part) in enumerate(parts if chunks else ()):
+        read = [(self.segments.read(*before, after[1]),) for before, after in pairwise(chunks)]
+        for number, part in enumerate(parts if chunks else ()):
             mine = tuple(chunks[number :: len(parts)])
-            enters = min(
-                (
-                    self.segments.bytes_read(*before, after[1])
-                    for before, after in pairwise(chunks)
-                    if after in mine
-                ),
-                default=0.0,
-            )
+            enters = sum([(), *read][number :: len(parts)], ())
             elements = sum(self.segments.elements(*chunk) for chunk in mine)
             most = sum(self.segments.most_elements(*chunk) for chunk in mine)
-            yield StageCut(part, in_part, mine, elements, most, enters)
+            yield StageCut(part, mine, elements, most, enters)
 
     def _speed(self, shape: Arrangement, part: Part) -> float:
         """As fast as the resolver takes a stage of `part` for."""

@@ -206,7 +206,7 @@ class Bounds:
                 StageOf(
                     *(mean[n], small[n], stage.part.copies, limits[n]),
                     *(sends[n][0], sends[n][1], rounds * sends[n][2]),
-                    linked=stage.enters > 0 or n == 0,
+                    linked=all(stage.enters),
                 )
                 for n, stage in enumerate(stages)
             ]
@@ -221,8 +221,7 @@ class Bounds:
         """A micro-batch of so many samples."""
         key = (shards, stage.chunks, id(device), samples)
         if key not in self._pieces:
-            chunks = (chunk for chunk in stage.chunks if chunk)
-            lines = (self.segments.line(device, shards, *chunk) for chunk in chunks)
+            lines = (self.segments.line(device, shards, *chunk) for chunk in stage.chunks)
             self._pieces[key] = PieceTimes.of([line.at(samples) for line in lines])
         return self._pieces[key]
 
@@ -236,12 +235,16 @@ class Bounds:
     ) -> list[tuple[float, float, float]]:
         """Of every stage, the seconds in which a micro-batch of so many samples is sent to the next
         one, the least and the mean; and for how long the link of one of its copies is at it."""
-        width = 1.0 if self.training.precision == "fp32" else 0.5
         found = list[tuple[float, float, float]]()
         back: Sequence[float] = [0.0] * stages[0].part.copies
         hops = self.arranged.hops(shape, copy, pieces) if len(stages) > 1 else ()
         for hop, there in zip(hops, stages[1:], strict=True):
-            least, mean, ahead, behind = hop.seconds(width * there.enters * samples)
+            sent = min(self.segments.sent_bytes(each, samples) for each in there.enters)
+            if not sent:
+                found.append((0.0, 0.0, max(back)))
+                back = [0.0] * there.part.copies
+                continue
+            least, mean, ahead, behind = hop.seconds(sent)
             lanes = (a + b for a, b in zip(ahead, back, strict=True))
             found.append((least, mean, max(lanes)))
             back = behind
@@ -282,7 +285,7 @@ class Bounds:
             return self.arranged.stages(shape, schedule)
         most = self.findings.profile.parameter_elements
         whole = (0, self.segments.count)
-        return [StageCut(shape.parts[0], 0, (whole,), self._trained_elements, most)]
+        return [StageCut(shape.parts[0], (whole,), self._trained_elements, most)]
 
     # --- The hardware and the model's size ---
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from whale_train.strategies.cast_times import cast_times
+from whale_train.strategies.cast_times import cast_times, moved_bytes
 from whale_train.strategies.cluster import Cluster, Device
 from whale_train.strategies.cost import Times, whole_times, work_times
 from whale_train.strategies.findings import Findings
@@ -77,19 +77,27 @@ class Segments:
         """Of all parameters that the segments read, of which several may read the same."""
         return self._read_elements[last] - self._read_elements[first]
 
-    def bytes_read(self, first: int, middle: int, last: int) -> float:
-        """Of a sample in fp32, what the segments [middle, last) read of values that have a
-        gradient and that [first, middle) make; 0 where these are nothing to them."""
+    def read(self, first: int, middle: int, last: int) -> tuple[str, ...]:
+        """The values that have a gradient and that the segments [first, middle) make and
+        [middle, last) read."""
         begin, border, end = (self.findings.order.places[i] for i in (first, middle, last))
-        read = {x for n in range(border, end) for x in self._read[n] if begin <= x < border}
-        names = self.findings.order.operations
-        return sum(self.findings.graph.num_bytes[names[x]] for x in read)
+        found = {x for n in range(border, end) for x in self._read[n] if begin <= x < border}
+        return tuple(self.findings.order.operations[x] for x in sorted(found))
+
+    def sent_bytes(self, values: tuple[str, ...], samples: float) -> float:
+        """Of a micro-batch's `values` that are sent."""
+        graph, precision = self.findings.graph, self.findings.precision
+        return sum(moved_bytes(graph, value, samples, precision) for value in values)
 
     @cached_property
     def _read(self) -> Sequence[Sequence[int]]:
-        """Of every operation, where those are that it reads and that have a gradient."""
+        """Of every operation, where those are that it reads, are tensors and have a gradient."""
         graph, operations = self.findings.graph, self.findings.order.operations
-        position = {name: n for n, name in enumerate(operations) if name in graph.trained}
+        position = {
+            name: n
+            for n, name in enumerate(operations)
+            if name in graph.trained and graph[name].shape is not None
+        }
         return [[position[x] for x in graph[name].inputs if x in position] for name in operations]
 
     def until(self, device: Device, shards: int) -> Sequence[tuple[Line, float]]:
