@@ -24,12 +24,11 @@ from whale_train.strategies.staging import VIRTUAL_STAGES, Seats, seats
 
 @dataclass(frozen=True)
 class Copies:
-    """So many copies of the pipeline that are alike, whose stages are on `devices`; `first` is the
-    number of one of them."""
+    """Copies of the pipeline, by their `numbers`, that are alike, and whose stages are on `devices`
+    as fast as these."""
 
-    count: float
+    numbers: Sequence[int]
     devices: tuple[Device, ...]
-    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,7 @@ class Arranged:
     training: Training
     balance: str = "hardware"
     _found: dict[object, Sequence[Device]] = field(default_factory=dict)
+    _firsts: dict[int, int] = field(default_factory=dict)
     _cuts: dict[object, Sequence[StageCut]] = field(default_factory=dict)
     _copies: dict[Arrangement, Sequence[Copies]] = field(default_factory=dict)
     _samples: dict[object, Sequence[int] | None] = field(default_factory=dict)
@@ -159,25 +159,34 @@ class Arranged:
     def _kinds_of_copies(self, shape: Arrangement) -> Iterator[Copies]:
         if shape.by_kind:
             parts = [part for part in shape.parts for _ in range(part.stages)]
-            yield Copies(shape.copies, tuple(self.devices(shape, part)[0] for part in parts))
+            devices = tuple(self.devices(shape, part)[0] for part in parts)
+            yield Copies(range(shape.copies), devices)
             return
-        listed = self.devices(shape, shape.parts[0])
-        kinds = {id(device): device for device in listed}
-        counts = Counter(id(device) for device in listed)
-        width = shape.parts[0].width
-        first = {id(device): rank for rank, device in reversed(list(enumerate(listed)))}
-        for number, device in kinds.items():
-            copy = -(-first[number] // width)
-            yield Copies(counts[number] / width, (device,) * shape.stages, copy)
+        width, listed = shape.parts[0].width, self.devices(shape, shape.parts[0])
+        alike: dict[int, list[int]] = {}
+        for copy in range(shape.copies):
+            fastest = max(listed[copy * width : (copy + 1) * width], key=self._flops)
+            alike.setdefault(self._first_like(fastest), []).append(copy)
+        for first, numbers in alike.items():
+            yield Copies(numbers, (self.cluster.devices[first],) * shape.stages)
+
+    def _first_like(self, device: Device) -> int:
+        """The rank of the first device that is equal."""
+        if id(device) not in self._firsts:
+            self._firsts[id(device)] = self.cluster.devices.index(device)
+        return self._firsts[id(device)]
+
+    def _flops(self, device: Device) -> float:
+        return flops_rate(device, self.training.precision)
 
     def _shared(
         self, shape: Arrangement, kinds: Sequence[Copies], least: int
     ) -> Sequence[int] | None:
         """In proportion to the speed of copies, as whole samples."""
         total = self.training.global_batch
-        listed = [number for number, kind in enumerate(kinds) for _ in range(round(kind.count))]
-        each = [self._rate([kind.devices[0]]) for kind in kinds]
-        speeds = [sum([each[number]] * shape.shards) for number in listed]
+        listed = {copy: kind for kind, each in enumerate(kinds) for copy in each.numbers}
+        each = [sum([self._rate(kind.devices)] * shape.shards) for kind in kinds]
+        speeds = [each[listed[copy]] for copy in range(shape.copies)]
         caps = [total] * len(listed)
         if self.balance == "even":
             found = even_shares(total, len(listed), caps)
@@ -185,10 +194,7 @@ class Arranged:
             found = optimal_shares(total, speeds, caps, least)
         if found is None:
             return None
-        most = dict.fromkeys(range(len(kinds)), 0)
-        for number, share in zip(listed, found, strict=True):
-            most[number] = max(most[number], share)
-        return list(most.values())
+        return [max(found[copy] for copy in kind.numbers) for kind in kinds]
 
     def _cut(self, shape: Arrangement, rounds: int) -> Iterator[StageCut]:
         parts = [part for part in shape.parts for _ in range(part.stages)]
@@ -213,7 +219,7 @@ class Arranged:
         if self.balance == "even":
             return 1.0
         kinds = {id(device): device for device in devices}
-        return min(flops_rate(each, self.training.precision) for each in kinds.values())
+        return min(self._flops(each) for each in kinds.values())
 
 
 @lru_cache(maxsize=1 << 12)

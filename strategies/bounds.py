@@ -73,7 +73,7 @@ class Bounds:
             # A split head has of all that does not grow with the samples its part.
             lines = [self.segments.whole(each.devices[0], shape.shards) for each in copies]
             ends = [
-                (each.count, 0.0, line.each.total / shape.stages)
+                (len(each.numbers), 0.0, line.each.total / shape.stages)
                 for each, line in zip(copies, lines, strict=True)
             ]
             return done_together_s(self.training.global_batch, ends) + update
@@ -180,7 +180,7 @@ class Bounds:
                 fixed, slope = (
                     x.total - unsummed * (x.total - x.forward) for x in (line.fixed, line.each)
                 )
-                kinds.append((each.count, fixed, slope))
+                kinds.append((len(each.numbers), fixed, slope))
             return done_together_s(self.training.global_batch, kinds)
 
         done, begun = together(0.0), together(1 - 1 / pieces)
@@ -200,7 +200,7 @@ class Bounds:
                 [self._piece(shape.shards, stage, device, each) for stage, device in seated]
                 for each in (samples / pieces, samples // pieces, -(-samples // pieces))
             )
-            sends = self._sends(shape, of.first, pieces, stages, samples // pieces)
+            sends = self._sends(shape, of.numbers[0], pieces, stages, samples // pieces)
             rounds = len(stages[0].chunks)
             timed = [
                 StageOf(

@@ -172,6 +172,15 @@ def test_nothing_fits() -> None:
     assert "GB more than the devices of hardware=mine hold" in str(fault)
 
 
+def test_devices_that_are_equal_are_alike() -> None:
+    """Whether an inventory lists them together or one by one."""
+    together = cluster([FAST] * 2, [SLOW] * 2)
+    apart = cluster([replace(FAST), replace(FAST)], [replace(SLOW), replace(SLOW)])
+    one, other = (found_for(gpt(), devices, training(16)) for devices in (together, apart))
+    assert one.written == other.written
+    assert one.resolved == other.resolved
+
+
 def test_it_keeps_to_the_devices_it_is_given() -> None:
     asked = replace(AUTO, devices=2)
     found = found_for(gpt(), cluster([FAST] * 4), training(16), asked)
