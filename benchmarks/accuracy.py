@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 WARM_UP = 3  # steps that do not count
+REFUSED = 2  # the command's exit status
 
 
 def hugging_face(architecture: str, config: str) -> tuple[str, ...]:
@@ -180,20 +181,29 @@ def run(asked: Sequence[str], run_dir: Path, where: Path, steps: int) -> tuple[f
     """(predicted, measured) seconds of a step of the command."""
     command([*asked, f"train.steps={steps}"], run_dir, where)
     summary = json.loads((run_dir / "summary.json").read_text())
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    measured = median(json.loads(line)["step_time_s"] for line in lines[WARM_UP:])
     predicted = summary["predicted_here_s"] or summary["predicted_step_time_s"]
-    return predicted, measured
+    return predicted, step_s(run_dir)
 
 
-def command(arguments: Sequence[str], run_dir: Path, where: Path) -> None:
-    """Run the command. Exits where it fails."""
+def step_s(run_dir: Path) -> float:
+    """The median of a run's steps."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return median(json.loads(line)["step_time_s"] for line in lines[WARM_UP:])
+
+
+def command(
+    arguments: Sequence[str], run_dir: Path, where: Path, *, refusable: bool = False
+) -> bool:
+    """Run the command; False where it refuses what is `refusable`. Exits where it fails."""
     line = [sys.executable, "-m", "whale_train.launcher.cli", *arguments]
     line += [f"hydra.run.dir={run_dir}", "launcher=auto"]
     environment = os.environ | {"WHALE_TRAIN_CALIBRATIONS": str(where)}
     done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode == REFUSED and refusable:
+        return False
     if done.returncode:
         sys.exit(f"{' '.join(line)} failed:\n{done.stderr}")
+    return True
 
 
 if __name__ == "__main__":

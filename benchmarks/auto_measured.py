@@ -9,22 +9,16 @@ turns, and of several rounds the medians count. The models are `accuracy.py`'s.
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from accuracy import MODELS, PAIRS, WARM_UP, command
+from accuracy import MODELS, PAIRS, command, step_s
 from rich.console import Console
 from rich.table import Table
 
 FILES = ("single", "dp", "zero1", "split", "hybrid_split_dp", "pipeline", "zero_bubble", "split_dp")
 AUTO = "auto"
-_REFUSED = 2  # the command's exit status
 
 
 def main() -> None:
@@ -51,8 +45,8 @@ def main() -> None:
                         asked = [*MODELS[model], f"strategy={name}", "hardware=cpu"]
                         asked += [f"hardware.devices={devices}", f"train.steps={options.steps}"]
                         asked.append(f"train.global_batch={PAIRS[model][0]}")
-                        seconds = step_s(asked, run_dir, where)
-                        if seconds is not None:
+                        if command(asked, run_dir, where, refusable=True):
+                            seconds = step_s(run_dir)
                             found.setdefault(name, []).append(seconds)
                             said = f"{model}, {devices} devices, {name}: {seconds * 1e3:.1f} ms"
                             Console(stderr=True, width=100).print(said)
@@ -62,20 +56,6 @@ def main() -> None:
                 cells = (f"{auto * 1e3:.1f} ms", f"{middle[best] * 1e3:.1f} ms, {best}")
                 table.add_row(model, str(devices), *cells, f"{middle[best] / auto:.2f}")
     Console(width=100).print(table)
-
-
-def step_s(asked: Sequence[str], run_dir: Path, where: Path) -> float | None:
-    """The median step of a run of the command; None where it refuses. Exits where it fails."""
-    line = [sys.executable, "-m", "whale_train.launcher.cli", *asked]
-    line += [f"hydra.run.dir={run_dir}", "launcher=auto"]
-    environment = os.environ | {"WHALE_TRAIN_CALIBRATIONS": str(where)}
-    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode == _REFUSED:
-        return None
-    if done.returncode:
-        sys.exit(f"{' '.join(line)} failed:\n{done.stderr}")
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return median(json.loads(each)["step_time_s"] for each in lines[WARM_UP:])
 
 
 if __name__ == "__main__":
