@@ -32,10 +32,9 @@ _UNBOUND = 1e30  # a rate whose limit nothing reached
 
 @dataclass(frozen=True)
 class _Measured:
-    """Seconds of a step of `modules` with parameters of `num_bytes` in fp32, those of the same
+    """Seconds of a step of modules with parameters of `num_bytes` in fp32, those of the same
     modules without an engine taken off."""
 
-    modules: int
     num_bytes: float
     forward_s: float
     rest_s: float
@@ -118,7 +117,7 @@ def _measured(
         - agreed(median(each[part] for each in alone[_WARM_UP:]))
         for part in range(2)
     )
-    return _Measured(modules, size, forward, rest)
+    return _Measured(size, forward, rest)
 
 
 def _stack(modules: int, width: int, device: torch.device) -> nn.Module:

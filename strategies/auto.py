@@ -7,7 +7,7 @@ step found. What is left when nothing is, cannot be faster: the answer is that o
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from math import inf
@@ -129,10 +129,11 @@ class _Search:
         """The search; None where nothing fits."""
         limit = self.asked.time_limit_s
         end = inf if limit is None else self.clock() + limit
-        for opening in self.space.openings():
+        openings = list(self.space.openings())
+        for opening in openings:
             self.push(self.bounds.least_of(opening), opening)
-        self.try_each_family()
-        self.try_each_width(end)
+        self.try_each_family(openings)
+        self.try_each_width(openings, end)
         while self.waiting and self.waiting[0][0] < self.best_s * _SAME:
             if self.best is not None and self.clock() > end:
                 break
@@ -146,11 +147,11 @@ class _Search:
     def push(self, bound: float, item: Opening | Batched | Candidate) -> None:
         heapq.heappush(self.waiting, (bound, next(self.numbers), item))
 
-    def try_each_family(self) -> None:
+    def try_each_family(self, openings: Sequence[Opening]) -> None:
         """Resolve the most promising candidate of every family of copies that follow each other:
         what one would write by hand is looked at even where there is no time for more."""
         batched: defaultdict[str, list[tuple[float, Batched]]] = defaultdict(list)
-        for opening in self.space.openings():
+        for opening in openings:
             for each in self.space.batched(opening) if not opening.arrangement.by_kind else ():
                 batched[each.family].append((self.bounds.least_of_batched(each), each))
         promising: defaultdict[str, list[tuple[float, Candidate]]] = defaultdict(list)
@@ -166,13 +167,13 @@ class _Search:
                     break
                 self.resolve(candidate)
 
-    def try_each_width(self, end: float) -> None:
+    def try_each_width(self, openings: Sequence[Opening], end: float) -> None:
         """Resolve, of pipelines by kind of device, the most promising of those with as many copies
         and shards. The least bound of all promises little, as bounds leave out what stages on
         unlike devices wait for: under 1F1B they wait for most."""
         promising: defaultdict[tuple[int, int], list[tuple[float, Candidate]]] = defaultdict(list)
-        for _, _, item in self.waiting:
-            if not isinstance(item, Opening) or not item.arrangement.by_kind or item.rounds > 1:
+        for item in openings:
+            if not item.arrangement.by_kind or item.rounds > 1:
                 continue
             if self.clock() > end:
                 return

@@ -14,13 +14,13 @@ from whale_train.strategies.arranged import Arranged, StageCut
 from whale_train.strategies.cluster import Cluster, Device, Link
 from whale_train.strategies.cost import Times, offloaded_update_time_s, update_time_s
 from whale_train.strategies.findings import Findings
-from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS, precision_bytes
+from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.segments import Line, Segments
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Arrangement, Batched, Candidate, Opening, Part
 from whale_train.strategies.stage_ends import PieceTimes, StageOf, done_together_s, ends_of
 from whale_train.strategies.stage_shares import cut_s, spread_s
-from whale_train.strategies.step_tasks import PIECES
+from whale_train.strategies.step_tasks import PIECES, sum_pieces
 
 _UNSUMMED = 1 - 1 / PIECES  # of a backward, the part in which it has gradients that are not summed
 
@@ -172,7 +172,7 @@ class Bounds:
         lines = [self.segments.whole(each.devices[0], 1) for each in copies]
         if split_head:
             lines = [Line(Times(), line.each) for line in lines]
-        pieces = _pieces(self.findings.profile.parameter_elements)
+        pieces = sum_pieces(self.findings.profile.parameter_elements)
 
         def together(unsummed: float) -> float:
             kinds = []
@@ -212,7 +212,7 @@ class Bounds:
             ]
             for number, done in enumerate(ends_of(timed, pieces, schedule)):
                 stage, device = seated[number]
-                summed = _pieces(stage.most_elements)
+                summed = sum_pieces(stage.most_elements)
                 backward = large[number].whole - large[number].first_forward
                 begun = done - (1 - 1 / summed) * backward
                 yield _End(stage.part, (device,), stage.elements, summed, done, begun)
@@ -341,11 +341,6 @@ class Bounds:
         heads = self.findings.heads if self.findings.profile.graph else ()
         by_path = self.findings.profile.parameter_by_path
         return max((by_path[head.weight].elements for head in heads), default=0)
-
-
-def _pieces(elements: float) -> int:
-    """In which so many gradients are summed, as a last backward makes them ready."""
-    return max(1, min(PIECES, ceil(elements / REDUCE_BUCKET_ELEMENTS)))
 
 
 @dataclass(frozen=True)

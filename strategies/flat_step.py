@@ -29,11 +29,10 @@ from whale_train.strategies.links import (
     partitioned_sum_time_s,
     sum_time_s,
 )
-from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
 from whale_train.strategies.pricing import part_of
 from whale_train.strategies.shares import even_shares, tile
 from whale_train.strategies.sharing import Training
-from whale_train.strategies.step_tasks import PIECES, Actor, Cost, Step, Sync, costs
+from whale_train.strategies.step_tasks import Actor, Cost, Step, Sync, costs, sum_pieces
 
 
 class FlatStep:
@@ -159,7 +158,7 @@ class FlatStep:
             return []
         num_bytes, zero, link = 4.0 * self.elements, self.body.zero, self.link
         members = tuple(range(actors))
-        pieces = max(1, min(PIECES, ceil(self.elements / REDUCE_BUCKET_ELEMENTS)))
+        pieces = sum_pieces(self.elements)
         if zero == 0:
             seconds = sum_time_s(self.cluster, range(self.count), num_bytes)
             return [Sync(members, seconds, pieces, True, link.busy)]

@@ -5,7 +5,6 @@ Owns what is summed, over whom and for how long; `step_tasks.py` says when.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import ceil
 
 from whale_train.strategies.links import (
     Crowd,
@@ -14,9 +13,9 @@ from whale_train.strategies.links import (
     partitioned_sum_time_s,
     sum_time_s,
 )
-from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS, precision_bytes
+from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.staging import Staging
-from whale_train.strategies.step_tasks import PIECES, Sync
+from whale_train.strategies.step_tasks import Sync, sum_pieces
 
 
 def gradient_sums(
@@ -76,8 +75,7 @@ def _of_stages(
         members = _members(job, (stage,), actors)
         summed = sum_time_s(job.cluster, groups[0], num_bytes, crowd)
         if job.zero == 0:
-            pieces = max(1, min(PIECES, ceil(elements / REDUCE_BUCKET_ELEMENTS)))
-            yield Sync(members, summed, pieces, True, link.busy)
+            yield Sync(members, summed, sum_pieces(elements), True, link.busy)
             continue
         gathered = gather_time_s(num_bytes, copies, link)
         if job.zero == 3:

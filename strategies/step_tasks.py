@@ -6,11 +6,18 @@ pipeline); their instructions are the schedule's own. Owns the order; what a tas
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
+from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
 from whale_train.strategies.simulator import UPDATE, Lane, Task
 
 PIECES = 8  # at most, in which a backward makes gradients ready for their sums
+
+
+def sum_pieces(elements: float) -> int:
+    """In how many the sum of so many gradients is, as a last backward makes them ready."""
+    return max(1, min(PIECES, ceil(elements / REDUCE_BUCKET_ELEMENTS)))
 
 
 @dataclass(frozen=True)
