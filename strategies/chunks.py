@@ -252,7 +252,7 @@ def _sharded(
         job.graph,
         part.operations,
         parameters={
-            name: job.canonical[job.graph[name].path]
+            name: job.profile.parameter_by_path[job.graph[name].path].path
             for name in part.operations
             if job.graph[name].target == "parameter"
         },

@@ -102,7 +102,7 @@ class Held:
         if not any(operation.saved for operation in job.graph):
             return self._unmeasured(chunk, local, again)
         weights = {
-            name: 4.0 * local[job.canonical[job.graph[name].path]]
+            name: 4.0 * local[job.profile.parameter_by_path[job.graph[name].path].path]
             for name in part.operations
             if job.graph[name].target == "parameter"
         }

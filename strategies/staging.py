@@ -129,11 +129,6 @@ class Staging:
     def graph(self) -> OperationGraph:
         return self.findings.graph
 
-    @cached_property
-    def canonical(self) -> dict[str, str]:
-        """Every name of a parameter, and the path it is known by."""
-        return {name: p.path for name, p in self.profile.parameter_by_path.items()}
-
     @property
     def zero(self) -> int:
         """How copies keep what they have in common."""
