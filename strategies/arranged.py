@@ -80,6 +80,7 @@ class Arranged:
     _limits: dict[object, Sequence[int]] = field(default_factory=dict)
     _seats: dict[Arrangement, tuple[Seats, Crowd]] = field(default_factory=dict)
     _hops: dict[object, Sequence["Hop"]] = field(default_factory=dict)
+    _links: dict[object, dict[tuple[int, int], Link]] = field(default_factory=dict)
 
     def copies(self, shape: Arrangement) -> Sequence[Copies]:
         """The copies of the pipeline, those on equal devices together."""
@@ -128,12 +129,16 @@ class Arranged:
     def _hops_of(self, shape: Arrangement, copy: int, pieces: int) -> Iterator["Hop"]:
         seated, crowd = self._seated(shape)
         of_stage = [seated.of_stage(stage) for stage in range(shape.stages)]
+        known = self._links.setdefault((shape, copy), {})
         for here, there in pairwise(of_stage):
             sent = _dealt(len(here), len(there), pieces)
             links = {}
             for a, b in sent:
-                ends = (seated.positions[copy][p][0] for p in (here[a], there[b]))
-                links[a, b] = group_link(self.cluster, tuple(ends), crowd)
+                pair = (here[a], there[b])
+                if pair not in known:
+                    ends = [seated.positions[copy][position][0] for position in pair]
+                    known[pair] = group_link(self.cluster, ends, crowd)
+                links[a, b] = known[pair]
             yield Hop(sent, links)
 
     def _seated(self, shape: Arrangement) -> tuple[Seats, Crowd]:

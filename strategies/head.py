@@ -4,7 +4,7 @@ The head is a product with a weight after which no parameter but an elementwise 
 scale) is met on the way to the loss. Names of modules play no part in finding it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -41,12 +41,11 @@ def find_heads(profile: ModelProfile) -> tuple[Head, ...]:
     graph = profile.graph
     assert graph is not None
     projections = [head for op in graph if (head := _projection(op, graph, profile))]
-    parameterised = {op.name for op in graph if _takes_parameter_as_more_than_scale(op, graph)}
-    heads = [
-        head
-        for head in projections
-        if not (graph.descendants({head.operation}) - {head.operation}) & parameterised
-    ]
+    parameters = {op.name for op in graph if op.target == "parameter"}
+    of_parameters = graph.descendants(parameters)
+    mixing = [op for op in graph if _takes_parameter_as_more_than_scale(op, graph, of_parameters)]
+    mixed = graph.ancestors({name for op in mixing for name in (*op.inputs, *op.after)})
+    heads = [head for head in projections if head.operation not in mixed]
     return tuple(sorted(heads, key=lambda h: -profile.parameter_by_path[h.weight].elements))
 
 
@@ -77,11 +76,12 @@ def _projection(op: Operation, graph: OperationGraph, profile: ModelProfile) -> 
     return Head(op.name, parameter.path, dim, parameter.shape[dim], op.module)
 
 
-def _takes_parameter_as_more_than_scale(op: Operation, graph: OperationGraph) -> bool:
+def _takes_parameter_as_more_than_scale(
+    op: Operation, graph: OperationGraph, of_parameters: Set[str]
+) -> bool:
     """Whether `op` mixes elements with a parameter: a product, convolution, norm or lookup."""
     if RULES.get(op.target) is pointwise:
         return False
     if op.target in PRODUCTS:  # its weight may come through a transpose
-        weight = op.inputs[1:]
-        return any(graph[name].target == "parameter" for name in graph.ancestors(set(weight)))
+        return any(name in of_parameters for name in op.inputs[1:])
     return any(graph[name].target == "parameter" for name in op.inputs)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -28,8 +29,7 @@ class Kind(StrEnum):
 COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """`kind`, done for `chunk` (of the position it is listed for) and `micro_batch`.
 
     `peer` is the chunk at the other end of the edge for the four communication kinds (the

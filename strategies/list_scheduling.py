@@ -23,10 +23,11 @@ micro-batches something can always run: no limit can deadlock.
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import ceil
+from functools import lru_cache
+from math import lcm
 
 from whale_train.strategies.grammar import SCHEDULES
 from whale_train.strategies.instructions import (
@@ -97,20 +98,22 @@ class Pipeline:
         + (v - 1) S for groups of S micro-batches, with the same ratios and this position's part
         of a group. (One, and a group of all chunks but the last, is the least that is safe.)
         """
-        spacings = [_spacings(row) for row in self.owners]
+        rows = [_row_of(tuple(row), group) for row in self.owners]
+        common = lcm(*(each.denominator for row in rows for each in row.spacings.values()))
+        spacings = [
+            {owner: int(each * common) for owner, each in row.spacings.items()} for row in rows
+        ]
         slowest = [max(each.values()) for each in spacings]
         found = []
         for index, position in enumerate(self.positions):
             ahead, in_group = 0, []
             for chunk in position.chunks:
-                row = self.owners[chunk]
-                own = Counter(m // group for m, owner in enumerate(row) if owner == index)
-                in_group.append(max(own.values(), default=0))
-                later = slowest[chunk + 1 : chunk + self.num_stages - position.chunks[0]]
-                if own.total() > 1:
-                    spacing = spacings[chunk][index]
-                    ratios = [each / spacing for each in later]
-                    ahead = max(ahead, ceil(sum(ratios)) + any(ratio != 1 for ratio in ratios))
+                row, stop = rows[chunk], chunk + self.num_stages - position.chunks[0]
+                in_group.append(row.most_in_group.get(index, 0))
+                if row.counts[index] > 1:
+                    spacing, later = spacings[chunk][index], slowest[chunk + 1 : stop]
+                    uneven = later.count(spacing) < len(later)
+                    ahead = max(ahead, -(-sum(later) // spacing) + uneven)
             found.append(1 + sum(in_group[:-1]) + ahead * (2 if len(in_group) > 1 else 1))
         return found
 
@@ -130,26 +133,44 @@ class Links:
         self.gradient_targets = lists(gradients)
 
 
-def _spacings(row: Sequence[int]) -> dict[int, Fraction]:
-    """One micro-batch in how many is each owner's; of a single one, the rest of the step."""
+@dataclass(frozen=True)
+class _Row:
+    """Who owns the micro-batches of a chunk: of each owner, how many, at most how many of a group
+    of them that follow each other, and one in how many; of a single one, the rest of the step."""
+
+    counts: Counter[int]
+    most_in_group: Mapping[int, int]
+    spacings: Mapping[int, Fraction]
+
+
+@lru_cache(maxsize=1 << 10)
+def _row_of(row: tuple[int, ...], group: int) -> _Row:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    gaps: Counter[int] = Counter()
     for m, owner in enumerate(row):
-        gaps[owner] += first.setdefault(owner, m) != m
+        first.setdefault(owner, m)
         last[owner] = m
-    return {
-        owner: Fraction(last[owner] - first[owner], gaps[owner])
-        if gaps[owner]
+    counts = Counter(row)
+    spacings = {
+        owner: Fraction(last[owner] - first[owner], count - 1)
+        if count > 1
         else Fraction(len(row) - first[owner])
-        for owner in first
+        for owner, count in counts.items()
     }
+    most: dict[int, int] = {}
+    for start in range(0, len(row), group):
+        for owner, count in Counter(row[start : start + group]).items():
+            most[owner] = max(most.get(owner, 0), count)
+    return _Row(counts, most, spacings)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Progress:
-    """What one position has left to compute, and what it holds."""
+    """What one position has left to compute, and what it holds. `times` are those of its chunks'
+    forwards, backwards, and the two parts of these."""
 
+    times: Mapping[int, Mapping[Kind, float]]
+    limit: int
     forwards: deque[tuple[int, int]]  # (chunk, micro-batch), in the order they must run
     backwards: dict[int, deque[int]]  # micro-batches of each chunk, likewise
     weights: list[tuple[int, int]] = field(default_factory=list)  # heap of (micro-batch, chunk)
@@ -192,97 +213,99 @@ class Simulation:
         self.held_limit = max(self.limits)
         self.progress = [self._start(index) for index in range(len(pipeline.positions))]
         self.computations: list[list[Instruction]] = [[] for _ in pipeline.positions]
-        self.forward_done: set[tuple[int, int]] = set()
-        self.backward_done: set[tuple[int, int]] = set()
+        # Of every chunk and micro-batch, what its forward and its backward still wait for: the
+        # forwards before, and this one's forward with the backwards after it.
+        count = pipeline.micro_batches
+        self.before = [[len(sources)] * count for sources in self.links.sources]
+        self.after = [[1 + len(targets)] * count for targets in self.links.gradient_targets]
         self.clock: float = 0
         self._run()
 
     def _start(self, index: int) -> _Progress:
-        owned = {
-            chunk: [m for m, owner in enumerate(self.owners[chunk]) if owner == index]
-            for chunk in self.pipeline.positions[index].chunks
-        }
+        durations, owned, times = self.pipeline.durations, {}, {}
+        for chunk in self.pipeline.positions[index].chunks:
+            owned[chunk] = [m for m, owner in enumerate(self.owners[chunk]) if owner == index]
+            each = Durations() if durations is None else durations.get((chunk, index), Durations())
+            times[chunk] = {
+                Kind.FORWARD: each.forward,
+                Kind.BACKWARD: each.backward_input + each.backward_weight,
+                Kind.BACKWARD_INPUT: each.backward_input,
+                Kind.BACKWARD_WEIGHT: each.backward_weight,
+            }
         forwards = sorted(
             ((chunk, m) for chunk, row in owned.items() for m in row),
             key=lambda pair: (pair[1] // self.group, *pair),
         )
-        return _Progress(deque(forwards), {chunk: deque(row) for chunk, row in owned.items()})
+        backwards = {chunk: deque(row) for chunk, row in owned.items()}
+        return _Progress(times, self.limits[index], deque(forwards), backwards)
 
     def _run(self) -> None:
         running: list[tuple[float, int]] = []  # heap of (end, position)
         awake = set(range(len(self.progress)))
         while awake:
             for index in sorted(awake):
-                if not self.progress[index].busy and (work := self._choose(index)):
-                    self.progress[index].busy = True
+                mine = self.progress[index]
+                if not mine.busy and (work := self._choose(mine)):
+                    mine.busy = True
                     self.computations[index].append(work)
-                    heapq.heappush(running, (self.clock + self._time(work, index), index))
+                    ends = self.clock + mine.times[work.chunk][work.kind]
+                    heapq.heappush(running, (ends, index))
             awake = set()
             # All that ends at one time ends before anything else begins.
             self.clock = running[0][0] if running else self.clock
             while running and running[0][0] == self.clock:
                 _, index = heapq.heappop(running)
-                awake |= {index} | self._finish(index)
+                awake.add(index)
+                self._finish(index, awake)
         assert not any(
             left.forwards or left.weights or any(left.backwards.values()) for left in self.progress
         ), "deadlock"
 
-    def _time(self, work: Instruction, index: int) -> float:
-        durations = self.pipeline.durations
-        times = Durations() if durations is None else durations[work.chunk, index]
-        if work.kind is Kind.FORWARD:
-            return times.forward
-        first = 0 if work.kind is Kind.BACKWARD_WEIGHT else times.backward_input
-        return first + (0 if work.kind is Kind.BACKWARD_INPUT else times.backward_weight)
-
-    def _choose(self, index: int) -> Instruction | None:
+    def _choose(self, mine: _Progress) -> Instruction | None:
         """Take the next computation of a free position, if it has any that can run."""
-        mine = self.progress[index]
-        free = mine.waiting < self.limits[index] and mine.held < self.held_limit
-        free |= self.forwards_first
-        if free and mine.forwards:
+        free = mine.waiting < mine.limit and mine.held < self.held_limit
+        if mine.forwards and (free or self.forwards_first):
             chunk, m = mine.forwards[0]
-            if all((source, m) in self.forward_done for source in self.links.sources[chunk]):
+            if not self.before[chunk][m]:
                 mine.forwards.popleft()
                 mine.waiting += 1
                 mine.held += 1
                 return Instruction(Kind.FORWARD, chunk, m)
             if self.patient:
                 return None
-        ready = [
-            (row[0] // self.group, -chunk, row[0])
-            for chunk, row in mine.backwards.items()
-            if row and self._backward_ready(chunk, row[0])
-        ]
-        if ready and not (self.forwards_first and mine.forwards):
-            _, negative_chunk, m = min(ready)
-            mine.backwards[-negative_chunk].popleft()
-            kind = Kind.BACKWARD_INPUT if self.split else Kind.BACKWARD
-            return Instruction(kind, -negative_chunk, m)
+        if not (self.forwards_first and mine.forwards):
+            ready = [
+                (row[0] // self.group, -chunk, row[0])
+                for chunk, row in mine.backwards.items()
+                if row and not self.after[chunk][row[0]]
+            ]
+            if ready:
+                _, negative_chunk, m = min(ready)
+                mine.backwards[-negative_chunk].popleft()
+                kind = Kind.BACKWARD_INPUT if self.split else Kind.BACKWARD
+                return Instruction(kind, -negative_chunk, m)
         if mine.weights:
             m, chunk = heapq.heappop(mine.weights)
             return Instruction(Kind.BACKWARD_WEIGHT, chunk, m)
         return None
 
-    def _backward_ready(self, chunk: int, m: int) -> bool:
-        return (chunk, m) in self.forward_done and all(
-            (target, m) in self.backward_done for target in self.links.gradient_targets[chunk]
-        )
-
-    def _finish(self, index: int) -> set[int]:
-        """End what a position was doing; the positions that may have waited for it."""
-        mine, work = self.progress[index], self.computations[index][-1]
-        chunk, m = work.chunk, work.micro_batch
+    def _finish(self, index: int, awake: set[int]) -> None:
+        """End what a position was doing, and wake those that may have waited for it."""
+        mine, (kind, chunk, m, _) = self.progress[index], self.computations[index][-1]
         mine.busy = False
-        if work.kind is Kind.FORWARD:
-            self.forward_done.add((chunk, m))
-            return {self.owners[target][m] for target in self.links.targets[chunk]}
-        if work.kind is Kind.BACKWARD_INPUT:
+        if kind is Kind.FORWARD:
+            self.after[chunk][m] -= 1
+            for target in self.links.targets[chunk]:
+                self.before[target][m] -= 1
+                awake.add(self.owners[target][m])
+            return
+        if kind is Kind.BACKWARD_INPUT:
             heapq.heappush(mine.weights, (m, chunk))
         else:
             mine.held -= 1
-        if work.kind is Kind.BACKWARD_WEIGHT:
-            return set()
+        if kind is Kind.BACKWARD_WEIGHT:
+            return
         mine.waiting -= 1
-        self.backward_done.add((chunk, m))
-        return {self.owners[source][m] for source in self.links.gradient_sources[chunk]}
+        for source in self.links.gradient_sources[chunk]:
+            self.after[source][m] -= 1
+            awake.add(self.owners[source][m])

@@ -143,7 +143,7 @@ class Gradients:
         the gradients there are, of those about to be added to them, and of activations."""
         needs = [
             self._meanwhile(come, added, activations * ROUNDED_UP)
-            for come, added, activations in steps
+            for come, added, activations in dict.fromkeys(steps)
         ]
         return max((*needs, self._updated()), key=lambda needed: needed.total)
 

@@ -90,6 +90,11 @@ def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
     micro-batch ahead of its share, and after `micro_batches` turns every credit is spent. Raises
     ValueError for weights that are not positive and finite, or when there are none.
     """
+    return _dealt(tuple(weights), micro_batches)
+
+
+@lru_cache(maxsize=1 << 12)
+def _dealt(weights: tuple[float, ...], micro_batches: int) -> tuple[int, ...]:
     least = int(micro_batches >= len(weights))
     counts = optimal_shares(micro_batches, weights, [micro_batches] * len(weights), least)
     if counts is None or not counts:
@@ -104,7 +109,6 @@ def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
     return tuple(dealt)
 
 
-@lru_cache(maxsize=1 << 12)
 def owners_of_equals(count: int, micro_batches: int) -> tuple[int, ...]:
     """`owners` of replicas of one speed."""
     return owners([1.0] * count, micro_batches)
@@ -115,14 +119,19 @@ def _with_communication(
 ) -> Iterator[Instruction]:
     """The computations of position `here`, each between its receives and its sends."""
     for work in computations:
-        chunk, m = work.chunk, work.micro_batch
+        kind, chunk, m, _ = work
+        if kind is Kind.BACKWARD_WEIGHT:
+            yield work
+            continue
         receive, send = Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT
         before, after = links.gradient_targets[chunk], links.gradient_sources[chunk]
-        if work.kind is Kind.FORWARD:
+        if kind is Kind.FORWARD:
             receive, send = Kind.RECEIVE, Kind.SEND
             before, after = links.sources[chunk], links.targets[chunk]
-        elif work.kind is Kind.BACKWARD_WEIGHT:
-            before, after = [], []
-        yield from (Instruction(receive, chunk, m, c) for c in before if owners[c][m] != here)
+        for peer in before:
+            if owners[peer][m] != here:
+                yield Instruction(receive, chunk, m, peer)
         yield work
-        yield from (Instruction(send, chunk, m, c) for c in after if owners[c][m] != here)
+        for peer in after:
+            if owners[peer][m] != here:
+                yield Instruction(send, chunk, m, peer)

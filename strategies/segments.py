@@ -5,7 +5,7 @@ whatever the cut, a stage takes the sum of its segments. Over a shard group oper
 as if all were divided, and of collectives those inside of repeated blocks, which every split has.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -191,10 +191,15 @@ class Segments:
         )
         return min(one, two + one.scaled(-1), key=lambda times: times.total)
 
+    @cached_property
+    def _block_of(self) -> Mapping[str, str]:
+        """The block of every operation."""
+        return {op.name: block_of(op.module) for op in self.findings.graph}
+
     def _laid(self, blocks: tuple[str, ...], shards: int) -> Assignment:
         """The values of `blocks` over a group, all that enters or leaves being whole."""
         graph, profile = self.findings.graph, self.findings.profile
-        region = [op.name for op in graph if block_of(op.module) in blocks]
+        region = [name for name, block in self._block_of.items() if block in blocks]
         inside = set(region)
         read = {name for op in region for name in graph[op].inputs} - inside
         held = [name for name in read if graph[name].target in ("parameter", "buffer")]

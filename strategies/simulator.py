@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
+from typing import NamedTuple
 
 from whale_train.strategies.instructions import Instruction
 
@@ -23,8 +24,7 @@ class Lane(Enum):
     LINK = "link"
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """`seconds` of work that `ranks` do together on their `lane`, when the tasks `after` (numbers
     in the list) are done. Of these a rank that computes spends `transfer_s` in collectives. It is
     an `instruction`, or a part of the step called `name`."""
@@ -59,20 +59,24 @@ def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
     ValueError for a task that waits for a later one.
     """
     for number, task in enumerate(tasks):
-        if any(other >= number for other in task.after):
+        if task.after and max(task.after) >= number:
             raise ValueError(f"task {number} waits for a later one: {task.after}")
     ranks = {rank for task in tasks for rank in task.ranks}
     if len(ranks) > processors:
         return _sharing(tasks, processors)
-    free: dict[tuple[int, Lane], float] = {}
+    computing, linked = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)  # until when
     starts, ends = list[float](), list[float]()
     for task in tasks:
-        lanes = [(rank, task.lane) for rank in task.ranks]
-        start = max((ends[other] for other in task.after), default=0.0)
-        start = max(start, *(free.get(lane, 0.0) for lane in lanes))
+        lane, start = computing if task.lane is Lane.COMPUTE else linked, 0.0
+        for rank in task.ranks:
+            start = max(start, lane[rank])
+        for other in task.after:
+            start = max(start, ends[other])
+        end = start + task.seconds
         starts.append(start)
-        ends.append(start + task.seconds)
-        free.update(dict.fromkeys(lanes, start + task.seconds))
+        ends.append(end)
+        for rank in task.ranks:
+            lane[rank] = end
     return Spans(tuple(tasks), tuple(starts), tuple(ends))
 
 

@@ -31,13 +31,14 @@ def memory_of_ranks(
     schedule, `orders` by copy and position. `recomputed` are the stages that compute blocks
     again."""
     found: dict[int, MemoryEstimate] = {}
-    known: dict[tuple[int, int, int, int], MemoryEstimate] = {}  # of members that hold as much
+    known: dict[object, MemoryEstimate] = {}  # of members that hold as much
     stages = range(len(job.form.stages))
     held_by = [[n for n, c in enumerate(chunks) if c.stage == stage] for stage in stages]
     alike = [
         alike_members([axis for n in mine for axis in chunks[n].axes], axes) for mine in held_by
     ]  # fmt: skip
     passings: dict[tuple[int, int], Held] = {}
+    alike_orders = _alike_orders(orders)
     view = job.findings.once(
         ("view", job.zero > 0),
         lambda: View.at(job.graph, job.training.precision, job.zero > 0).rewritten(),
@@ -54,10 +55,22 @@ def memory_of_ranks(
                     passings[stage, member] = Held(
                         job, mine, axes, member, stage in recomputed, view
                     )
-                key = (stage, member, samples, id(order))
+                key = (stage, member, samples, alike_orders[id(order)])
                 if key not in known:
                     known[key] = passings[stage, member].needs(order, samples)
                 found[rank] = known[key]
+    return found
+
+
+def _alike_orders(orders: Sequence[Sequence[Sequence[Instruction]]]) -> Mapping[int, int]:
+    """The number of every order, by its id: the same for orders that only differ in which
+    micro-batches are meant, of which any has each chunk's ascending."""
+    found: dict[int, int] = {}
+    numbers: dict[object, int] = {}
+    for order in (order for of_copy in orders for order in of_copy):
+        if id(order) not in found:
+            kinds = tuple((each.kind, each.chunk) for each in order)
+            found[id(order)] = numbers.setdefault(kinds, len(numbers))
     return found
 
 

@@ -136,21 +136,23 @@ class _Writer:
         while moved:
             moved = False
             for number, actor in enumerate(self.step.actors):
-                while at[number] < len(actor.instructions):
-                    instruction = actor.instructions[at[number]]
+                instructions, start, here = actor.instructions, at[number], arrived[number]
+                place, end = start, len(instructions)
+                while place < end:
+                    instruction = instructions[place]
                     if instruction.kind in _RECEIVES:
-                        key = _wire(actor.copy, instruction)
-                        if key not in self.sent:
+                        sent = self.sent.get(_wire(actor.copy, instruction))
+                        if sent is None:
                             break
-                        arrived[number].append(self.sent[key])
+                        here.append(sent)
                     elif instruction.kind in _SENDS:
                         self.send(number, instruction)
                     else:
-                        is_final = instruction in final[number]
-                        self.compute(number, instruction, arrived[number], is_final)
-                        arrived[number] = []
-                    at[number] += 1
-                    moved = True
+                        self.compute(number, instruction, here, place in final[number])
+                        here.clear()
+                    place += 1
+                moved |= place > start
+                at[number] = place
         assert all(
             position == len(actor.instructions)
             for position, actor in zip(at, self.step.actors, strict=True)
@@ -165,9 +167,7 @@ class _Writer:
         seconds, transfer = cost.seconds / pieces, cost.transfer_s / pieces
         waits = (*self.after(number), *arrived)
         for _ in range(pieces):
-            task = Task(
-                actor.ranks, Lane.COMPUTE, seconds, waits, transfer, instruction=instruction
-            )
+            task = Task(actor.ranks, Lane.COMPUTE, seconds, waits, transfer, "", instruction)
             done = self.last[number] = self.add(task)
             waits = (done,)
             if is_final:
@@ -175,11 +175,9 @@ class _Writer:
 
     def send(self, number: int, instruction: Instruction) -> None:
         actor = self.step.actors[number]
-        seconds = actor.cost(instruction).seconds
+        seconds, waits = actor.cost(instruction).seconds, self.after(number)
         # One member's link stands for all of the group's, which send their parts at once.
-        task = Task(
-            actor.ranks[:1], Lane.LINK, seconds, self.after(number), instruction=instruction
-        )
+        task = Task(actor.ranks[:1], Lane.LINK, seconds, waits, 0.0, "", instruction)
         self.sent[_wire(actor.copy, instruction)] = self.add(task)
 
     def sums(self) -> list[list[int]]:
@@ -213,19 +211,18 @@ _SENDS = (Kind.SEND, Kind.SEND_GRADIENT)
 
 def _wire(copy: int, instruction: Instruction) -> tuple[int, bool, int, int, int]:
     """What a send and its receive have in common."""
-    backward = instruction.kind in (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
-    ends = (instruction.chunk, instruction.peer)
-    if instruction.kind in _RECEIVES:
-        ends = (instruction.peer, instruction.chunk)
-    return copy, backward, *ends, instruction.micro_batch
+    kind, chunk, m, peer = instruction
+    if kind is Kind.SEND or kind is Kind.SEND_GRADIENT:
+        return copy, kind is Kind.SEND_GRADIENT, chunk, peer, m
+    return copy, kind is Kind.RECEIVE_GRADIENT, peer, chunk, m
 
 
-def _last_backwards(instructions: Sequence[Instruction]) -> set[Instruction]:
-    """The backwards after which a chunk's gradients are final."""
-    last: dict[int, Instruction] = {}
-    for instruction in instructions:
+def _last_backwards(instructions: Sequence[Instruction]) -> set[int]:
+    """Where the backwards are after which a chunk's gradients are final."""
+    last: dict[int, int] = {}
+    for place, instruction in enumerate(instructions):
         if instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            last[instruction.chunk] = instruction
+            last[instruction.chunk] = place
     return set(last.values())
 
 
