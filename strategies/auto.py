@@ -7,7 +7,7 @@ step found. What is left when nothing is, cannot be faster: the answer is that o
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from math import inf
@@ -21,13 +21,14 @@ from whale_train.strategies.considered import Considered
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.grammar import Strategy, read_strategy
 from whale_train.strategies.plan import Decision
+from whale_train.strategies.promising import Promising
 from whale_train.strategies.resolve import consider
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Batched, Candidate, Opening, Space
 
 _SAME = 1 - 1e-9  # steps closer than this are equally long
-_TRIED = 4  # of a family at first, until one of them can be
-_SEEN = 2  # of stages by kind of device at first, for each number of copies and of shards
+_TRIED = 12  # strategies by kind of device that promise most
+_AT_ONCE = 6_000  # tasks simulated and stages bounded for a proof, where a search may take no time
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def search(
 ) -> Found:
     """The fastest strategy for `training` on the devices that `asked` leaves free; where it has a
     `time_limit_s`, the fastest found when so many seconds of `clock` have passed (or the first, if
-    there is none by then). Raises PlanError where nothing fits."""
+    there is none by then); at 0 the fastest of those that promise most, and of all where few tasks
+    are to be simulated for that. Raises PlanError where nothing fits."""
     cluster = cluster.first(asked.devices or len(cluster.devices))
     space = space_of(cluster, findings, training, can_offload)
     spaces = [space]
@@ -118,24 +120,26 @@ class _Search:
         self.asked, self.cluster, self.findings = asked, cluster, findings
         self.training, self.space, self.clock = training, space, clock
         self.bounds = Bounds(findings, cluster, training, asked.balance)
+        self.promising = Promising(space, self.bounds)
         self.families: defaultdict[str, _Family] = defaultdict(_Family)
         self.waiting: list[tuple[float, int, Opening | Batched | Candidate]] = []
         self.numbers = count()
         self.best: tuple[Candidate, Considered] | None = None
         self.best_s = inf
         self.tried: set[Candidate] = set()
+        self.work = 0  # tasks simulated, and stages bounded
 
     def run(self) -> Found | None:
         """The search; None where nothing fits."""
         limit = self.asked.time_limit_s
-        end = inf if limit is None else self.clock() + limit
-        openings = list(self.space.openings())
-        for opening in openings:
-            self.push(self.bounds.least_of(opening), opening)
-        self.try_each_family(openings)
-        self.try_each_width(openings, end)
+        end = self.clock() + limit if limit else inf
+        most = _AT_ONCE if limit == 0 else inf
+        openings = {opening: self.bounds.least_of(opening) for opening in self.space.openings()}
+        for opening, bound in openings.items():
+            self.push(bound, opening)
+        self.try_promising(openings, end)
         while self.waiting and self.waiting[0][0] < self.best_s * _SAME:
-            if self.best is not None and self.clock() > end:
+            if self.best is not None and (self.clock() > end or self.work > most):
                 break
             bound, _, item = heapq.heappop(self.waiting)
             if isinstance(item, Candidate):
@@ -147,48 +151,21 @@ class _Search:
     def push(self, bound: float, item: Opening | Batched | Candidate) -> None:
         heapq.heappush(self.waiting, (bound, next(self.numbers), item))
 
-    def try_each_family(self, openings: Sequence[Opening]) -> None:
-        """Resolve the most promising candidate of every family of copies that follow each other:
-        what one would write by hand is looked at even where there is no time for more."""
-        batched: defaultdict[str, list[tuple[float, Batched]]] = defaultdict(list)
-        for opening in openings:
-            for each in self.space.batched(opening) if not opening.arrangement.by_kind else ():
-                batched[each.family].append((self.bounds.least_of_batched(each), each))
-        promising: defaultdict[str, list[tuple[float, Candidate]]] = defaultdict(list)
-        for listed in batched.values():
-            for _, each in heapq.nsmallest(_TRIED, listed, key=lambda pair: pair[0]):
-                for candidate in self.space.candidates(each):
-                    if self.bounds.shortfall_bytes(candidate) <= 0:
-                        least = self.bounds.least(candidate)
-                        promising[candidate.family].append((least, candidate))
-        for name, tried in promising.items():
-            for least, candidate in heapq.nsmallest(_TRIED, tried, key=lambda pair: pair[0]):
-                if self.families[name].best_s < inf or least >= self.best_s * _SAME:
+    def try_promising(self, openings: Mapping[Opening, float], end: float) -> None:
+        """Resolve what promises most: of stages by kind of device, and of every family of copies
+        that follow each other."""
+        tried = 0
+        for candidate in self.promising.of_kinds(openings):
+            if self.clock() > end or tried == _TRIED:
+                break
+            if self.bounds.least(candidate) < self.best_s * _SAME:
+                self.resolve(candidate)
+                tried += 1
+        for listed in self.promising.of_each_family(openings):
+            for least, candidate in listed:
+                if self.families[candidate.family].best_s < inf or least >= self.best_s * _SAME:
                     break
                 self.resolve(candidate)
-
-    def try_each_width(self, openings: Sequence[Opening], end: float) -> None:
-        """Resolve, of pipelines by kind of device, the most promising of those with as many copies
-        and shards. The least bound of all promises little, as bounds leave out what stages on
-        unlike devices wait for: under 1F1B they wait for most."""
-        promising: defaultdict[tuple[int, int], list[tuple[float, Candidate]]] = defaultdict(list)
-        for item in openings:
-            if not item.arrangement.by_kind or item.rounds > 1:
-                continue
-            if self.clock() > end:
-                return
-            several = list(self.space.batched(item))
-            number = several[2 * len(several) // 3].micro_batches if several else 0
-            asked = Candidate(item.arrangement, number)
-            if several and self.bounds.shortfall_bytes(asked) <= 0:
-                shape = asked.arrangement
-                promising[shape.copies, shape.shards].append((self.bounds.least(asked), asked))
-        listed = [pair for each in promising.values() for pair in heapq.nsmallest(_SEEN, each)]
-        for least, asked in sorted(listed):
-            waits = replace(asked, schedule="zero_bubble")
-            if self.clock() > end or min(least, self.bounds.least(waits)) >= self.best_s * _SAME:
-                continue
-            self.resolve(waits)
 
     def open(self, item: Opening | Batched, bound: float) -> None:
         """What there is in it to choose from."""
@@ -197,6 +174,7 @@ class _Search:
                 self.push(max(bound, self.bounds.least_of_batched(each)), each)
             return
         for candidate in self.space.candidates(item):
+            self.work += item.arrangement.stages
             short = self.bounds.shortfall_bytes(candidate)
             if short > 0:
                 family = self.families[candidate.family]
@@ -213,6 +191,7 @@ class _Search:
             family.fault = family.fault or error.faults[0]
             return
         seconds = found.step.spans.seconds
+        self.work += len(found.step.spans.tasks)
         family.best_s = min(family.best_s, seconds)
         if seconds < self.best_s * _SAME:
             self.best, self.best_s = (candidate, found), seconds
@@ -254,8 +233,10 @@ class _Search:
         reason = f"{step} a step, the fastest there is; {len(self.tried)} strategies resolved, "
         reason += "the others bounded"
         if bound < self.best_s * _SAME:
-            reason = f"{step} a step, the fastest of {len(self.tried)} strategies resolved in "
-            reason += f"{self.asked.time_limit_s:g} s; none is faster than {_seconds(bound)}"
+            limit = f" in {self.asked.time_limit_s:g} s" if self.asked.time_limit_s else ""
+            reason = f"{step} a step, the fastest of {len(self.tried)} strategies resolved{limit}; "
+            reason += f"none is faster than {_seconds(bound)}"
+            reason += "" if limit else "; strategy.time_limit_s=60 looks further"
         if chosen.arrangement.devices < self.space.available:
             reason += ", on fewer devices and on all"
         yield Decision("strategy.graph", chosen.described, "", reason)

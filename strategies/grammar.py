@@ -74,8 +74,8 @@ Node = Replicate | Split | Stage | Pipeline
 @dataclass(frozen=True)
 class Strategy:
     """A whole strategy file. `devices` is how many of the inventory it may use (None: all). Without
-    a node in `graph` (auto) it is for the planner to find, within `time_limit_s` (None: until
-    nothing can be faster)."""
+    a node in `graph` (auto) it is for the planner to find, within `time_limit_s` (0: once the most
+    promising have been tried; None: until nothing can be faster)."""
 
     name: str
     graph: tuple[Node, ...]
@@ -277,7 +277,7 @@ class _Reader:
         if value is None:
             return None
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value < inf:
+        if not number or not 0 <= value < inf:
             self.fault(f"{path}.{key}", value, "is not a number of seconds", "use 10, or null")
             return None
         return float(value)

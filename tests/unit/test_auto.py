@@ -96,6 +96,8 @@ def test_the_search_finds_what_trying_all_does(
     assert found.bound_s == found.considered.step.spans.seconds
     again = found_for(profile, devices, train)
     assert (again.written, again.decisions) == (found.written, found.decisions)
+    at_once = found_for(profile, devices, train, replace(AUTO, time_limit_s=0.0))
+    assert (at_once.written, at_once.bound_s) == (found.written, found.bound_s)
     plan = resolve(found.strategy, devices, profile, train)
     assert plan == found.considered.plan() == found.considered.plan()
     assert plan.predicted.step_time_s == found.considered.step.spans.seconds
@@ -159,6 +161,21 @@ def test_out_of_time_it_says_how_much_faster_another_might_be() -> None:
     assert found.bound_s < seconds
     assert found.resolved < found_for(gpt(), cluster([FAST] * 2, [SLOW] * 2), training(16)).resolved
     assert "in 3 s; none is faster than" in found.decisions[0].reason
+
+
+def test_at_once_the_most_promising_are_tried() -> None:
+    """However many devices there are; the same each time, and with a bound of what is left."""
+    devices, train = cluster(*[[FAST] * 4] * 4, *[[SLOW] * 4] * 4), training(128)
+    asked = replace(AUTO, time_limit_s=0.0)
+    found, again = (found_for(gpt(), devices, train, asked) for _ in range(2))
+    assert (again.written, again.decisions) == (found.written, found.decisions)
+    seconds = found.considered.step.spans.seconds
+    assert found.bound_s < seconds
+    assert "strategies resolved; none is faster than" in found.decisions[0].reason
+    assert "strategy.time_limit_s=60 looks further" in found.decisions[0].reason
+    longer = found_for(gpt(), devices, train, replace(AUTO, time_limit_s=10.0))
+    assert longer.resolved > found.resolved
+    assert longer.considered.step.spans.seconds <= seconds
 
 
 def test_nothing_fits() -> None:
