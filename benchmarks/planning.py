@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=24, help="of the model planned on many")
     parser.add_argument("--parts", nargs="+", choices=("plans", "search"), default=["plans"])
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=list(SEARCHES))
-    parser.add_argument("--time-limit", type=float, default=60.0, help="of a search, in seconds")
+    parser.add_argument("--time-limit", type=float, default=0.0, help="of a search, in seconds")
     options = parser.parse_args()
     logging.disable(logging.ERROR)
     with TemporaryDirectory() as folder:

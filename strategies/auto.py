@@ -5,9 +5,11 @@ has a lower bound, a candidate is resolved, by the resolver itself, when its bou
 step found. What is left when nothing is, cannot be faster: the answer is that of trying all.
 """
 
+import gc
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from math import inf
@@ -27,7 +29,8 @@ from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Batched, Candidate, Opening, Space
 
 _SAME = 1 - 1e-9  # steps closer than this are equally long
-_TRIED = 12  # strategies by kind of device that promise most
+_TRIED = 12  # strategies by kind of device that promise most,
+_LOOKED_AT = 40_000  # or fewer, when so many tasks have been simulated
 _AT_ONCE = 6_000  # tasks simulated and stages bounded for a proof, where a search may take no time
 
 
@@ -63,12 +66,26 @@ def search(
     spaces = [space]
     if space.exported:  # a shard group leaves its node where nothing else has room
         spaces.append(replace(space, wide_splits=True))
-    for each in spaces:
-        run = _Search(asked, cluster, findings, training, each, clock)
-        found = run.run()
-        if found is not None:
-            return found
+    with _uncollected():
+        for each in spaces:
+            run = _Search(asked, cluster, findings, training, each, clock)
+            found = run.run()
+            if found is not None:
+                return found
     raise PlanError([run.nothing_fits()])
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without looking for reference cycles: there are none among millions of instructions and
+    tasks, and to look takes a fifth of a search."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def space_of(
@@ -122,6 +139,7 @@ class _Search:
         self.bounds = Bounds(findings, cluster, training, asked.balance)
         self.promising = Promising(space, self.bounds)
         self.families: defaultdict[str, _Family] = defaultdict(_Family)
+        self.wider: dict[str, str] = {}  # of each family, that which its arrangements say
         self.waiting: list[tuple[float, int, Opening | Batched | Candidate]] = []
         self.numbers = count()
         self.best: tuple[Candidate, Considered] | None = None
@@ -156,16 +174,22 @@ class _Search:
         that follow each other."""
         tried = 0
         for candidate in self.promising.of_kinds(openings):
-            if self.clock() > end or tried == _TRIED:
+            if self.clock() > end or tried == _TRIED or self.work > _LOOKED_AT:
                 break
             if self.bounds.least(candidate) < self.best_s * _SAME:
                 self.resolve(candidate)
                 tried += 1
         for listed in self.promising.of_each_family(openings):
             for least, candidate in listed:
-                if self.families[candidate.family].best_s < inf or least >= self.best_s * _SAME:
+                family = self.family_of(candidate)
+                if family.best_s < inf or least >= self.best_s * _SAME:
                     break
                 self.resolve(candidate)
+
+    def family_of(self, candidate: Candidate) -> _Family:
+        """Of which more is known than of all with such an arrangement."""
+        self.wider[candidate.family] = candidate.arrangement.family
+        return self.families[candidate.family]
 
     def open(self, item: Opening | Batched, bound: float) -> None:
         """What there is in it to choose from."""
@@ -177,14 +201,14 @@ class _Search:
             self.work += item.arrangement.stages
             short = self.bounds.shortfall_bytes(candidate)
             if short > 0:
-                family = self.families[candidate.family]
+                family = self.family_of(candidate)
                 family.short_bytes = min(family.short_bytes, short)
             elif candidate not in self.tried:
                 self.push(max(bound, self.bounds.least(candidate)), candidate)
 
     def resolve(self, candidate: Candidate) -> None:
         self.tried.add(candidate)
-        family = self.families[candidate.family]
+        family = self.family_of(candidate)
         try:
             found = consider(self.read(candidate), self.cluster, self.findings, self.training)
         except PlanError as error:
@@ -215,9 +239,13 @@ class _Search:
         chosen, considered = self.best
         left = self.waiting[0][0] if self.waiting else inf
         bound = left if left < self.best_s * _SAME else self.best_s
+        unopened: defaultdict[str, float] = defaultdict(lambda: inf)
         for least, _, item in self.waiting:
-            family = self.families[item.family]
-            family.bound_s = min(family.bound_s, least)
+            self.families[item.family].bound_s = min(self.families[item.family].bound_s, least)
+            if not isinstance(item, Candidate):
+                unopened[item.family] = min(unopened[item.family], least)
+        for name, wider in self.wider.items():
+            self.families[name].bound_s = min(self.families[name].bound_s, unopened[wider])
         return Found(
             self.read(chosen),
             self.written(chosen),
@@ -248,7 +276,7 @@ class _Search:
     def why_not(self, family: _Family) -> str:
         known = min(family.best_s, family.bound_s)
         if known < self.best_s * _SAME:
-            return f"not looked at in time: not under {_seconds(known)} a step"
+            return f"not looked at further: not under {_seconds(known)} a step"
         if known < inf:
             more = f"{100 * (known / self.best_s - 1):.0f}% slower"
             if family.best_s <= family.bound_s:

@@ -20,10 +20,13 @@ Crowd = Mapping[int, int]  # of each node, the groups whose transfers leave it
 def crowd_of(cluster: Cluster, groups: Iterable[Sequence[int]]) -> Crowd:
     """How many of `groups` leave each node."""
     found: Counter[int] = Counter()
-    for ranks in groups:
-        nodes = {cluster.node_of[rank] for rank in ranks}
-        if len(nodes) > 1:
-            found.update(nodes)
+    node_of = cluster.node_of
+    crossing = Counter(
+        nodes for ranks in groups if len(nodes := frozenset(map(node_of.__getitem__, ranks))) > 1
+    )
+    for nodes, count in crossing.items():
+        for node in nodes:
+            found[node] += count
     return found
 
 

@@ -6,7 +6,7 @@ take it away and leave gradients. The worst moment within any of them is what a 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.alive import Passing, passing, passing_again
@@ -108,6 +108,15 @@ class Held:
                 partial(self._passed, chunk, axes, member, local, again),
             )
 
+    @cached_property
+    def _crossing(self) -> Mapping[int, tuple[float, float]]:
+        """Bytes of a sample that each chunk gives, and takes."""
+        size = self._view.num_bytes
+        return {
+            number: (sum(map(size, chunk.slice.gives)), sum(map(size, chunk.slice.takes)))
+            for number, chunk in self._chunks.items()
+        }
+
     def _passed(
         self, chunk: Chunk, axes: Axes, member: int, local: Mapping[str, float], again: bool
     ) -> Passing:
@@ -167,20 +176,20 @@ class Held:
         last = {x.chunk: x for x in order if x.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
         values, sent = 0.0, {(x.chunk, x.micro_batch) for x in order if x.kind is Kind.SEND}
         done = set(self._passing) if alone and engine.are_buckets else set[int]()
+        come = sum(self._passing[other].gradients for other in done)
         for instruction in order:
-            number = instruction.chunk
+            kind, number, micro_batch, _ = instruction
+            run = self._passing[number]
             # Of several backwards the last sums the gradients over the copies: a bucket of them is
             # put together.
             bucket = 0.0 if alone or last[number] is not instruction else engine.summed
-            run, part = self._passing[number], self._chunks[number].slice
-            come = sum(self._passing[other].gradients for other in done)
-            match instruction.kind:
+            match kind:
                 case Kind.FORWARD:
                     yield from ((come, 0.0, values + m.values) for m in run.forward)
                     values += run.kept
                 case Kind.BACKWARD | Kind.BACKWARD_INPUT:
                     values -= run.kept
-                    if instruction.kind is Kind.BACKWARD_INPUT:
+                    if kind is Kind.BACKWARD_INPUT:
                         # What is left for later takes the place of what is let go of.
                         most = max((m.values for m in run.first), default=run.kept)
                         yield come, 0.0, values + most + max(run.deferred - run.kept, 0.0)
@@ -192,8 +201,9 @@ class Held:
                         for m in run.first:
                             yield come + m.gradients, bucket, values + m.values
                         done.add(number)
-                    if (number, instruction.micro_batch) in sent:
-                        values += sum(self._view.num_bytes(name) for name in part.gives)
+                        come += run.gradients
+                    if (number, micro_batch) in sent:
+                        values += self._crossing[number][0]
                 case Kind.BACKWARD_WEIGHT:
                     come += 0.0 if number in done else run.gradients
                     done.add(number)
@@ -201,7 +211,7 @@ class Held:
                     yield come, largest + bucket, values
                     values -= run.deferred
                 case Kind.SEND_GRADIENT:
-                    values += sum(self._view.num_bytes(name) for name in part.takes)
+                    values += self._crossing[number][1]
 
 
 def _part_of(chunk: Chunk, axes: Axes, member: int) -> Callable[[str], float]:
