@@ -77,7 +77,7 @@ ROWS = {
     ),
     "paper": (
         *("8 V100, 8 P100", "dp"),
-        (*gpt(256, 2, 416), "strategy=dp", *PAPER),
+        (*gpt(256, 2, 1664), "strategy=dp", *PAPER),
     ),
 }
 

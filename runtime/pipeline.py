@@ -185,6 +185,7 @@ def instructions_of(plan: Plan, place: Place) -> tuple[Instruction, ...]:
         {(a, b): gradient for a, b, gradient in plan.pipeline["edges"]},
         len(copy["samples"]),
         {(chunk, position): Durations(*times) for chunk, position, *times in copy["durations"]},
+        {(here, there): seconds for here, there, seconds in copy["transits"]},
     )[place.position]
 
 

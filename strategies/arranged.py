@@ -52,6 +52,11 @@ class Hop:
     sent: Mapping[tuple[int, int], int]
     links: Mapping[tuple[int, int], Link]
 
+    def most_s(self, num_bytes: float) -> float:
+        """Of a micro-batch of `num_bytes`, at most."""
+        links = {id(link): link for link in self.links.values()}
+        return max(send_time_s(num_bytes, link) for link in links.values())
+
     def seconds(self, num_bytes: float) -> tuple[float, float, Sequence[float], Sequence[float]]:
         """Of a micro-batch of `num_bytes`, the least and the mean; and of all micro-batches, by
         sender and by receiver."""

@@ -8,13 +8,16 @@ resolves a candidate, only where its bound is below the best step it has found.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from math import ceil, inf
 
-from whale_train.strategies.arranged import Arranged, StageCut
+from whale_train.strategies.arranged import Arranged, Hop, StageCut
 from whale_train.strategies.cluster import Cluster, Device, Link
 from whale_train.strategies.cost import Times, offloaded_update_time_s, update_time_s
 from whale_train.strategies.findings import Findings
+from whale_train.strategies.list_scheduling import in_flight_for
 from whale_train.strategies.memory import precision_bytes
+from whale_train.strategies.schedule import spacing_of_equals
 from whale_train.strategies.segments import Line, Segments
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Arrangement, Batched, Candidate, Opening, Part
@@ -200,11 +203,13 @@ class Bounds:
                 [self._piece(shape.shards, stage, device, each) for stage, device in seated]
                 for each in (samples / pieces, samples // pieces, -(-samples // pieces))
             )
-            sends = self._sends(shape, of.numbers[0], pieces, stages, samples // pieces)
+            hops = self.arranged.hops(shape, of.numbers[0], pieces) if len(stages) > 1 else ()
+            sends = self._sends(hops, stages, samples // pieces)
+            more = self._more_in_flight(hops, stages, pieces, -(-samples // pieces), large)
             rounds = len(stages[0].chunks)
             timed = [
                 StageOf(
-                    *(mean[n], small[n], stage.part.copies, limits[n]),
+                    *(mean[n], small[n], stage.part.copies, limits[n] + more[n]),
                     *(sends[n][0], sends[n][1], rounds * sends[n][2]),
                     linked=all(stage.enters),
                 )
@@ -226,18 +231,12 @@ class Bounds:
         return self._pieces[key]
 
     def _sends(
-        self,
-        shape: Arrangement,
-        copy: int,
-        pieces: int,
-        stages: Sequence[StageCut],
-        samples: float,
+        self, hops: Sequence[Hop], stages: Sequence[StageCut], samples: float
     ) -> list[tuple[float, float, float]]:
         """Of every stage, the seconds in which a micro-batch of so many samples is sent to the next
         one, the least and the mean; and for how long the link of one of its copies is at it."""
         found = list[tuple[float, float, float]]()
         back: Sequence[float] = [0.0] * stages[0].part.copies
-        hops = self.arranged.hops(shape, copy, pieces) if len(stages) > 1 else ()
         for hop, there in zip(hops, stages[1:], strict=True):
             sent = min(self.segments.sent_bytes(each, samples) for each in there.enters)
             if not sent:
@@ -249,6 +248,30 @@ class Bounds:
             found.append((least, mean, max(lanes)))
             back = behind
         return [*found, (0.0, 0.0, max(back))]
+
+    def _more_in_flight(
+        self,
+        hops: Sequence[Hop],
+        stages: Sequence[StageCut],
+        pieces: int,
+        samples: float,
+        large: Sequence[PieceTimes],
+    ) -> list[int]:
+        """How many micro-batches the copies of each stage may have in flight at most for what is on
+        its way to the later stages and back (`list_scheduling.py`). The largest of `pieces` has
+        `samples`, and takes `large` on each stage."""
+        taken = zip(large, stages, strict=True)
+        pace = max(times.whole / stage.part.copies for times, stage in taken)
+        found, underway = [0], 0.0
+        for hop, (here, there) in zip(reversed(hops), reversed([*pairwise(stages)]), strict=True):
+            sent = max(self.segments.crossing_bytes(first, samples) for first, _ in there.chunks)
+            underway += 2 * hop.most_s(sent)
+            each = pieces
+            if pace:
+                spacing = spacing_of_equals(here.part.copies, pieces)
+                each = min(pieces, in_flight_for(underway / pace, spacing))
+            found.append(here.part.copies * each * (2 if len(here.chunks) > 1 else 1))
+        return found[::-1]
 
     def _update_of(self, candidate: Candidate, end: "_End") -> float:
         holders = candidate.arrangement.copies * end.part.copies

@@ -69,6 +69,7 @@ class Durations:
 Owners = Sequence[Sequence[int]]
 Edges = Mapping[tuple[int, int], bool]
 Times = Mapping[tuple[int, int], Durations]
+Transits = Mapping[tuple[int, int], float]
 
 
 def in_flight(instructions: Iterable[Instruction]) -> int:

@@ -1,10 +1,10 @@
 """The order in which a pipeline computes: its positions, simulated.
 
 Every schedule is the same list scheduling under other rules. The positions are simulated with
-the durations given, communication taking no time, and a free position takes the first it can:
-its next forward, unless it has as many micro-batches in flight as its limit; a backward; the
-weight part of a backward. What ran in the simulation, in its order, is the schedule: valid for
-any widths and durations, and the textbook's where the pipeline is regular.
+the durations given, and with the time that what they send is on its way; a free position takes
+the first it can: its next forward, unless it has as many micro-batches in flight as its limit; a
+backward; the weight part of a backward. What ran in the simulation, in its order, is the schedule:
+valid for any widths and durations, and the textbook's where the pipeline is regular.
 
     gpipe             no limit; no backward before the position's last forward
                       (Huang et al. 2019, arXiv 1811.06965)
@@ -27,7 +27,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from math import lcm
+from math import ceil, inf, isfinite, lcm
+from typing import NamedTuple
 
 from whale_train.strategies.grammar import SCHEDULES
 from whale_train.strategies.instructions import (
@@ -38,6 +39,7 @@ from whale_train.strategies.instructions import (
     Owners,
     Position,
     Times,
+    Transits,
 )
 
 
@@ -51,6 +53,7 @@ class Pipeline:
     edges: Edges
     micro_batches: int
     durations: Times | None
+    transits: Transits | None = None
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
@@ -75,6 +78,9 @@ class Pipeline:
         for start, end in self.edges:
             if not 0 <= start < end < num_chunks:
                 raise ValueError(f"edge {start} -> {end} is not forward in {num_chunks} chunks")
+        for ends, seconds in (self.transits or {}).items():
+            if not (isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{seconds} is no time from chunk {ends[0]} to chunk {ends[1]}")
 
     @property
     def is_plain(self) -> bool:
@@ -97,13 +103,15 @@ class Pipeline:
         Of v chunks: one, and the warm-up of Megatron-LM's interleaved schedule, 2 (S - s - 1)
         + (v - 1) S for groups of S micro-batches, with the same ratios and this position's part
         of a group. (One, and a group of all chunks but the last, is the least that is safe.)
+
+        And as many more as pass while one is on its way to the later stages and back.
         """
         rows = [_row_of(tuple(row), group) for row in self.owners]
         common = lcm(*(each.denominator for row in rows for each in row.spacings.values()))
         spacings = [
             {owner: int(each * common) for owner, each in row.spacings.items()} for row in rows
         ]
-        slowest = [max(each.values()) for each in spacings]
+        slowest, underway = [max(each.values()) for each in spacings], self._underway()
         found = []
         for index, position in enumerate(self.positions):
             ahead, in_group = 0, []
@@ -113,9 +121,51 @@ class Pipeline:
                 if row.counts[index] > 1:
                     spacing, later = spacings[chunk][index], slowest[chunk + 1 : stop]
                     uneven = later.count(spacing) < len(later)
-                    ahead = max(ahead, -(-sum(later) // spacing) + uneven)
+                    passing = in_flight_for(underway[chunk], spacing / common)
+                    ahead = max(ahead, -(-sum(later) // spacing) + uneven + passing)
             found.append(1 + sum(in_group[:-1]) + ahead * (2 if len(in_group) > 1 else 1))
         return found
+
+    def _underway(self) -> list[float]:
+        """Of each chunk, how many micro-batches the pipeline takes while what it sends is on its
+        way to the later stages, chunk by chunk, and comes back."""
+        transits, count = self.transits or {}, len(self.owners)
+        if not transits or self.durations is None:
+            return [0.0] * count
+        busy = [0.0] * len(self.positions)
+        for chunk, row in enumerate(self.owners):
+            for owner, owned in _row_of(tuple(row), 1).counts.items():
+                times = self.durations[chunk, owner]
+                busy[owner] += owned * (
+                    times.forward + times.backward_input + times.backward_weight
+                )
+        pace, found = max(busy) / self.micro_batches, [0.0] * count
+        for chunk in reversed(range(count - 1)) if pace else ():
+            if (chunk + 1) % self.num_stages:
+                there, back = (transits.get(ends, 0.0) for ends in _both_ways(chunk))
+                found[chunk] = found[chunk + 1] + (there + back) / pace
+        return found
+
+
+# Of a micro-batch's time, what a position may wait without having another one in flight for it.
+_WAITED_FOR = 0.125
+
+
+def in_flight_for(underway: float, spacing: float) -> int:
+    """How many more a position that owns one micro-batch in `spacing` has in flight while the
+    pipeline takes `underway` of them."""
+    return max(0, ceil(underway / spacing - _WAITED_FOR))
+
+
+def least_spacing(row: Sequence[int]) -> float:
+    """One micro-batch in how many is that of the owner with the most of `row`; infinite where
+    nobody has two."""
+    of_row = _row_of(tuple(row), 1)
+    return min((float(of_row.spacings[x]) for x, n in of_row.counts.items() if n > 1), default=inf)
+
+
+def _both_ways(chunk: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (chunk, chunk + 1), (chunk + 1, chunk)
 
 
 class Links:
@@ -218,6 +268,11 @@ class Simulation:
         count = pipeline.micro_batches
         self.before = [[len(sources)] * count for sources in self.links.sources]
         self.after = [[1 + len(targets)] * count for targets in self.links.gradient_targets]
+        self.transits = pipeline.transits or {}
+        # What is to come: when, a number of its own, for which position, and what arrives (None:
+        # the position's computation ends).
+        self.coming: list[tuple[float, int, int, _Arrival | None]] = []
+        self.number = 0
         self.clock: float = 0
         self._run()
 
@@ -240,26 +295,34 @@ class Simulation:
         return _Progress(times, self.limits[index], deque(forwards), backwards)
 
     def _run(self) -> None:
-        running: list[tuple[float, int]] = []  # heap of (end, position)
         awake = set(range(len(self.progress)))
-        while awake:
+        while True:
             for index in sorted(awake):
                 mine = self.progress[index]
                 if not mine.busy and (work := self._choose(mine)):
                     mine.busy = True
                     self.computations[index].append(work)
-                    ends = self.clock + mine.times[work.chunk][work.kind]
-                    heapq.heappush(running, (ends, index))
+                    self._at(self.clock + mine.times[work.chunk][work.kind], index, None)
+            if not self.coming:
+                break
             awake = set()
             # All that ends at one time ends before anything else begins.
-            self.clock = running[0][0] if running else self.clock
-            while running and running[0][0] == self.clock:
-                _, index = heapq.heappop(running)
+            self.clock = self.coming[0][0]
+            while self.coming and self.coming[0][0] == self.clock:
+                _, _, index, arrival = heapq.heappop(self.coming)
                 awake.add(index)
-                self._finish(index, awake)
+                if arrival is None:
+                    self._finish(index, awake)
+                else:
+                    arrival.waits[arrival.micro_batch] -= 1
         assert not any(
             left.forwards or left.weights or any(left.backwards.values()) for left in self.progress
         ), "deadlock"
+
+    def _at(self, clock: float, index: int, arrival: "_Arrival | None") -> None:
+        """A position's computation ends then, or something it waits for arrives."""
+        self.number += 1
+        heapq.heappush(self.coming, (clock, self.number, index, arrival))
 
     def _choose(self, mine: _Progress) -> Instruction | None:
         """Take the next computation of a free position, if it has any that can run."""
@@ -295,9 +358,7 @@ class Simulation:
         mine.busy = False
         if kind is Kind.FORWARD:
             self.after[chunk][m] -= 1
-            for target in self.links.targets[chunk]:
-                self.before[target][m] -= 1
-                awake.add(self.owners[target][m])
+            self._send(index, chunk, m, self.links.targets[chunk], self.before, awake)
             return
         if kind is Kind.BACKWARD_INPUT:
             heapq.heappush(mine.weights, (m, chunk))
@@ -306,6 +367,30 @@ class Simulation:
         if kind is Kind.BACKWARD_WEIGHT:
             return
         mine.waiting -= 1
-        for source in self.links.gradient_sources[chunk]:
-            self.after[source][m] -= 1
-            awake.add(self.owners[source][m])
+        self._send(index, chunk, m, self.links.gradient_sources[chunk], self.after, awake)
+
+    def _send(
+        self,
+        index: int,
+        chunk: int,
+        m: int,
+        peers: Sequence[int],
+        waits: Sequence[list[int]],
+        awake: set[int],
+    ) -> None:
+        """To the owners of the micro-batch in each of the chunks `peers`, which wait for it."""
+        for peer in peers:
+            there = self.owners[peer][m]
+            transit = self.transits.get((chunk, peer), 0.0) if there != index else 0.0
+            if transit:
+                self._at(self.clock + transit, there, _Arrival(waits[peer], m))
+            else:
+                waits[peer][m] -= 1
+                awake.add(there)
+
+
+class _Arrival(NamedTuple):
+    """What has arrived: it counts for `waits[micro_batch]`."""
+
+    waits: list[int]
+    micro_batch: int

@@ -14,8 +14,9 @@ from whale_train.strategies.instructions import (
     Owners,
     Position,
     Times,
+    Transits,
 )
-from whale_train.strategies.list_scheduling import Links, Pipeline, simulated
+from whale_train.strategies.list_scheduling import Links, Pipeline, least_spacing, simulated
 from whale_train.strategies.shares import optimal_shares
 
 
@@ -26,6 +27,7 @@ def schedule(
     edges: Edges,
     micro_batches: int,
     durations: Times | None = None,
+    transits: Transits | None = None,
 ) -> tuple[tuple[Instruction, ...], ...]:
     """The instructions of every position, in the order in which it executes them.
 
@@ -37,7 +39,7 @@ def schedule(
     them and sent just after the one that made them, by ascending peer. Sends must not block.
     Raises ValueError for an unknown name and for arguments that do not describe a pipeline.
     """
-    pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations)
+    pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations, transits)
     simulation = simulated(pipeline)
     return tuple(
         tuple(_with_communication(computations, position, owners, simulation.links))
@@ -52,12 +54,13 @@ def makespan(
     edges: Edges,
     micro_batches: int,
     durations: Times | None = None,
+    transits: Transits | None = None,
 ) -> float:
-    """When the last position is done, in the unit of `durations`, communication taking no time.
+    """When the last position is done, in the unit of `durations`.
 
     Arguments and errors are those of `schedule`.
     """
-    pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations)
+    pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations, transits)
     return simulated(pipeline).clock
 
 
@@ -77,6 +80,12 @@ def in_flight_limits(copies: Sequence[int], rounds: int, micro_batches: int) -> 
     pipeline = Pipeline("1f1b", positions, dealt * rounds, {}, micro_batches, None)
     limits = pipeline.limits(len(positions))
     return [sum(limits[a : a + count]) for a, count in zip(first, copies, strict=True)]
+
+
+@lru_cache(maxsize=1 << 12)
+def spacing_of_equals(count: int, micro_batches: int) -> float:
+    """`least_spacing` of replicas of one speed."""
+    return least_spacing(owners_of_equals(count, micro_batches))
 
 
 def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:

@@ -89,6 +89,26 @@ class Segments:
         graph, precision = self.findings.graph, self.findings.precision
         return sum(moved_bytes(graph, value, samples, precision) for value in values)
 
+    def crossing_bytes(self, place: int, samples: float) -> float:
+        """At most of a micro-batch's values that a stage which begins at `place` may be sent."""
+        graph, precision = self.findings.graph, self.findings.precision
+        names = self._crossing[place]
+        return sum(moved_bytes(graph, name, samples, precision) for name in names)
+
+    @cached_property
+    def _crossing(self) -> Sequence[Sequence[str]]:
+        """Of every place, the values made before it that are read behind it."""
+        order, graph = self.findings.order, self.findings.graph
+        position = {name: n for n, name in enumerate(order.operations)}
+        last = [
+            max((position[x] for x in graph.users[name] if x in position), default=0)
+            for name in order.operations
+        ]
+        return [
+            [n for n, user in zip(order.operations[:place], last, strict=False) if user >= place]
+            for place in order.places
+        ]
+
     @cached_property
     def _read(self) -> Sequence[Sequence[int]]:
         """Of every operation, where those are that it reads, are tensors and have a gradient."""

@@ -237,6 +237,12 @@ def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set
     return found
 
 
+def fits(job: Staging, memory: Mapping[int, MemoryEstimate]) -> bool:
+    """Whether every rank's device has what it needs."""
+    devices = job.cluster.devices
+    return all(need.total <= devices[rank].memory_bytes for rank, need in memory.items())
+
+
 def refuse_memory(job: Staging, memory: Mapping[int, MemoryEstimate]) -> None:
     """Raise PlanError where some rank needs more than its device has: by how much, what helps."""
     devices = job.cluster.devices

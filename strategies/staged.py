@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.chunks import chunked
+from whale_train.strategies.chunks import Chunked, chunked
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.considered import Considered
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.grammar import Strategy
-from whale_train.strategies.instructions import Durations, Instruction, Position
+from whale_train.strategies.instructions import Durations, Instruction, Position, Transits
 from whale_train.strategies.micro_batches import (
     Batches,
     count_micro_batches,
@@ -25,8 +25,10 @@ from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.prediction import Simulated
 from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
 from whale_train.strategies.schedule import schedule
+from whale_train.strategies.sends import Sends
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.stage_memory import (
+    fits,
     memory_of_ranks,
     recomputed_stages,
     refuse_memory,
@@ -47,27 +49,18 @@ def consider_nested(
     refuse_batch_norm(job, micro_batches)
     _refuse_pieces(job, job.form.copies * micro_batches)
     cut = chunked(job)
-    chunks, axes, edges = cut.chunks, cut.axes, cut.edges
     batches = share_batch(job, micro_batches)
-    times = ChunkTimes(job, chunks, axes)
-    orders = _orders(job, times, edges, batches)
-    memory = memory_of_ranks(job, chunks, axes, batches, orders, set())
-    recomputed = recomputed_stages(job, memory)
-    if recomputed:  # which takes longer, and may change the order
-        times = ChunkTimes(job, chunks, axes, frozenset(recomputed))
-        orders = _orders(job, times, edges, batches)
-        memory = memory_of_ranks(job, chunks, axes, batches, orders, recomputed)
-    refuse_memory(job, memory)
-    decided = Decided(times, axes, batches, edges, cut.shared, memory, orders, recomputed)
+    decided = _decided(job, cut, batches)
+    refuse_memory(job, decided.memory)
     step = simulated_step(job, decided)
 
     def plan() -> Plan:
-        explained = [*decisions, *cut.decisions, *_explained(job, chunks, recomputed)]
+        explained = [*decisions, *cut.decisions, *_explained(job, cut.chunks, decided.recomputed)]
         return written(job, decided, step.prediction(), explained)
 
     def on(others: Cluster) -> Simulated:
         there = replace(job, cluster=others)
-        taken = ChunkTimes(there, chunks, axes, frozenset(recomputed))
+        taken = ChunkTimes(there, cut.chunks, cut.axes, frozenset(decided.recomputed))
         return simulated_step(there, replace(decided, times=taken))
 
     return Considered(step, plan, on)
@@ -103,21 +96,56 @@ def _refuse_pieces(job: Staging, pieces: int) -> None:
         raise PlanError(faults)
 
 
+def _decided(job: Staging, cut: Chunked, batches: Batches) -> Decided:
+    """In which order positions work, and which stages compute their blocks again. While what is
+    sent is on its way, positions have more in flight where there is memory for that; blocks that
+    may be computed again are where there is not even for less."""
+    recomputed = {n for n, stage in enumerate(job.form.stages) if stage.recompute == "full"}
+    found = _ordered(job, cut, batches, recomputed)
+    if not fits(job, found.memory):
+        found = _ordered(job, cut, batches, recomputed, in_transit=False)
+        again = recomputed_stages(job, found.memory)
+        if again != recomputed:
+            found = _ordered(job, cut, batches, again)
+            if not fits(job, found.memory):
+                found = _ordered(job, cut, batches, again, in_transit=False)
+    return found
+
+
+def _ordered(
+    job: Staging, cut: Chunked, batches: Batches, recomputed: Set[int], in_transit: bool = True
+) -> Decided:
+    """Of these stages computing their blocks again. `in_transit`: the order counts with what is on
+    its way."""
+    times = ChunkTimes(job, cut.chunks, cut.axes, frozenset(recomputed))
+    sends, copies = Sends(job, cut.chunks), range(job.form.copies)
+    transits = [sends.transits(copy, batches, cut.edges) if in_transit else {} for copy in copies]
+    orders = _orders(job, times, cut.edges, batches, transits)
+    memory = memory_of_ranks(job, cut.chunks, cut.axes, batches, orders, recomputed)
+    return Decided(
+        times, cut.axes, batches, cut.edges, cut.shared, memory, orders, transits, recomputed
+    )
+
+
 def _orders(
-    job: Staging, times: ChunkTimes, edges: _Edges, batches: Batches
+    job: Staging,
+    times: ChunkTimes,
+    edges: _Edges,
+    batches: Batches,
+    transits: Sequence[Transits],
 ) -> list[tuple[tuple[Instruction, ...], ...]]:
     """The instructions of every position, by copy; found once for copies that are alike."""
     found: list[tuple[tuple[Instruction, ...], ...]] = []
     known: dict[object, tuple[tuple[Instruction, ...], ...]] = {}
     positions = [Position(held) for held in job.chunks_of_positions()]
     name = job.form.pipeline.schedule if job.form.pipeline else "1f1b"
-    for copy in range(job.form.copies):
+    for copy, underway in enumerate(transits):
         taken = times.durations(copy, batches)
         owners, count = batches.owners[copy], len(batches.samples[copy])
-        alike = (tuple(taken.items()), owners, count)
+        alike = (tuple(taken.items()), tuple(underway.items()), owners, count)
         if alike not in known:
             durations = {place: Durations(*each) for place, each in taken.items()}
-            known[alike] = schedule(name, positions, owners, edges, count, durations)
+            known[alike] = schedule(name, positions, owners, edges, count, durations, underway)
         found.append(known[alike])
     return found
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from whale_train.strategies.cut import Segment
 from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
-from whale_train.strategies.instructions import Instruction
+from whale_train.strategies.instructions import Instruction, Transits
 from whale_train.strategies.layouts import Shard
 from whale_train.strategies.micro_batches import Batches, member_shares
 from whale_train.strategies.plan import (
@@ -27,7 +27,8 @@ from whale_train.strategies.staging import Axes, Chunk, Staging
 
 @dataclass(frozen=True)
 class Decided:
-    """All that was decided, to be written down."""
+    """All that was decided, to be written down. `transits` are, by copy, the times that the orders
+    count with for what is on its way."""
 
     times: ChunkTimes
     axes: Axes
@@ -36,6 +37,7 @@ class Decided:
     shared: Mapping[str, tuple[int, ...]]
     memory: Mapping[int, MemoryEstimate]
     orders: Sequence[Sequence[Sequence[Instruction]]]
+    transits: Sequence[Transits]
     recomputed: Set[int]
 
     @property
@@ -105,6 +107,9 @@ def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> dict[s
                 "durations": tuple(
                     (*place, *times)
                     for place, times in decided.times.durations(copy, batches).items()
+                ),
+                "transits": tuple(
+                    (*ends, seconds) for ends, seconds in decided.transits[copy].items()
                 ),
             }
         )

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from whale_train.strategies.batch_norm_sums import batch_norm_times
-from whale_train.strategies.cast_times import moved_bytes
 from whale_train.strategies.cost import Times, offloaded_update_time_s, update_time_s
 from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
 from whale_train.strategies.links import (
@@ -19,11 +18,11 @@ from whale_train.strategies.links import (
     gather_time_s,
     group_link,
     modules_of,
-    send_time_s,
 )
 from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.pricing import part_of
+from whale_train.strategies.sends import Sends
 from whale_train.strategies.stage_memory import held_elements
 from whale_train.strategies.stage_sums import gradient_sums
 from whale_train.strategies.stage_times import ChunkTimes
@@ -49,7 +48,7 @@ class StagedStep:
             group for stage in range(len(job.form.stages)) for group in job.data_parallel(stage)
         )
         self.crowd: Crowd = crowd_of(self.cluster, crossing)
-        self.senders: Crowd = crowd_of(self.cluster, job.seats.edges())
+        self.sends = Sends(job, times.chunks)
         norms = job.profile.batch_norm_modules
         self.synchronises = bool(norms) and job.training.sync_batchnorm
         self._of_norms: dict[int, Times] = {}
@@ -109,7 +108,8 @@ class StagedStep:
             there = owners[each.peer][each.micro_batch]
             to = (each.kind, each.chunk, each.peer, there, samples)
             if to not in known:
-                known[to] = self._send(copy, (position, there), each, samples)
+                ends = (each.chunk, each.peer)
+                known[to] = Cost(self.sends.seconds(copy, (position, there), ends, samples))
             return known[to]
 
         return Actor(ranks, copy, order, cost, max(self._update_s(rank) for rank in ranks))
@@ -174,27 +174,6 @@ class StagedStep:
         if chunk.stage in self.times.recomputed:
             found += Times(backward_input=found.forward)
         return found
-
-    def _send(
-        self, copy: int, positions: tuple[int, int], instruction: Instruction, samples: int
-    ) -> Cost:
-        """A value, or the gradient of one, from a position to another."""
-        ends = [self.job.seats.positions[copy][position][0] for position in positions]
-        link = group_link(self.cluster, ends, self.senders)
-        backward = instruction.kind is Kind.SEND_GRADIENT
-        maker, taker = instruction.chunk, instruction.peer
-        if backward:
-            maker, taker = taker, maker
-        return Cost(send_time_s(self._crossing_bytes(maker, taker, samples, backward), link))
-
-    def _crossing_bytes(self, maker: int, taker: int, samples: int, backward: bool) -> float:
-        taken = set(self.times.chunks[taker].slice.takes)
-        total = 0.0
-        for name in self.times.chunks[maker].slice.gives:
-            operation = self.job.graph[name]
-            if name in taken and (not backward or "float" in operation.dtype):
-                total += moved_bytes(self.job.graph, name, samples, self.job.training.precision)
-        return total
 
     @cached_property
     def _held(self) -> Sequence[Sequence[float]]:

@@ -6,7 +6,7 @@ that do, and one first-in first-out queue for each pair of positions, edge and d
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, inf
 
@@ -36,16 +36,15 @@ class Pipeline:
     edges: dict[tuple[int, int], bool]
     micro_batches: int
     durations: dict[tuple[int, int], Durations] | None = None
+    transits: dict[tuple[int, int], float] | None = None
 
     def run(self, name: str) -> Lists:
-        return schedule(
-            name, self.positions, self.owners, self.edges, self.micro_batches, self.durations
-        )
+        given = (self.positions, self.owners, self.edges, self.micro_batches)
+        return schedule(name, *given, self.durations, self.transits)
 
     def makespan(self, name: str) -> float:
-        return makespan(
-            name, self.positions, self.owners, self.edges, self.micro_batches, self.durations
-        )
+        given = (self.positions, self.owners, self.edges, self.micro_batches)
+        return makespan(name, *given, self.durations, self.transits)
 
 
 def wide(widths: Sequence[int], micro_batches: int, chunks_each: int = 1) -> Pipeline:
@@ -279,8 +278,11 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         for p in replicas[c % stages]
     }
     positions = tuple(Position(tuple(range(s, num_chunks, stages))) for s in stage_of)
+    transits = {ends: draw(time) for edge in edges for ends in (edge, edge[::-1])}
     return Pipeline(
-        positions, owned, edges, micro_batches, draw(st.sampled_from([None, durations]))
+        *(positions, owned, edges, micro_batches),
+        draw(st.sampled_from([None, durations])),
+        draw(st.sampled_from([None, transits])),
     )
 
 
@@ -364,6 +366,31 @@ def test_in_flight_stays_within_the_limit(widths: list[int], micro_batches: int)
     assert all(in_flight(each) <= max(most) for each in pipeline.run("zero_bubble"))
 
 
+def test_what_is_on_its_way_is_waited_for() -> None:
+    """A forward, a backward of 2, and 3 there and back: the last stage begins 4 late, and its first
+    gradient takes 3 back. Nothing is on its way between chunks of one position."""
+    pipeline = replace(regular(2, 4), transits={(0, 1): 3.0, (1, 0): 3.0})
+    assert pipeline.makespan("gpipe") == 1 + 3 + 3 * 4 + 3 + 2
+    assert regular(2, 4).makespan("gpipe") == 1 + 3 * 4 + 2
+    alone = Pipeline((Position((0, 1)),), ((0,), (0,)), {(0, 1): True}, 1, None, {(0, 1): 9.0})
+    assert alone.makespan("gpipe") == 6
+
+
+def test_while_something_is_on_its_way_another_is_computed() -> None:
+    """The last stage makes a gradient of weights while its last micro-batch is on its way, which it
+    would leave for later were that there at once."""
+    pipeline = regular(2, 3)
+    slow = replace(pipeline, transits={(0, 1): 2.0, (1, 0): 2.0})
+    assert words(pipeline.run("zero_bubble")[1]) == "F0 I0 F1 I1 W0 F2 I2 W1 W2"
+    assert words(slow.run("zero_bubble")[1]) == "F0 I0 F1 I1 W0 W1 F2 I2 W2"
+
+
+@pytest.mark.parametrize("time", [-1.0, float("inf"), float("nan")])
+def test_refuses_transits_that_are_none(time: float) -> None:
+    with pytest.raises(ValueError, match=r"is no time from chunk 0 to chunk 1"):
+        replace(regular(2, 1), transits={(0, 1): time}).run("1f1b")
+
+
 @given(pipelines(), st.sampled_from(SCHEDULES))
 @settings(max_examples=50, deadline=None)
 def test_no_schedule_beats_the_busiest_position(pipeline: Pipeline, name: str) -> None:
@@ -374,7 +401,8 @@ def test_no_schedule_beats_the_busiest_position(pipeline: Pipeline, name: str) -
             work[owner] += times.forward + times.backward_input + times.backward_weight
     total = pipeline.makespan(name)
     assert max(work.values()) <= total + 1e-9
-    assert total <= sum(work.values()) + 1e-9  # somebody always works
+    underway = sum((pipeline.transits or {}).values()) * pipeline.micro_batches
+    assert total <= sum(work.values()) + underway + 1e-9  # something is always done, or on its way
 
 
 def test_in_flight_ends_with_the_weight_part() -> None:
