@@ -185,7 +185,8 @@ class StagedStep:
         maker, taker = instruction.chunk, instruction.peer
         if backward:
             maker, taker = taker, maker
-        return Cost(send_time_s(self._crossing_bytes(maker, taker, samples, backward), link))
+        seconds = send_time_s(self._crossing_bytes(maker, taker, samples, backward), link)
+        return Cost(seconds, busy=link.busy)
 
     def _crossing_bytes(self, maker: int, taker: int, samples: int, backward: bool) -> float:
         taken = set(self.times.chunks[taker].slice.takes)
