@@ -180,15 +180,15 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 def run(asked: Sequence[str], run_dir: Path, where: Path, steps: int) -> tuple[float, float]:
     """(predicted, measured) seconds of a step of the command."""
     command([*asked, f"train.steps={steps}"], run_dir, where)
+    return times(run_dir)
+
+
+def times(run_dir: Path) -> tuple[float, float]:
+    """(predicted, measured) seconds of a run's steps, of which the median counts."""
     summary = json.loads((run_dir / "summary.json").read_text())
     predicted = summary["predicted_here_s"] or summary["predicted_step_time_s"]
-    return predicted, step_s(run_dir)
-
-
-def step_s(run_dir: Path) -> float:
-    """The median of a run's steps."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return median(json.loads(line)["step_time_s"] for line in lines[WARM_UP:])
+    return predicted, median(json.loads(line)["step_time_s"] for line in lines[WARM_UP:])
 
 
 def command(

@@ -2,18 +2,22 @@
 
 python benchmarks/auto_measured.py
 
-Calibrates the machine (`mode=calibrate`, with its figures in a folder of this run) and trains every
-model on as many CPU processes as named: with the strategy found, and with each file that the model
-and the devices allow. A time of a step is the median of those of a run, the runs of a model take
-turns, and of several rounds the medians count. The models are `accuracy.py`'s.
+Calibrates the machine (`mode=calibrate`, with its figures in a folder of this run), for every
+number of threads that a process may have, and trains every model on as many CPU processes as named:
+with the strategy found, and with each file that the model and the devices allow. A time of a step
+is the median of those of a run, the runs of a model take turns, and of several rounds the medians
+count. The models are `accuracy.py`'s.
 """
 
 import argparse
+import json
+import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from accuracy import MODELS, PAIRS, command, step_s
+from accuracy import MODELS, PAIRS, command, times
 from rich.console import Console
 from rich.table import Table
 
@@ -31,14 +35,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="of training with every strategy")
     options = parser.parse_args()
     table = Table(title="Steps, measured", title_justify="left")
-    for name in ("model", "devices", "auto", "the fastest file", "times as fast"):
+    columns = ("auto", "predicted", "the fastest file", "predicted", "times as fast")
+    for name in ("model", "devices", *columns):
         table.add_column(name, justify="left" if name == "model" else "right")
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
         where = Path(folder) / "calibrations"
-        command(["mode=calibrate", "hardware=cpu"], Path(folder) / "calibrate", where)
+        for count in to_calibrate(options.devices):
+            asked = ["mode=calibrate", "hardware=cpu", f"hardware.devices={count}"]
+            command(asked, Path(folder) / f"calibrate_{count}", where)
         for model in options.models:
             for devices in options.devices:
-                found: dict[str, list[float]] = {}
+                found: dict[str, list[tuple[float, float]]] = {}
                 for _ in range(options.rounds):
                     for name in (AUTO, *FILES):
                         run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
@@ -46,16 +53,51 @@ def main() -> None:
                         asked += [f"hardware.devices={devices}", f"train.steps={options.steps}"]
                         asked.append(f"train.global_batch={PAIRS[model][0]}")
                         if command(asked, run_dir, where, refusable=True):
-                            seconds = step_s(run_dir)
-                            found.setdefault(name, []).append(seconds)
-                            said = f"{model}, {devices} devices, {name}: {seconds * 1e3:.1f} ms"
+                            predicted, measured = times(run_dir)
+                            found.setdefault(name, []).append((predicted, measured))
+                            said = f"{model}, {devices} devices, {chosen_of(name, run_dir)}: "
+                            said += f"{milliseconds(predicted)} predicted, "
+                            said += f"{milliseconds(measured)} measured"
                             Console(stderr=True, width=100).print(said)
-                middle = {name: median(listed) for name, listed in found.items()}
-                auto = middle.pop(AUTO)
-                best = min(middle, key=lambda name: middle[name])
-                cells = (f"{auto * 1e3:.1f} ms", f"{middle[best] * 1e3:.1f} ms, {best}")
-                table.add_row(model, str(devices), *cells, f"{middle[best] / auto:.2f}")
+                middle = {
+                    name: (median(p for p, _ in listed), median(m for _, m in listed))
+                    for name, listed in found.items()
+                }
+                table.add_row(model, str(devices), *cells_of(middle))
     Console(width=100).print(table)
+
+
+def to_calibrate(devices: Sequence[int]) -> Sequence[int]:
+    """Numbers of processes of which each has other threads than those of the others: the named
+    ones, and fewer, which auto may use of them."""
+    cores = len(os.sched_getaffinity(0))
+    fewer = (2**power for power in range(max(devices).bit_length()))
+    return [*{max(1, cores // count): count for count in (*sorted(devices), *fewer)}.values()]
+
+
+def cells_of(found: Mapping[str, tuple[float, float]]) -> Sequence[str]:
+    """Of a row: what auto takes beside the fastest of the files, each (predicted, measured)."""
+    predicted, measured = found[AUTO]
+    files = [name for name in found if name != AUTO]
+    best = min(files, key=lambda name: found[name][1])
+    fastest, least = found[best]
+    return (
+        *(milliseconds(measured), milliseconds(predicted)),
+        *(f"{milliseconds(least)}, {best}", milliseconds(fastest)),
+        f"{least / measured:.2f}",
+    )
+
+
+def chosen_of(name: str, run_dir: Path) -> str:
+    """The strategy's name, and what it is where it was found."""
+    if name != AUTO:
+        return name
+    decisions = json.loads((run_dir / "plan.json").read_text())["decisions"]
+    return f"{AUTO} ({decisions[0]['chosen']})"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
 
 
 if __name__ == "__main__":

@@ -17,27 +17,33 @@ from whale_train.launcher.resolve import Resolved
 from whale_train.launcher.terminal import Portable
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.calibration import Calibration
-from whale_train.strategies.cluster import Link
+from whale_train.strategies.cluster import Cluster, Link
 
 _MODEL = {"_target_": "whale_train.models.class_head.ClassHead", "num_classes": 10}
 _DATA = {"kind": "classes", "num_classes": 10, "num_samples": 1000}
 _SAMPLES = 1000  # of which every rank has some
 
 
-def measuring(request: Request) -> Request:
-    """The request whose ranks measure: on the same devices, with a model that is in nobody's way
-    and a copy of it on each."""
+def measuring(request: Request, devices: int | None = None) -> Request:
+    """The request whose ranks measure: on the same devices (or so many of them), with a model that
+    is in nobody's way and a copy of it on each."""
     data: TypeAdapter[DataOptions] = TypeAdapter(DataOptions)
     train = {"global_batch": _SAMPLES, "accumulate": 1, "trace": False, "evaluate_every": None}
     return request.model_copy(
         update={
             "model": ModelOptions.from_mapping(_MODEL),
             "data": data.validate_python(_DATA),
-            "strategy": {"graph": {"replicate": {}}},
+            "strategy": {"devices": devices or "auto", "graph": {"replicate": {}}},
             "train": request.train.model_copy(update=train),
             "names": {**request.names, "model": "class_head", "data": "classes"},
         }
     )
+
+
+def at_once(cluster: Cluster) -> int:
+    """How many devices measure: as many processes as there are processors for. More would measure
+    how they wait for each other, which plans count by themselves."""
+    return max(1, int(min(len(cluster.devices), cluster.processors)))
 
 
 def refuse_others(resolved: Resolved) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from whale_train.config import Request, read_request
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
-from whale_train.launcher.calibrate import kept_of, measuring, refuse_others, show
+from whale_train.launcher.calibrate import at_once, kept_of, measuring, refuse_others, show
 from whale_train.launcher.compose import compared_strategies
 from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
 from whale_train.launcher.machine import machine_facts
@@ -165,7 +165,8 @@ def _train(
     # The host, or this rank's member, prepares while the plan is resolved.
     host = Host.start(run_dir, HOST_PROGRAM if place is None else MEMBER_PROGRAM)
     try:
-        resolved = resolve_request(request)
+        # Ranks that somebody else started are all there to be used.
+        resolved = resolve_request(request, use_all=place is not None)
         if place is not None:
             check_world(place, resolved.plan)
         write_plan(run_dir, resolved, request)
@@ -248,9 +249,14 @@ def _calibrate(
     try:
         resolved = resolve_request(request.model_copy(update={"mode": "train"}))
         refuse_others(resolved)
+        asked, count = resolved.plan.world_size, at_once(resolved.cluster)
+        if count < asked:
+            console.print(f"{count} of {asked} processes measure: as many as there are cores for")
+            request = measuring(request, count)
+            resolved = resolve_request(request.model_copy(update={"mode": "train"}))
         write_plan(run_dir, resolved, request)
         kind = resolved.cluster.devices[0].name
-        console.print(f"measuring {resolved.plan.world_size} x {kind}, less than a minute")
+        console.print(f"measuring {count} x {kind}, less than a minute")
         outcome = host.wait(poll)
     finally:
         host.stop()
@@ -315,8 +321,10 @@ def _why(resolved: Resolved) -> str:
     precision = resolved.plan.precision
     if resolved.emulated or is_measured(resolved.cluster, precision):
         return "the machine may have been busy, or other programs while it was calibrated"
-    kind = resolved.cluster.devices[0].name
-    return f"{kind}'s {precision} is the catalogue's: whale-train mode=calibrate measures it"
+    kind, command = resolved.cluster.devices[0].name, "whale-train mode=calibrate"
+    if resolved.cluster.on_cpu:  # by how many threads each has
+        command += f" hardware=cpu hardware.devices={resolved.plan.world_size}"
+    return f"{kind}'s {precision} is the catalogue's: {command} measures it"
 
 
 def _interrupted(run_dir: Path) -> JobEnd:

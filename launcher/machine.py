@@ -38,6 +38,12 @@ def machine_facts(faults: list[Fault]) -> MachineFacts:
     return MachineFacts(len(os.sched_getaffinity(0)), memory, tuple(gpus), None)
 
 
+def threads_asked() -> int | None:
+    """Of every process on a CPU, where the environment says so (as ranks read it)."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) > 0 else None
+
+
 def _gpu_names() -> list[str]:
     """Names of the GPUs CUDA would see, by the driver's own tool; none where there is no driver."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

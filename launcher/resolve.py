@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +19,10 @@ from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.calibrations import kept
 from whale_train.launcher.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.emulation import paces as emulated_paces
-from whale_train.launcher.machine import machine_facts
+from whale_train.launcher.machine import machine_facts, threads_asked
 from whale_train.launcher.profiles import profile_of
 from whale_train.strategies.auto import search
-from whale_train.strategies.calibration import calibrated, stand_ins
+from whale_train.strategies.calibration import calibrated, on_cores, stand_ins
 from whale_train.strategies.cluster import CPU_PROCESS, Cluster
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.grammar import Replicate, Strategy, every_node, read_strategy
@@ -65,8 +66,9 @@ def training_of(request: Request) -> Training:
     )
 
 
-def resolve_request(request: Request) -> Resolved:
-    """The plan for a request. Raises ConfigError or PlanError with all faults of a stage."""
+def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
+    """The plan for a request; what `graph: auto` finds may have to `use_all` devices. Raises
+    ConfigError or PlanError with all faults of a stage."""
     faults: list[Fault] = []
     strategy, training = request.strategy_graph(), training_of(request)
     cluster, device, emulated = _devices(request, faults)
@@ -87,7 +89,10 @@ def resolve_request(request: Request) -> Resolved:
     findings, found = Findings(profile, training.precision), None
     try:
         if strategy.is_auto:
-            found = search(strategy, cluster, findings, training, can_offload=_can_offload(request))
+            can_offload = _can_offload(request)
+            found = search(
+                strategy, cluster, findings, training, can_offload=can_offload, use_all=use_all
+            )
             strategy = found.strategy
         here = _stand_ins(request, strategy, cluster) if emulated else None
         plan, step = resolve_and_simulate(strategy, cluster, findings, training, here)
@@ -157,16 +162,18 @@ def _devices(
 
 def _as_measured(cluster: Cluster, request: Request, machine: MachineFacts) -> Cluster:
     """`cluster` with the figures that were measured of its devices, and the processors that its
-    CPU processes share. Raises ConfigError for a calibration that cannot be read."""
-    threads = threads_of(request, machine.cores, len(cluster.devices))
+    CPU processes share: of all of them, and of fewer where these have more threads each. Raises
+    ConfigError for a calibration that cannot be read."""
+    threads = partial(threads_of, request, machine.cores)
     if cluster.on_cpu:
-        cluster = replace(cluster, processors=machine.cores / threads)
-    return calibrated(cluster, kept(), threads)
+        return on_cores(cluster, kept(), machine.cores, threads)
+    return calibrated(cluster, kept(), threads(len(cluster.devices)))
 
 
 def threads_of(request: Request, cores: int, ranks: int) -> int:
-    """Of each of so many CPU processes: their share of the cores, unless the request says."""
-    return request.launcher.threads or max(1, cores // ranks)
+    """Of each of so many CPU processes: what the request says, or the environment for all its
+    programs, or else their share of the cores."""
+    return request.launcher.threads or threads_asked() or max(1, cores // ranks)
 
 
 def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:

@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.bounds import Bounds
+from whale_train.strategies.calibration import is_measured
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.considered import Considered
 from whale_train.strategies.findings import Findings
@@ -27,6 +27,7 @@ from whale_train.strategies.promising import Promising
 from whale_train.strategies.resolve import consider
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Batched, Candidate, Opening, Space
+from whale_train.strategies.used_bounds import UsedBounds
 
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _TRIED = 12  # strategies by kind of device that promise most,
@@ -55,14 +56,16 @@ def search(
     training: Training,
     *,
     can_offload: bool = True,
+    use_all: bool = False,
     clock: Callable[[], float] = monotonic,
 ) -> Found:
-    """The fastest strategy for `training` on the devices that `asked` leaves free; where it has a
-    `time_limit_s`, the fastest found when so many seconds of `clock` have passed (or the first, if
-    there is none by then); at 0 the fastest of those that promise most, and of all where few tasks
-    are to be simulated for that. Raises PlanError where nothing fits."""
+    """The fastest strategy for `training` on devices that `asked` leaves free, of which some may
+    stay idle unless it has to `use_all`; where it has a `time_limit_s`, the fastest found when so
+    many seconds of `clock` have passed (or the first, if there is none by then); at 0 the fastest
+    of those that promise most, and of all where few tasks are to be simulated for that. Raises
+    PlanError where nothing fits."""
     cluster = cluster.first(asked.devices or len(cluster.devices))
-    space = space_of(cluster, findings, training, can_offload)
+    space = replace(space_of(cluster, findings, training, can_offload), use_all=use_all)
     spaces = [space]
     if space.exported:  # a shard group leaves its node where nothing else has room
         spaces.append(replace(space, wide_splits=True))
@@ -95,6 +98,12 @@ def space_of(
     profile = findings.profile
     exported = profile.graph is not None
     normed = bool(profile.batch_norm_modules) and training.sync_batchnorm
+    measured = is_measured(cluster, training.precision)
+    unlike = (
+        number
+        for number, each in cluster.fewer.items()
+        if is_measured(each, training.precision) != measured
+    )
     return Space(
         cluster,
         places=_stages_at_most(findings) if exported else 1,
@@ -104,6 +113,7 @@ def space_of(
         offload=can_offload,
         split_head=exported and bool(findings.heads),
         sole_micro_batch=normed,
+        unlike=frozenset(unlike),
     )
 
 
@@ -136,7 +146,7 @@ class _Search:
     ) -> None:
         self.asked, self.cluster, self.findings = asked, cluster, findings
         self.training, self.space, self.clock = training, space, clock
-        self.bounds = Bounds(findings, cluster, training, asked.balance)
+        self.bounds = UsedBounds(findings, cluster, training, asked.balance)
         self.promising = Promising(space, self.bounds)
         self.families: defaultdict[str, _Family] = defaultdict(_Family)
         self.wider: dict[str, str] = {}  # of each family, that which its arrangements say
@@ -268,10 +278,21 @@ class _Search:
         if chosen.arrangement.devices < self.space.available:
             reason += ", on fewer devices and on all"
         yield Decision("strategy.graph", chosen.described, "", reason)
+        yield from self.not_measured(chosen.arrangement.devices)
         listed = sorted(self.families.items(), key=lambda each: (each[1].best_s, each[1].bound_s))
         for name, family in listed:
             if name != chosen.family:
                 yield Decision("strategy.graph", chosen.family, name, self.why_not(family))
+
+    def not_measured(self, chosen: int) -> Iterator[Decision]:
+        """Of fewer processes with more threads each, why they were not looked at."""
+        left_out = self.space.unlike
+        if left_out and not self.space.use_all:
+            listed = ", ".join(map(str, sorted(left_out)))
+            reason = "times of processes with other threads, as so few would have, are "
+            reason += "not measured where those of all are, or the other way round: "
+            reason += f"whale-train mode=calibrate hardware=cpu hardware.devices={min(left_out)}"
+            yield Decision("strategy.devices", str(chosen), listed, reason)
 
     def why_not(self, family: _Family) -> str:
         known = min(family.best_s, family.bound_s)

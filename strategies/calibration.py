@@ -4,7 +4,7 @@ Owns the figures and their file's form; measuring is `runtime/calibrate.py`'s, k
 `launcher/calibrations.py`'s.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -83,6 +83,23 @@ def calibrated(cluster: Cluster, known: Sequence[Calibration], threads: int) -> 
         nodes.append(Node(tuple(devices[id(device)] for device in node.devices), link))
     memory = of_cpu.shared_memory if of_cpu else cluster.shared_memory
     return replace(cluster, nodes=tuple(nodes), shared_memory=memory)
+
+
+def on_cores(
+    cluster: Cluster, known: Sequence[Calibration], cores: int, threads_of: Callable[[int], int]
+) -> Cluster:
+    """The CPU processes of `cluster` with what is `known` of them and the processors they share,
+    which are `cores` by the threads that each has of so many; and so fewer of them, where these
+    have other threads."""
+
+    def of(count: int) -> Cluster:
+        threads = threads_of(count)
+        used = replace(cluster.first(count), processors=cores / threads)
+        return calibrated(used, known, threads)
+
+    there = len(cluster.devices)
+    unlike = [n for n in range(1, there) if threads_of(n) != threads_of(there)]
+    return replace(of(there), fewer={count: of(count) for count in unlike})
 
 
 def stand_ins(

@@ -74,13 +74,14 @@ class Node:
 class Cluster:
     """All nodes of an inventory, and the network that joins them. Where its devices are processes
     of one host, `processors` are what they share to compute on, and `shared_memory` joins those of
-    a shard group."""
+    a shard group; `fewer` are so many of them alone, where each then has other threads."""
 
     name: str
     nodes: tuple[Node, ...]
     network: Link
     processors: float = inf
     shared_memory: Link | None = None
+    fewer: Mapping[int, "Cluster"] = field(default_factory=dict)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -98,10 +99,13 @@ class Cluster:
         return all(device.name == CPU_PROCESS for device in self.devices)
 
     def first(self, count: int) -> "Cluster":
-        """The first `count` devices, in rank order."""
+        """The first `count` devices, in rank order, as they are where the others stay idle."""
+        if count in self.fewer:
+            return self.fewer[count]
         nodes, left = [], count
         for node in self.nodes:
             if left > 0:
                 nodes.append(Node(node.devices[:left], node.link))
                 left -= len(node.devices)
-        return replace(self, nodes=tuple(nodes))
+        fewer = {number: each for number, each in self.fewer.items() if number < count}
+        return replace(self, nodes=tuple(nodes), fewer=fewer)

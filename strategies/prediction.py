@@ -43,8 +43,10 @@ class Simulated:
 def simulated(
     step: Step, stands: Mapping[int, int], cluster: Cluster, global_batch: int
 ) -> Simulated:
-    """`step` on the devices of `cluster`."""
-    spans = simulate(tasks_of(step), cluster.processors)
+    """`step` on the devices of `cluster`. Of processors that all ranks share, those that stand for
+    others have their part."""
+    part = len(set(stands.values())) / len(stands)
+    spans = simulate(tasks_of(step), cluster.processors * part)
     return Simulated(spans, stands, global_batch, floor_s(step))
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 
-from whale_train.strategies.bounds import Bounds
 from whale_train.strategies.space import Arrangement, Batched, Candidate, Opening, Space
+from whale_train.strategies.used_bounds import UsedBounds
 
 _OF_FAMILY = 4  # tried, until one of them can be
 _OF_WIDTH = 2  # unordered stages looked at again, of as many copies and shards
@@ -33,7 +33,7 @@ class Promising:
     """What promises most in `space`."""
 
     space: Space
-    bounds: Bounds
+    bounds: UsedBounds
 
     def of_each_family(self, openings: Iterable[Opening]) -> list[list[tuple[float, Candidate]]]:
         """Of every family of copies that follow each other, what one would write by hand, the most

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from whale_train.strategies.cast_times import moved_bytes
+from whale_train.strategies.cluster import Link
 from whale_train.strategies.links import Crowd, crowd_of, group_link, send_time_s
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.staging import Chunk, Staging
@@ -16,15 +17,25 @@ class Sends:
         self._job, self._chunks = job, chunks
         self._bytes: dict[tuple[int, int, int], float] = {}
 
-    def seconds(
-        self, copy: int, positions: tuple[int, int], chunks: tuple[int, int], samples: int
-    ) -> float:
-        """For a micro-batch, from one position and chunk to another: a value, or, to an earlier
-        chunk, the gradient of one."""
+    def link(self, copy: int, positions: tuple[int, int]) -> Link:
+        """From one position to another."""
         seats = self._job.seats.positions[copy]
         ends = [seats[position][0] for position in positions]
-        link = group_link(self._job.cluster, ends, self._senders)
-        return send_time_s(self._num_bytes(*chunks, samples), link)
+        return group_link(self._job.cluster, ends, self._senders)
+
+    def num_bytes(self, sender: int, receiver: int, samples: int) -> float:
+        """Of a micro-batch, from one chunk to another: of values, or, to an earlier chunk, of the
+        gradients of them."""
+        key = (sender, receiver, samples)
+        if key not in self._bytes:
+            maker, taker = sorted((sender, receiver))
+            taken, graph = set(self._chunks[taker].slice.takes), self._job.graph
+            self._bytes[key] = sum(
+                moved_bytes(graph, name, samples, self._job.training.precision)
+                for name in self._chunks[maker].slice.gives
+                if name in taken and (sender == maker or "float" in graph[name].dtype)
+            )
+        return self._bytes[key]
 
     def transits(
         self, copy: int, batches: Batches, edges: Mapping[tuple[int, int], bool]
@@ -38,26 +49,12 @@ class Sends:
             pairs = {p for p in zip(owners[first], owners[last], strict=True) if p[0] != p[1]}
             if not pairs:
                 continue
+            links = [self.link(copy, pair) for pair in pairs]
             for ends in ((first, last), (last, first))[: 1 + gradient]:
-                forward = ends == (first, last)
-                found[ends] = max(
-                    self.seconds(copy, pair if forward else pair[::-1], ends, samples)
-                    for pair in pairs
-                )
+                sent = self.num_bytes(*ends, samples)
+                found[ends] = max(send_time_s(sent, link) for link in links)
         return found
 
     @cached_property
     def _senders(self) -> Crowd:
         return crowd_of(self._job.cluster, self._job.seats.edges())
-
-    def _num_bytes(self, sender: int, receiver: int, samples: int) -> float:
-        key = (sender, receiver, samples)
-        if key not in self._bytes:
-            maker, taker = sorted((sender, receiver))
-            taken, graph = set(self._chunks[taker].slice.takes), self._job.graph
-            self._bytes[key] = sum(
-                moved_bytes(graph, name, samples, self._job.training.precision)
-                for name in self._chunks[maker].slice.gives
-                if name in taken and (sender == maker or "float" in graph[name].dtype)
-            )
-        return self._bytes[key]

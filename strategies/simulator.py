@@ -27,7 +27,8 @@ class Lane(Enum):
 class Task(NamedTuple):
     """`seconds` of work that `ranks` do together on their `lane`, when the tasks `after` (numbers
     in the list) are done. Of these a rank that computes spends `transfer_s` in collectives. It is
-    an `instruction`, or a part of the step called `name`."""
+    an `instruction`, or a part of the step called `name`. `busy` is the part of a transfer's time
+    for which a processor of each of `ranks` is at it, beside what they compute."""
 
     ranks: tuple[int, ...]
     lane: Lane
@@ -36,6 +37,12 @@ class Task(NamedTuple):
     transfer_s: float = 0.0
     name: str = ""
     instruction: Instruction | None = None
+    busy: float = 0.0
+
+    @property
+    def load(self) -> float:
+        """The processors that each of its ranks needs for it."""
+        return 1.0 if self.lane is Lane.COMPUTE else self.busy
 
 
 @dataclass(frozen=True)
@@ -55,15 +62,20 @@ class Spans:
 def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
     """When each task begins and ends. Every task comes after those it waits for, in the list.
 
-    Where more ranks compute at once than there are `processors`, they share these evenly. Raises
-    ValueError for a task that waits for a later one.
+    Where ranks need more than there are of `processors` at once, to compute or for transfers that
+    these carry, they share them evenly. Raises ValueError for a task that waits for a later one.
     """
     for number, task in enumerate(tasks):
         if task.after and max(task.after) >= number:
             raise ValueError(f"task {number} waits for a later one: {task.after}")
-    ranks = {rank for task in tasks for rank in task.ranks}
-    if len(ranks) > processors:
+    needed: dict[tuple[int, Lane], float] = {}
+    for task in tasks if processors < inf else ():
+        for rank in task.ranks:
+            on = (rank, task.lane)
+            needed[on] = max(needed.get(on, 0.0), task.load)
+    if sum(needed.values()) > processors:
         return _sharing(tasks, processors)
+    ranks = {rank for task in tasks for rank in task.ranks}
     computing, linked = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)  # until when
     starts, ends = list[float](), list[float]()
     for task in tasks:
@@ -81,7 +93,8 @@ def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
 
 
 def _sharing(tasks: Sequence[Task], processors: float) -> Spans:
-    """The same where computing ranks share processors: from one end of a task to the next."""
+    """The same where ranks share processors: from one end of a task to the next. Of a task only
+    what needs a processor is slowed by the others."""
     waits = [len(set(task.after)) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
     queues: dict[tuple[int, Lane], list[int]] = {}
@@ -109,9 +122,9 @@ def _sharing(tasks: Sequence[Task], processors: float) -> Spans:
 
     begin(range(len(tasks)))
     while running:
-        computing = sum(len(tasks[n].ranks) for n in running if tasks[n].lane is Lane.COMPUTE)
-        slower = max(1.0, computing / processors)
-        rate = {n: slower if tasks[n].lane is Lane.COMPUTE else 1.0 for n in running}
+        needed = sum(len(tasks[n].ranks) * tasks[n].load for n in running)
+        slower = max(1.0, needed / processors)
+        rate = {n: 1.0 + tasks[n].load * (slower - 1.0) for n in running}
         step = min(left * rate[n] for n, left in running.items())
         clock += step
         done = [n for n, left in running.items() if left * rate[n] <= step * (1 + 1e-12)]

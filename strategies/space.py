@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations, product
-from math import gcd
+from math import gcd, inf
 from typing import Any
 
 from whale_train.strategies.cluster import Cluster
@@ -187,7 +187,8 @@ class Space:
     steps of `global_batch` samples. `exported`: its graph is known, and so can be cut;
     `wide_splits`: shard groups may leave a node; `zero`: optimizers may be partitioned, and
     `offload`ed; `split_head`: it has an output projection to split; `sole_micro_batch`: a copy's
-    samples may not be taken in pieces."""
+    samples may not be taken in pieces; `use_all`: no device may stay idle; `unlike` are the
+    numbers of devices whose times cannot be compared with those of all."""
 
     cluster: Cluster
     places: int
@@ -198,6 +199,8 @@ class Space:
     offload: bool = True
     split_head: bool = False
     sole_micro_batch: bool = False
+    use_all: bool = False
+    unlike: frozenset[int] = frozenset()
 
     @property
     def available(self) -> int:
@@ -206,7 +209,7 @@ class Space:
     def arrangements(self) -> Iterator[Arrangement]:
         """Every arrangement once, the simplest first."""
         found: dict[Arrangement, None] = {}
-        for devices in self._numbers_of_devices():
+        for devices in self.numbers_of_devices():
             kinds = self._kinds(devices)
             found |= dict.fromkeys(self._alike(devices, kinds))
             if len(kinds) > 1 and self.exported:
@@ -266,15 +269,19 @@ class Space:
         powers = [2**power for power in range(most.bit_length())]
         return sorted({n for p in powers for n in (p, p * widest) if widest <= n <= most})
 
-    def _numbers_of_devices(self) -> list[int]:
-        """All devices, and all but the last kinds of them; and as many as there are samples, where
-        these are fewer."""
-        devices = self.cluster.devices
+    def numbers_of_devices(self) -> list[int]:
+        """All devices, all but the last kinds of them, and one, which waits for nobody; as many as
+        there are samples, where these are fewer. Of processes that share processors, of which
+        fewer have more each: as many as there are processors, and powers of two. Not those in
+        `unlike`."""
+        devices, processors = self.cluster.devices, self.cluster.processors
+        if self.use_all:
+            return [len(devices)]
         ends = [i + 1 for i, (a, b) in enumerate(pairwise(devices)) if a.name != b.name]
-        found = {len(devices), *ends}
-        if self.global_batch < len(devices):
-            found.add(self.global_batch)
-        return sorted(found, reverse=True)
+        found = {1, len(devices), *ends, self.global_batch}
+        if processors < inf:
+            found |= {int(processors), *(2**power for power in range(len(devices).bit_length()))}
+        return sorted({n for n in found if 0 < n <= len(devices)} - self.unlike, reverse=True)
 
     def _kinds(self, devices: int) -> Mapping[str, int]:
         return Counter(device.name for device in self.cluster.devices[:devices])

@@ -18,6 +18,7 @@ from whale_train.strategies.links import (
     gather_time_s,
     group_link,
     modules_of,
+    send_time_s,
 )
 from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.micro_batches import Batches
@@ -108,8 +109,9 @@ class StagedStep:
             there = owners[each.peer][each.micro_batch]
             to = (each.kind, each.chunk, each.peer, there, samples)
             if to not in known:
-                ends = (each.chunk, each.peer)
-                known[to] = Cost(self.sends.seconds(copy, (position, there), ends, samples))
+                link = self.sends.link(copy, (position, there))
+                sent = self.sends.num_bytes(each.chunk, each.peer, samples)
+                known[to] = Cost(send_time_s(sent, link), busy=link.busy)
             return known[to]
 
         return Actor(ranks, copy, order, cost, max(self._update_s(rank) for rank in ranks))

@@ -22,10 +22,12 @@ def sum_pieces(elements: float) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an instruction: all, and those of them that pass in collectives."""
+    """Seconds of an instruction: all, and those of them that pass in collectives. `busy` is the
+    part of a send's for which a processor is at it."""
 
     seconds: float
     transfer_s: float = 0.0
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,9 @@ class _Writer:
 
     def send(self, number: int, instruction: Instruction) -> None:
         actor = self.step.actors[number]
-        seconds, waits = actor.cost(instruction).seconds, self.after(number)
+        cost, waits, sender = actor.cost(instruction), self.after(number), actor.ranks[:1]
         # One member's link stands for all of the group's, which send their parts at once.
-        task = Task(actor.ranks[:1], Lane.LINK, seconds, waits, 0.0, "", instruction)
+        task = Task(sender, Lane.LINK, cost.seconds, waits, 0.0, "", instruction, cost.busy)
         self.sent[_wire(actor.copy, instruction)] = self.add(task)
 
     def sums(self) -> list[list[int]]:
@@ -194,7 +196,10 @@ class _Writer:
                     waits.append(ready[(piece + 1) * len(ready) // pieces - 1])
                 each = sync.seconds / pieces
                 busy = each * sync.busy if sync.overlapped else 0.0
-                number = self.add(Task(ranks, Lane.LINK, each - busy, tuple(waits), name=_SUM))
+                beside = 0.0 if sync.overlapped else sync.busy
+                number = self.add(
+                    Task(ranks, Lane.LINK, each - busy, tuple(waits), name=_SUM, busy=beside)
+                )
                 for member in sync.members:
                     found[member].append(number)
                     if busy:

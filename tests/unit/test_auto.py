@@ -1,6 +1,6 @@
 """The search for a strategy: its answer is that of trying all there is, and its bounds hold."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -15,13 +15,15 @@ from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
 from whale_train.strategies.auto import Found, search, space_of
-from whale_train.strategies.bounds import Bounds
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.calibration import Calibration, on_cores
+from whale_train.strategies.cluster import Cluster, Device, Kernel, Link, Node, Roofline
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.resolve import consider, resolve
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Candidate
+from whale_train.strategies.used_bounds import UsedBounds
+from whale_train.strategies.work import Kind
 
 AUTO = strategy_of({"graph": "auto"}, "auto")
 FAST = Device("fast", {"fp32": 2e9}, 1e9, 4e9)
@@ -44,7 +46,8 @@ def everything(
 ) -> Iterator[tuple[Candidate, float, float]]:
     """Every candidate that can be: what it is bounded by, and the seconds of its step."""
     findings = Findings(profile, train.precision)
-    space, bounds = space_of(devices, findings, train), Bounds(findings, devices, train)
+    space = space_of(devices, findings, train)
+    bounds = UsedBounds(findings, devices, train)
     for opening in space.openings():
         for batched, candidate in (
             (each, candidate)
@@ -196,6 +199,74 @@ def test_devices_that_are_equal_are_alike() -> None:
     one, other = (found_for(gpt(), devices, training(16)) for devices in (together, apart))
     assert one.written == other.written
     assert one.resolved == other.resolved
+
+
+def processes(
+    cores: int, of_threads: Mapping[int, float], count: int = 4, bandwidth_bytes_s: float = 1e9
+) -> Cluster:
+    """So many CPU processes on so many cores, measured with some numbers of threads: the rate of
+    each such process."""
+    process = Device("cpu_process", {"fp32": 1e9}, 1e9, 4e9)
+    link = Link("measured", bandwidth_bytes_s, 1e-5, 0.5)
+    known = [
+        Calibration("cpu_process", threads, 1, {"fp32": kernels(rate)}, link)
+        for threads, rate in of_threads.items()
+    ]
+    node = Node((process,) * count, INSIDE)
+    mine = Cluster("cpu", (node,), INSIDE)
+    return on_cores(mine, known, cores, lambda ranks: max(1, cores // ranks))
+
+
+def kernels(rate: float) -> dict[str, Kernel]:
+    """What is measured of each kind of operation."""
+    roofline = Roofline(1e-6, rate, rate)
+    return dict.fromkeys(map(str, Kind), Kernel(roofline, roofline))
+
+
+@pytest.mark.parametrize("rates", [{1: 1e9, 2: 1.9e9}, {1: 1e9, 2: 0.9e9}, {1: 1e9}, {}])
+@pytest.mark.parametrize("bandwidth_bytes_s", [1e7, 1e10])
+def test_the_search_finds_what_trying_all_does_on_processes(
+    rates: Mapping[int, float], bandwidth_bytes_s: float
+) -> None:
+    devices = processes(2, rates, bandwidth_bytes_s=bandwidth_bytes_s)
+    tried = list(everything(gpt(), devices, training(16)))
+    for candidate, least, seconds in tried:
+        assert least <= seconds * (1 + 1e-9), candidate.described
+    found = found_for(gpt(), devices, training(16))
+    fastest = min(seconds for _, _, seconds in tried)
+    assert found.considered.step.spans.seconds == pytest.approx(fastest, rel=2e-9)
+    assert resolve(found.strategy, devices, gpt(), training(16)) == found.considered.plan()
+
+
+def test_one_process_with_all_threads_waits_for_nobody() -> None:
+    devices = processes(2, {1: 1e9, 2: 1.9e9}, bandwidth_bytes_s=1e6)
+    found = found_for(gpt(), devices, training(16))
+    assert found.written["devices"] == 1
+    assert "on fewer devices and on all" in found.decisions[0].reason
+    # Where more threads are no faster, two processes are that exchange fast enough.
+    slower = processes(2, {1: 1e6, 2: 1e6}, bandwidth_bytes_s=1e12)
+    assert found_for(gpt(), slower, training(16)).written.get("devices", 4) > 1
+
+
+@pytest.mark.parametrize("rates", [{1: 1e9, 2: 1.9e9}, {1: 1e9}])
+def test_all_devices_are_used_where_they_must_be(rates: Mapping[int, float]) -> None:
+    devices = processes(2, rates, bandwidth_bytes_s=1e6)
+    assert found_for(gpt(), devices, training(16)).written["devices"] < 4
+    found = found_for(gpt(), devices, training(16), use_all=True)
+    assert "devices" not in found.written
+    assert {decision.key for decision in found.decisions} == {"strategy.graph"}
+
+
+@pytest.mark.parametrize("rates", [{1: 1e9}, {2: 1e9}])
+def test_what_is_measured_is_not_compared_with_what_is_not(rates: Mapping[int, float]) -> None:
+    """Fewer processes have other threads, and those may not be measured."""
+    found = found_for(gpt(), processes(2, rates, bandwidth_bytes_s=1e3), training(16))
+    assert found.written.get("devices") != 1
+    _, left_out, *_ = found.decisions
+    assert (left_out.key, left_out.rejected) == ("strategy.devices", "1")
+    assert "mode=calibrate hardware=cpu hardware.devices=1" in left_out.reason
+    (_, other, *_) = found_for(gpt(), processes(2, {1: 1e9, 2: 2e9}), training(16)).decisions
+    assert other.key == "strategy.graph"
 
 
 def test_it_keeps_to_the_devices_it_is_given() -> None:

@@ -8,8 +8,15 @@ import pytest
 import yaml
 
 from whale_train.errors import ConfigError
+from whale_train.launcher.calibrate import at_once
 from whale_train.launcher.calibrations import folder, keep, kept
-from whale_train.strategies.calibration import Calibration, calibrated, is_measured, stand_ins
+from whale_train.strategies.calibration import (
+    Calibration,
+    calibrated,
+    is_measured,
+    on_cores,
+    stand_ins,
+)
 from whale_train.strategies.catalogue import DEVICES
 from whale_train.strategies.cluster import Cluster, Device, Kernel, Link, Node, Roofline
 from whale_train.strategies.links import gather_stops_s, modules_of, partitioned_sum_time_s
@@ -78,6 +85,34 @@ def test_a_cluster_has_what_was_measured_of_it() -> None:
     found = calibrated(gpus, [MEASURED, one], threads=1)
     assert is_measured(found, "fp32")
     assert found.nodes[0].link == NOMINAL  # one alone has measured no link
+
+
+def test_fewer_processes_have_more_threads() -> None:
+    faster = {"fp32": {str(Kind.PRODUCT): Kernel(BACKWARD, FORWARD)}}
+    known = [MEASURED, Calibration("cpu_process", 3, 1, faster)]
+    eight = Cluster("cpu", (Node((CPU,) * 8, NOMINAL),), NOMINAL)
+    found = on_cores(eight, known, 6, lambda count: max(1, 6 // count))
+    assert (found.processors, found.devices[7].kernels) == (6, KERNELS)
+    assert found.first(4) == replace(found, nodes=(Node(found.devices[:4], LINK),),
+                                     fewer={n: found.fewer[n] for n in (1, 2, 3)})  # fmt: skip
+    two, three = found.first(2), found.first(3)
+    assert (two.processors, two.devices[1].kernels, len(two.devices)) == (2, faster, 2)
+    assert two.nodes[0].link == NOMINAL  # one alone has measured no link
+    assert (three.processors, is_measured(three, "fp32")) == (3, False)
+    assert found.first(2).devices[0] is two.devices[0]  # still the same device, asked again
+    assert found.first(4).first(2) == two
+    # Where all have as many threads, however many run, a process is a process.
+    assert on_cores(eight, known, 6, lambda count: 1).fewer == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "processors", "measuring"), [(2, inf, 2), (2, 2.0, 2), (4, 2.0, 2), (4, 0.5, 1)]
+)
+def test_no_more_measure_than_compute_at_once(
+    count: int, processors: float, measuring: int
+) -> None:
+    cluster = Cluster("cpu", (Node((CPU,) * count, NOMINAL),), NOMINAL, processors)
+    assert at_once(cluster) == measuring
 
 
 def test_stand_ins_are_as_slow_as_they_are_made() -> None:

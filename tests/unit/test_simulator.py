@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whale_train.strategies.cluster import Cluster, Device, Link, Node
 from whale_train.strategies.instructions import Durations, Kind, Position
+from whale_train.strategies.prediction import simulated
 from whale_train.strategies.schedule import schedule
 from whale_train.strategies.simulator import Lane, RankTime, Task, rank_times, simulate
 from whale_train.strategies.step_tasks import Actor, Cost, Step, Sync, costs, tasks_of
@@ -50,6 +52,22 @@ def test_ranks_share_processors() -> None:
     assert simulate(tasks, 3).ends == (1.0, 2.0, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("busy", "ends"),
+    [
+        # Two and a processor that copies want three of two: all take half longer. Then two do.
+        (1.0, (2.5, 2.5, 1.5)),
+        # Two and a half of two: of the transfer only the half that needs one takes longer.
+        (0.5, (2.225, 2.225, 1.125)),
+        (0.0, (2.0, 2.0, 1.0)),
+    ],
+)
+def test_transfers_need_processors(busy: float, ends: tuple[float, ...]) -> None:
+    tasks = [Task((0,), COMPUTE, 2.0), Task((1,), COMPUTE, 2.0), Task((0,), LINK, 1.0, busy=busy)]
+    assert simulate(tasks, 2).ends == pytest.approx(ends)
+    assert simulate(tasks, 3).ends == (2.0, 2.0, 1.0)
+
+
 @st.composite
 def listed_tasks(draw: st.DrawFn) -> list[Task]:
     found: list[Task] = []
@@ -82,7 +100,12 @@ def test_any_tasks_end_in_order(tasks: list[Task], processors: float) -> None:
 
 
 def pipeline(
-    name: str, stages: int, micro_batches: int, forward: float = 1.0, send_s: float = 0.0
+    name: str,
+    stages: int,
+    micro_batches: int,
+    forward: float = 1.0,
+    send_s: float = 0.0,
+    busy: float = 0.0,
 ) -> Step:
     """Equal stages in a row; a backward takes twice a forward."""
     orders = schedule(
@@ -102,7 +125,7 @@ def pipeline(
         Kind.SEND_GRADIENT: send_s,
     }
     actors = [
-        Actor((stage,), 0, order, lambda each: Cost(price[each.kind]), 0.0)
+        Actor((stage,), 0, order, lambda each: Cost(price[each.kind], 0.0, busy), 0.0)
         for stage, order in enumerate(orders)
     ]
     return Step(actors, ())
@@ -150,6 +173,37 @@ def two_copies(sync: Sync) -> Step:
 )
 def test_sums_of_gradients(sync: Sync, seconds: float) -> None:
     assert simulate(tasks_of(two_copies(sync))).seconds == pytest.approx(seconds)
+
+
+def test_what_processors_carry_is_slowed_where_ranks_share_them() -> None:
+    after, beside = Sync((0, 1), 1.0, 1, False, busy=1.0), Sync((0, 1), 1.0, 2, True, busy=1.0)
+    for sync in (after, beside):  # two ranks on one processor: all takes twice as long
+        assert simulate(tasks_of(two_copies(sync)), 1).seconds == pytest.approx(2 * (3 + 1 + 0.5))
+    free = Sync((0, 1), 1.0, 1, False)
+    assert simulate(tasks_of(two_copies(free)), 1).seconds == pytest.approx(2 * (3 + 0.5) + 1)
+
+
+def test_sends_need_processors() -> None:
+    def seconds(busy: float, processors: float) -> float:
+        step = pipeline("1f1b", 2, 4, send_s=0.5, busy=busy)
+        return simulate(tasks_of(step), processors).seconds
+
+    # On one processor all is done one after another: 4 x 2 x 3 s of computing, 4 x 2 sends.
+    assert seconds(1.0, 1) == pytest.approx(24 + 8 * 0.5)
+    assert seconds(1.0, 1) > seconds(0.5, 1) > seconds(0.0, 1)
+    assert seconds(1.0, 4) == seconds(0.0, 2)
+
+
+def test_one_that_stands_for_others_has_its_part_of_the_processors() -> None:
+    device = Device("cpu_process", {}, 0.0, 1.0)
+    link = Link("", 1.0, 0.0)
+    cluster = Cluster("cpu", (Node((device,) * 4, link),), link, processors=4.0)
+    step = pipeline("zero_bubble", 2, 4, send_s=2.0, busy=1.0)
+    alone = simulated(step, {0: 0, 1: 1}, cluster.first(2), 8)
+    twice = simulated(step, {0: 0, 1: 1, 2: 0, 3: 1}, cluster, 16)
+    assert alone.spans == simulate(tasks_of(step))
+    assert twice.spans == simulate(tasks_of(step), 2.0)
+    assert twice.spans.seconds > alone.spans.seconds
 
 
 def test_the_norm_is_everyones() -> None:
