@@ -105,6 +105,9 @@ class Works:
             if operation.target in _NO_WORK:
                 continue
             found[self._work(operation, part)] += 1
+            if name in self.with_gradient and self._has_bias(operation):
+                summed = self._traffic(name, part)
+                found[Work(Kind.SUM, 0.0, _NONE, summed, False, True)] += 1
             readers = sum(user in self.with_gradient for user in self.graph.users[name])
             if name in self.with_gradient and readers > 1 and operation.shape is not None:
                 summed = self._traffic(name, part).times(3)
@@ -141,9 +144,9 @@ class Works:
         kind = kind_of(operation)
         is_view = _short(operation) in _VIEWS and not self._copies(operation)
         if is_view or (kind is Kind.RANDOM and not draws(operation)):
-            put = gradient and _takes_part(operation)
-            moved = self._traffic(operation.inputs[0], part) if put else _NONE
-            return Work(Kind.VIEW, 0.0, _NONE, moved, gradient, False)
+            if gradient and _takes_part(operation):
+                return self._put(operation, part)
+            return Work(Kind.VIEW, 0.0, _NONE, _NONE, gradient, False)
         result = self._traffic(operation.name, part)
         traffic = result
         for name in operation.inputs:
@@ -170,6 +173,13 @@ class Works:
             back = self._pointwise_backward(operation, part, gradient)
         return Work(kind, operation.flops * share, traffic, back, of_input, of_weight)
 
+    def _put(self, operation: Operation, part: Part) -> Work:
+        """A part of a value, whose gradient is put into one of the whole's size: of all parts of a
+        split at once, or of this one between zeros."""
+        whole = self._traffic(operation.inputs[0], part)
+        read = whole if operation.shape is None else self._traffic(operation.name, part)
+        return Work(Kind.COPY, 0.0, _NONE, whole + read, True, False)
+
     def _pointwise_backward(self, operation: Operation, part: Part, gradient: bool) -> Traffic:
         """A pass for each input that a gradient is computed for; sums hand theirs through, but to
         what was spread over them."""
@@ -183,6 +193,16 @@ class Works:
             passes = _short(operation) not in _SUMS
             back += result.times(3.0 * passes) + (result if spread else _NONE)
         return back
+
+    def _has_bias(self, operation: Operation) -> bool:
+        """Whether a product adds one, whose gradient is a sum over all rows of its result's. To
+        add it takes nothing that counts: it is in the result before the product is."""
+        shapes = (
+            self.graph[name].shape
+            for name in operation.inputs
+            if kind_of(operation) in _WITH_BIAS and self._is_weight(name)
+        )
+        return any(shape is not None and len(shape) == 1 for shape in shapes)
 
     def _is_weight(self, name: str) -> bool:
         """Whether it is a parameter, perhaps seen through a view."""
@@ -242,6 +262,7 @@ _VIEWS = _TURNING | _CASTS | _SPREADING | _TAKING_PART | _names(
     "contiguous sym_size"
 )  # fmt: skip
 _WIDTHS = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
+_WITH_BIAS = (Kind.PRODUCT, Kind.CONVOLUTION)
 # Products with what they made of the step before, all steps and layers as one operation.
 _RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 _OF_KIND = {
