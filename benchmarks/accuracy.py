@@ -3,9 +3,10 @@
 python benchmarks/accuracy.py
 
 Every round calibrates the machine (`mode=calibrate`, with its figures in a folder of this run),
-which runs no model, and then trains every pair with the command. What the plan predicted for a step
-is set beside the median of those taken; of several rounds the medians count, as a machine that
-others use as well is faster at one time than at another.
+which runs no model, before each model, and then trains that model's pairs with the command. What
+the plan predicted for a step is set beside the median of those taken; of several rounds the medians
+count. A machine that others use as well is faster at one time than at another, by a tenth and more
+within minutes: hence a calibration for each model, and the rounds.
 """
 
 import argparse
@@ -125,8 +126,12 @@ def main() -> None:
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
             where = Path(folder) / "calibrations"
-            command(["mode=calibrate", "hardware=cpu"], Path(folder) / "calibrate", where)
+            measured_for = ""
             for model, strategy in pairs:
+                if model != measured_for:
+                    calibrate = Path(folder) / f"calibrate_{model}"
+                    command(["mode=calibrate", "hardware=cpu"], calibrate, where)
+                    measured_for = model
                 asked = [*MODELS[model], *STRATEGIES[strategy]]
                 asked.append(f"train.global_batch={PAIRS[model][0]}")
                 run_dir = Path(folder) / re.sub("[^a-z0-9]+", "_", f"{model} {strategy}")

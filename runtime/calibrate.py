@@ -1,13 +1,14 @@
 """How fast this machine's devices compute and its links carry: `mode=calibrate`, on the ranks.
 
-Every rank measures at once, as it will compute beside the others; what is kept is the median of
-theirs. What is run to measure computing is `probes.py`'s, and to measure ZeRO
-`partition_probes.py`'s.
+Every rank measures at once, as it will compute beside the others. Those that compute the same wait
+for the slowest before they go on, and so of every run what its slowest rank took is kept. What is
+run to measure computing is `probes.py`'s and `block_probes.py`'s, and to measure
+ZeRO `partition_probes.py`'s.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -16,12 +17,13 @@ import torch
 from torch import distributed as dist
 
 from whale_train.runtime import shared_memory
+from whale_train.runtime.block_probes import BLOCKS, SMALLEST, Block, run_block
 from whale_train.runtime.clock import agreed, now
 from whale_train.runtime.engine import autocast
 from whale_train.runtime.norms import total_norm
 from whale_train.runtime.optimizers import MakeOptimizer
 from whale_train.runtime.partition_probes import partition_kernels
-from whale_train.runtime.probes import Probe, probes
+from whale_train.runtime.probes import Measured, Probe, probes
 from whale_train.strategies.cluster import Kernel, Link, Roofline
 from whale_train.strategies.work import BY_FLOPS, Kind
 
@@ -39,9 +41,11 @@ def calibrate(
     precision: str,
     optimizer: MakeOptimizer,
     chosen: Sequence[Probe] | None = None,
+    blocks: Sequence[Block] = BLOCKS,
 ) -> None:
     """Measure, together with all other ranks; rank 0 writes `run_dir/calibration.json`, a mapping
-    of `Calibration`'s fields but for the device's name. `chosen` are the probes (None: all)."""
+    of `Calibration`'s fields but for the device's name. `chosen` are the probes (None: all), and
+    `blocks` what operations between products are timed in."""
     ranks = dist.get_world_size()
     listed = list(probes()) if chosen is None else chosen
     links, memories = list[Link](), list[Link]()
@@ -54,7 +58,7 @@ def calibrate(
             memories.append(measured_link(shared, device, carried_by_waiting=True))
 
     look_at_links()
-    kernels = measured_kernels(listed, device, precision, dist.barrier)
+    kernels = measured_kernels(listed, blocks, device, precision, dist.barrier, _slowest)
     look_at_links()
     update = _update(device, optimizer)
     kernels[Kind.UPDATE] = Kernel(update, update)
@@ -199,34 +203,73 @@ def _update(device: torch.device, make: MakeOptimizer) -> Roofline:
     return Roofline(overhead, _UNBOUND, moved / max(whole - overhead, 1e-9))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Seconds of one operation of a probe."""
-
-    probe: Probe
-    forward_s: float
-    backward_s: float
+Runs = Sequence[Sequence[float]]  # seconds: of every probe, those of each of its runs
 
 
 def measured_kernels(
-    listed: Sequence[Probe], device: torch.device, precision: str, together: Callable[[], None]
+    listed: Sequence[Probe],
+    blocks: Sequence[Block],
+    device: torch.device,
+    precision: str,
+    together: Callable[[], None],
+    slowest: Callable[[Runs], Runs],
 ) -> dict[Kind, Kernel]:
-    """The rooflines of every kind of operation `listed` on `device`. `together` waits for the other
-    ranks, before each probe. All probes are run several times over, so that what else the machine
-    does for a while is in no kind's figures alone."""
+    """The rooflines of every kind of operation `listed` on `device`, of which those between
+    products move their bytes as in `blocks`. `together` waits for the other ranks, before each
+    probe, and `slowest` gives the most that any of them took. All probes are run several times
+    over, so that what else the machine does for a while is in no kind's figures alone."""
     forward: list[list[float]] = [[] for _ in listed]
     backward: list[list[float]] = [[] for _ in listed]
+    in_blocks: list[list[list[Measured]]] = [[] for _ in (SMALLEST, *blocks)]
     for _ in range(_PASSES):
         for number, probe in enumerate(listed):
             together()
             times = _timed(probe, device, precision)
             forward[number] += times[0]
             backward[number] += times[1]
+        for block, runs in zip((SMALLEST, *blocks), in_blocks, strict=True):
+            together()
+            runs += [run_block(block, device, precision) for _ in range(_RUNS + 1)][1:]
     found: dict[Kind, list[Measured]] = {}
-    for probe, ahead, back in zip(listed, forward, backward, strict=True):
+    for probe, ahead, back in zip(listed, slowest(forward), slowest(backward), strict=True):
         measured = Measured(probe, median(ahead), median(back))
         found.setdefault(probe.kind, []).append(measured)
+    smallest, *larger = (_medians(runs) for runs in in_blocks)
+    for measured in (each for block in larger for each in block):
+        kind = measured.probe.kind
+        # What stopping to look at the clock adds is taken off.
+        least = next(each for each in smallest if each.probe.kind is kind)
+        alone = found[kind][0]
+        found[kind].append(
+            Measured(
+                measured.probe,
+                alone.forward_s + max(measured.forward_s - least.forward_s, 0.0),
+                alone.backward_s + max(measured.backward_s - least.backward_s, 0.0),
+            )
+        )
     return {kind: _kernel(kind, measured) for kind, measured in found.items()}
+
+
+def _slowest(mine: Runs) -> Runs:
+    """Of every run what it took the rank that took longest."""
+    everyones: list[Runs] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return [
+        [max(of_ranks) for of_ranks in zip(*of_probe, strict=True)]
+        for of_probe in zip(*everyones, strict=True)
+    ]
+
+
+def _medians(runs: Sequence[Sequence[Measured]]) -> list[Measured]:
+    """Of several runs of the same."""
+    return [
+        Measured(
+            each[0].probe,
+            median(x.forward_s for x in each),
+            median(x.backward_s for x in each),
+        )
+        for each in zip(*runs, strict=True)
+    ]
 
 
 def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[float], list[float]]:

@@ -2,7 +2,8 @@
 
 As in a training, every operation reads what the one before it has just written and keeps it for the
 backward, so that caches and fresh memory are what they are there. Owns the chains, their FLOPs and
-bytes; `calibrate.py` times them.
+bytes; `calibrate.py` times them. Of what lies between products they tell the overhead alone:
+how fast it moves its bytes is `block_probes.py`'s.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +34,18 @@ class Probe:
     step: Callable[[Tensor, int, Sequence[Tensor]], Tensor]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one operation of a probe."""
+
+    probe: Probe
+    forward_s: float
+    backward_s: float
+
+
 def probes() -> Iterator[Probe]:
     """All of them; the first of each kind is so small that it is all overhead."""
-    for shape in ((2, 4), (512, 256), (512, 1024), (2048, 1024)):
-        yield from _elementwise(shape)
+    yield from elementwise((2, 4))
     for rows, inside, outside in _PRODUCTS:
         yield _product(rows, inside, outside)
     for batch, heads, tokens in ((1, 1, 8), (8, 4, 64), (8, 8, 64), (4, 8, 256)):
@@ -49,7 +58,7 @@ def probes() -> Iterator[Probe]:
         yield _lookup(rows, table, width)
 
 
-def _elementwise(shape: tuple[int, int]) -> Iterator[Probe]:
+def elementwise(shape: tuple[int, int]) -> Iterator[Probe]:
     """One value in, one out, of the same shape."""
     size = 4.0 * shape[0] * shape[1]
     length = max(4, min(_LONGEST, int(_CHAIN_BYTES / size)))

@@ -33,7 +33,7 @@ def batch_norm_times(
         if not _takes_statistics(operation):
             continue
         assert operation.shape is not None
-        count = operation.shape[1].fixed * channels(name)
+        count = operation.shape[1].fixed * channels(name, None)
         forward += gather_time_s(_GATHERED * (2 * count + 1) * members, members, link)
         if operation.inputs[0] in graph.trained:
             backward += all_reduce_time_s(_SUMMED * 2 * count, members, link)

@@ -4,6 +4,7 @@ Ranks of equal devices and equal shares do the same at the same time: one stands
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import ceil
 
 from whale_train.strategies.batch_norm_sums import batch_norm_times
@@ -112,12 +113,11 @@ class FlatStep:
                 found = self.prices.times(("flat", number), segment.operations, device, size)
             else:
                 assert segment.assignment is not None
-                layouts = segment.assignment.layouts
                 key = ("flat", number, self.classes[rank], self.samples[rank])
                 whole = self.training.global_batch / self.training.accumulate
                 found = self.prices.times(
                     key, segment.operations, device, whole,
-                    lambda layouts=layouts: part_of(layouts, axes, rank),  # type: ignore[misc]
+                    partial(part_of, segment.assignment, axes, rank),
                 )  # fmt: skip
             total += found
         return total

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from whale_train.strategies.cluster import Device
 from whale_train.strategies.cost import Times, work_times
-from whale_train.strategies.layouts import Layout, Shard
+from whale_train.strategies.layouts import Assignment, Shard
 from whale_train.strategies.operations import OperationGraph
 from whale_train.strategies.work import Part, Work, Works, whole
 
@@ -52,16 +52,21 @@ class Prices:
         return self._times[asked]
 
 
-def part_of(layouts: Mapping[str, Layout], axes: Intervals, index: int) -> Part:
-    """Which part of each value member `index` of a group has."""
+def part_of(assignment: Assignment | None, axes: Intervals, index: int) -> Part:
+    """Which part of each value member `index` of a group has; what is cast on its way into an
+    operation is read as it then is."""
+    if assignment is None:
+        return whole
     fractions = {
         axis: (intervals[index][1] - intervals[index][0]) / intervals[-1][1]
         for axis, intervals in axes.items()
         if index < len(intervals) and intervals[-1][1]
     }
+    cast = {(each.user, each.value): each.target for each in assignment.casts}
 
-    def part(name: str) -> float:
-        layout = layouts.get(name)
+    def part(name: str, reader: str | None) -> float:
+        lies = assignment.layouts.get(name)
+        layout = lies if reader is None else cast.get((reader, name), lies)
         return fractions.get(layout.axis, 1.0) if isinstance(layout, Shard) else 1.0
 
     return part

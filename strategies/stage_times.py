@@ -1,6 +1,7 @@
 """The seconds of a nested strategy's chunks: their operations, and the casts between layouts."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from whale_train.strategies.cast_times import cast_times, moved_bytes
 from whale_train.strategies.cluster import Link
@@ -74,11 +75,11 @@ class ChunkTimes:
     def _split(self, number: int, index: int, rank: int, samples: int) -> Times:
         chunk, device = self.chunks[number], self.job.cluster.devices[rank]
         member = self._members[number][index] if self._members[number] else 0
-        layouts = chunk.sharded.assignment.layouts if chunk.sharded else {}
+        assignment = chunk.sharded.assignment if chunk.sharded else None
         own = tuple(self.axes[axis][member] for axis in chunk.axes)
         return self.job.findings.prices.times(
             (chunk.key, own), chunk.slice.operations, device, samples,
-            lambda: part_of(layouts, self.axes, index),
+            partial(part_of, assignment, self.axes, index),
         )  # fmt: skip
 
     def _head(self, number: int, index: int, rank: int, shares: Sequence[int]) -> Times:
@@ -91,12 +92,11 @@ class ChunkTimes:
         for part, segment in enumerate(cut.segments):
             shared = segment.assignment is not None
             samples = sum(shares) if shared else shares[index]
-            layouts = segment.assignment.layouts if segment.assignment else {}
             own = tuple(self.axes[axis] for axis in chunk.axes)
             key = (chunk.key, part, own, (index, *shares) if shared else ())
             total += self.job.findings.prices.times(
                 key, segment.operations, device, samples,
-                lambda layouts=layouts: part_of(layouts, axes, index),  # type: ignore[misc]
+                partial(part_of, segment.assignment, axes, index),
             )  # fmt: skip
         return total
 

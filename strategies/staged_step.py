@@ -165,13 +165,13 @@ class StagedStep:
         groups = self.job.data_parallel(chunk.stage)
         if chunk.head is not None:  # all members of all copies take samples of their own
             groups = (tuple(rank for group in groups for rank in group),)
-        layouts = chunk.sharded.assignment.layouts if chunk.sharded else {}
+        assignment = chunk.sharded.assignment if chunk.sharded else None
         found = batch_norm_times(
             self.job.graph,
             chunk.slice.operations,
             len(groups[0]),
             group_link(self.cluster, groups[0], self.crowd),
-            part_of(layouts, self.times.axes, 0),
+            part_of(assignment, self.times.axes, 0),
         )
         if chunk.stage in self.times.recomputed:
             found += Times(backward_input=found.forward)

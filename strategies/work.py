@@ -75,10 +75,12 @@ class Work:
     weight_gradient: bool
 
 
-Part = Callable[[str], float]  # which part of a value this rank has, by the value's name
+# Which part of a value this rank has, by the value's name: as it lies, or, where an operation is
+# named, as that reads it.
+Part = Callable[[str, str | None], float]
 
 
-def whole(_: str) -> float:
+def whole(value: str, reader: str | None = None) -> float:
     """Of a value that is not cut."""
     return 1.0
 
@@ -105,6 +107,9 @@ class Works:
             if operation.target in _NO_WORK:
                 continue
             found[self._work(operation, part)] += 1
+            if name in self.with_gradient and self._has_bias(operation):
+                summed = self._traffic(name, part)
+                found[Work(Kind.SUM, 0.0, _NONE, summed, False, True)] += 1
             readers = sum(user in self.with_gradient for user in self.graph.users[name])
             if name in self.with_gradient and readers > 1 and operation.shape is not None:
                 summed = self._traffic(name, part).times(3)
@@ -141,13 +146,14 @@ class Works:
         kind = kind_of(operation)
         is_view = _short(operation) in _VIEWS and not self._copies(operation)
         if is_view or (kind is Kind.RANDOM and not draws(operation)):
-            put = gradient and _takes_part(operation)
-            moved = self._traffic(operation.inputs[0], part) if put else _NONE
-            return Work(Kind.VIEW, 0.0, _NONE, moved, gradient, False)
+            if gradient and _takes_part(operation):
+                return self._put(operation, part)
+            return Work(Kind.VIEW, 0.0, _NONE, _NONE, gradient, False)
         result = self._traffic(operation.name, part)
         traffic = result
         for name in operation.inputs:
-            traffic += self._traffic(self._held(name), part)
+            held = self._held(name)
+            traffic += self._traffic(held, part, operation.name if held == name else None)
         weights = [name for name in operation.inputs if self._is_weight(name)]
         others = [
             name for name in operation.inputs
@@ -157,7 +163,8 @@ class Works:
         back: Traffic | None = None
         share = 1.0
         if kind in BY_FLOPS:
-            share = min(part(name) for name in (operation.name, *operation.inputs))
+            read = (part(name, operation.name) for name in operation.inputs)
+            share = min(part(operation.name, None), *read)
             if kind is Kind.PRODUCT and not weights:
                 of_weight = gradient and len(others) > 1  # the other factor's, which costs as much
             elif _short(operation) in _RECURRENT:
@@ -169,6 +176,13 @@ class Works:
         elif kind is Kind.POINTWISE:
             back = self._pointwise_backward(operation, part, gradient)
         return Work(kind, operation.flops * share, traffic, back, of_input, of_weight)
+
+    def _put(self, operation: Operation, part: Part) -> Work:
+        """A part of a value, whose gradient is put into one of the whole's size: of all parts of a
+        split at once, or of this one between zeros."""
+        whole = self._traffic(operation.inputs[0], part)
+        read = whole if operation.shape is None else self._traffic(operation.name, part)
+        return Work(Kind.COPY, 0.0, _NONE, whole + read, True, False)
 
     def _pointwise_backward(self, operation: Operation, part: Part, gradient: bool) -> Traffic:
         """A pass for each input that a gradient is computed for; sums hand theirs through, but to
@@ -184,6 +198,16 @@ class Works:
             back += result.times(3.0 * passes) + (result if spread else _NONE)
         return back
 
+    def _has_bias(self, operation: Operation) -> bool:
+        """Whether a product adds one, whose gradient is a sum over all rows of its result's. To
+        add it takes nothing that counts: it is in the result before the product is."""
+        shapes = (
+            self.graph[name].shape
+            for name in operation.inputs
+            if kind_of(operation) in _WITH_BIAS and self._is_weight(name)
+        )
+        return any(shape is not None and len(shape) == 1 for shape in shapes)
+
     def _is_weight(self, name: str) -> bool:
         """Whether it is a parameter, perhaps seen through a view."""
         return self.graph[self._memory[name]].target == "parameter"
@@ -192,11 +216,11 @@ class Works:
         """The value whose memory is read where `name` is, which may show it many times."""
         return self._memory[name] if _short(self.graph[name]) in _SPREADING else name
 
-    def _traffic(self, name: str, part: Part) -> Traffic:
+    def _traffic(self, name: str, part: Part, reader: str | None = None) -> Traffic:
         operation = self.graph[name]
         if operation.shape is None:
             return _NONE
-        num_bytes = _WIDTHS.get(operation.dtype, 4) * part(name)
+        num_bytes = _WIDTHS.get(operation.dtype, 4) * part(name, reader)
         follows = any(size.per_sample for size in operation.shape)
         for size in operation.shape:
             num_bytes *= size.per_sample or size.fixed
@@ -242,6 +266,7 @@ _VIEWS = _TURNING | _CASTS | _SPREADING | _TAKING_PART | _names(
     "contiguous sym_size"
 )  # fmt: skip
 _WIDTHS = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
+_WITH_BIAS = (Kind.PRODUCT, Kind.CONVOLUTION)
 # Products with what they made of the step before, all steps and layers as one operation.
 _RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 _OF_KIND = {

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,13 @@ from tests.distributed.harness import run_ranks
 from torch import distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from whale_train.runtime.calibrate import RESULT, calibrate, fitted
+from whale_train.runtime import block_probes
+from whale_train.runtime import calibrate as calibrating
+from whale_train.runtime.block_probes import BLOCKS, SMALLEST, Block, run_block
+from whale_train.runtime.calibrate import RESULT, calibrate, fitted, measured_kernels
 from whale_train.runtime.optimizers import make_optimizer
 from whale_train.runtime.partition_probes import through
-from whale_train.runtime.probes import Probe, probes
+from whale_train.runtime.probes import Measured, Probe, probes
 from whale_train.strategies.calibration import Calibration
 from whale_train.strategies.cluster import Roofline
 from whale_train.strategies.work import BY_FLOPS, Kind
@@ -23,7 +28,8 @@ CPU = torch.device("cpu")
 
 
 def test_every_kind_has_a_probe_that_is_all_overhead_and_larger_ones() -> None:
-    kinds = {kind: [p for p in probes() if p.kind is kind] for kind in Kind}
+    between = [probe for block in BLOCKS for probe in probes_in(block)]
+    kinds = {kind: [p for p in (*probes(), *between) if p.kind is kind] for kind in Kind}
     for other in (Kind.UPDATE, Kind.PARTITION, Kind.GATHER):  # an optimizer's, and an engine's
         assert not kinds.pop(other)
     for kind, found in kinds.items():
@@ -72,6 +78,57 @@ def test_an_engine_that_costs_nothing_is_no_faster_than_none() -> None:
     assert 0 < found.seconds(0.0, 4e8) < 1e-6
 
 
+def probes_in(block: Block) -> list[Probe]:
+    return [each.probe for each in run_block(block, torch.device("meta"), "fp32")]
+
+
+def test_what_is_between_products_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock on which a tick is an operation begun or ended, each takes one forward and one
+    backward, those between products alone are told, and of each kind one in either width."""
+    ticks = count()
+    monkeypatch.setattr(block_probes, "now", lambda device: float(next(ticks)))
+    found = run_block(Block(6, 4, 8), CPU, "fp32")
+    assert {(each.forward_s, each.backward_s) for each in found} == {(1.0, 1.0)}
+    widths: dict[Kind, list[float]] = {}
+    for each in found:
+        assert each.probe.kind not in BY_FLOPS
+        widths.setdefault(each.probe.kind, []).append(each.probe.num_bytes)
+    assert all(wide == 2 * narrow for wide, narrow in widths.values())
+    # Every one of them and a product before it, twice each.
+    assert next(ticks) == 2 * 2 * 2 * len(found)
+
+
+def test_a_block_says_how_fast_bytes_move_and_a_chain_what_is_over_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chains of 2 s an operation; in blocks 5 s to look at the clock and 3 s a byte, 7 s in the
+    backward."""
+
+    def timed(*_: object) -> tuple[list[float], list[float]]:
+        return [2.0], [4.0]
+
+    def run(block: Block, *_: object) -> list[Measured]:
+        sizes = [(p, 0.0 if block == SMALLEST else p.num_bytes) for p in probes_in(block)]
+        return [Measured(p, 5 + 3 * size, 5 + 7 * size) for p, size in sizes]
+
+    monkeypatch.setattr(calibrating, "_timed", timed)
+    monkeypatch.setattr(calibrating, "run_block", run)
+    kinds = {probe.kind for probe in probes_in(SMALLEST)}
+    alone, blocks = [p for p in probes() if p.kind in kinds], [Block(6, 4, 8), Block(8, 4, 16)]
+    kernels = measured_kernels(alone, blocks, CPU, "fp32", lambda: None, lambda mine: mine)
+    for kernel in kernels.values():
+        assert kernel.forward.seconds(0.0, 1e3) == pytest.approx(2 + 3e3)
+        assert kernel.backward.seconds(0.0, 1e3) == pytest.approx(4 + 7e3)
+
+
+def runs_of(rank_factor: Sequence[float]) -> Any:
+    return calibrating._slowest([[rank_factor[dist.get_rank()] * x for x in (1.0, 2.0)], [3.0]])
+
+
+def test_of_every_run_the_slowest_rank_counts() -> None:
+    assert run_ranks(runs_of, 2, (1.0, 1.5)) == [[[1.5, 3.0], [3.0]]] * 2
+
+
 def measured(folder: str) -> None:
     first_of_each: dict[Kind, list[Probe]] = {}
     for probe in probes():
@@ -81,7 +138,7 @@ def measured(folder: str) -> None:
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     make = make_optimizer("adamw", {"lr": 0.1, "fused": True})
-    calibrate(Path(folder), CPU, "fp32", make, few)
+    calibrate(Path(folder), CPU, "fp32", make, few, [Block(64, 16, 32)])
 
 
 def test_ranks_measure_together(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.operation_graphs import classifier, gpt
 from tests.unit.plan_requests import CONF, shipped, strategy_of, training
@@ -80,7 +80,11 @@ def requests(draw: st.DrawFn) -> tuple[ModelProfile, Cluster, Training]:
     return profile, devices, training(batch, **options)
 
 
+SLOWLY = Link("slowly", 1e7, 1e-5)
+
+
 @settings(max_examples=25, deadline=None)
+@example((model([1.0, 3e5]), replace(cluster([FAST], [SLOW]), network=SLOWLY), training(2)))
 @given(requests())
 def test_the_search_finds_what_trying_all_does(
     request: tuple[ModelProfile, Cluster, Training],

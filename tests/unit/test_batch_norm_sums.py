@@ -37,7 +37,7 @@ def test_statistics_are_gathered_and_two_sums_come_back() -> None:
     assert found.backward_weight == 0.0
     assert batch_norm_times(graph, graph.by_name, 1, LINK) == Times()
     # A member with half of the channels sends less, in as many messages.
-    half = batch_norm_times(graph, ["normed"], 4, LINK, lambda _: 0.5)
+    half = batch_norm_times(graph, ["normed"], 4, LINK, lambda _, reader: 0.5)
     assert half.forward == pytest.approx(3 * (1e-3 + 5 * 8 / 1e9), rel=1e-12)
 
 

@@ -2,7 +2,11 @@
 
 from tests.unit.operation_graphs import Sketch, classifier, gpt
 
+from whale_train.strategies.cut import CLASSES
+from whale_train.strategies.layout_types import Cast
+from whale_train.strategies.layouts import BATCH, Assignment, Layout, R, Shard
 from whale_train.strategies.operations import OperationGraph
+from whale_train.strategies.pricing import part_of
 from whale_train.strategies.work import Kind, Traffic, Work, Works
 
 # [B, 3] numbers of a table [10, 4]; the rows, once through a product [8, 4], once added to what
@@ -59,11 +63,60 @@ def test_a_recurrent_layer_is_its_products() -> None:
     assert only(sketch.graph("made"), "lstm") == [(work, 1)]
 
 
+def test_a_bias_gets_a_sum_of_gradients() -> None:
+    """[B, 3, 4] through a product [8, 4] with a bias: of [B, 3, 8] gradients, all read."""
+    sketch = Sketch()
+    sketch.input("x", "B 3 4", "float32")
+    sketch.parameter("up.weight", "8 4")
+    sketch.parameter("up.bias", "8")
+    sketch.call("up", "linear.default", "x", "up_weight", "up_bias", shape="B 3 8", flops=192.0)
+    product, summed = only(sketch.graph("up"), "up")
+    assert product[0].kind is Kind.PRODUCT
+    moved = Traffic(0, 24 * F32)
+    assert summed == (Work(Kind.SUM, 0.0, Traffic(), moved, False, True), 1)
+    # Of a rank with a quarter of the columns.
+    parts = {"up": 0.25, "up_weight": 0.25, "up_bias": 0.25}
+    found = Works(sketch.graph("up")).of(["up"], lambda name, reader: parts.get(name, 1.0))
+    assert Work(Kind.SUM, 0.0, Traffic(), Traffic(0, 6 * F32), False, True) in found
+
+
+def test_what_is_gathered_on_its_way_is_read_whole() -> None:
+    """A split head: samples lie in halves, the product reads all of them for 3 of 4 columns."""
+    sketch = Sketch()
+    sketch.input("x", "B 3 4", "float32")
+    sketch.parameter("up.weight", "8 4")
+    sketch.call("up", "linear.default", "x", "up_weight", shape="B 3 8", flops=192.0)
+    columns, halves = Shard(2, CLASSES), Shard(0, BATCH)
+    layouts: dict[str, Layout] = {"x": halves, "up_weight": Shard(0, CLASSES), "up": columns}
+    casts = (Cast("up", "x", "gather_enter", halves, R),)
+    axes = {BATCH: ((0, 1), (1, 2)), CLASSES: ((0, 6), (6, 8))}
+    part = part_of(Assignment(layouts, casts, {}, ()), axes, 0)
+    (product,) = Works(sketch.graph("up")).of(["up"], part)
+    assert product.flops == 192 * 3 / 4
+    assert product.forward == Traffic(3 / 4 * 32 * F32, (12 + 3 / 4 * 24) * F32)
+
+
 def test_a_part_moves_in_the_backward_only() -> None:
     half, *_ = only(sketched(), "half")
-    assert half == (Work(Kind.VIEW, 0.0, Traffic(), Traffic(0, 24 * F32), True, False), 1)
+    # The whole's gradient is written, and read what there is of it.
+    put = Traffic(0, (24 + 12) * F32)
+    assert half == (Work(Kind.COPY, 0.0, Traffic(), put, True, False), 1)
     turned = Work(Kind.VIEW, 0.0, Traffic(), Traffic(), True, False)
     assert only(sketched(), "turned") == [(turned, 1)]
+
+
+def test_the_parts_of_a_split_are_joined_once() -> None:
+    """[B, 3, 8] in two: the gradients of both are read, that of the whole is written."""
+    sketch = Sketch()
+    sketch.input("x", "B 3 4", "float32")
+    sketch.parameter("up.weight", "8 4")
+    sketch.call("up", "linear.default", "x", "up_weight", shape="B 3 8", flops=192.0)
+    sketch.call("parts", "split.Tensor", "up", 4, 2, shape=None)
+    sketch.call("first", "getitem", "parts", 0, shape="B 3 4")
+    joined = Work(Kind.COPY, 0.0, Traffic(), Traffic(0, 2 * 24 * F32), True, False)
+    assert only(sketch.graph("first"), "parts") == [(joined, 1)]
+    shown = Work(Kind.VIEW, 0.0, Traffic(), Traffic(), True, False)
+    assert only(sketch.graph("first"), "first") == [(shown, 1)]
 
 
 def test_what_a_transpose_parted_is_copied_when_joined() -> None:
@@ -78,7 +131,7 @@ def test_a_sum_hands_its_gradient_through() -> None:
 
 def test_a_rank_has_a_part() -> None:
     parts = {"up": 0.5, "up_weight": 0.5}
-    found = Works(sketched()).of(["up"], lambda name: parts.get(name, 1.0))
+    found = Works(sketched()).of(["up"], lambda name, reader: parts.get(name, 1.0))
     moved = Traffic(16 * F32, (12 + 12) * F32)
     assert list(found) == [Work(Kind.PRODUCT, 96.0, moved, None, True, True)]
 
