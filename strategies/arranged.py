@@ -79,6 +79,7 @@ class Arranged:
     balance: str = "hardware"
     _found: dict[object, Sequence[Device]] = field(default_factory=dict)
     _firsts: dict[int, int] = field(default_factory=dict)
+    _rates: dict[tuple[int, str], float] = field(default_factory=dict)
     _cuts: dict[object, Sequence[StageCut]] = field(default_factory=dict)
     _copies: dict[Arrangement, Sequence[Copies]] = field(default_factory=dict)
     _samples: dict[object, Sequence[int] | None] = field(default_factory=dict)
@@ -222,7 +223,10 @@ class Arranged:
 
     def _speed(self, shape: Arrangement, part: Part) -> float:
         """As fast as the resolver takes a stage of `part` for."""
-        return sum([self._rate(self.devices(shape, part))] * (part.copies * part.shards))
+        key = (shape.devices, part.kind)
+        if key not in self._rates:
+            self._rates[key] = self._rate(self.devices(shape, part))
+        return sum([self._rates[key]] * (part.copies * part.shards))
 
     def _rate(self, devices: Sequence[Device]) -> float:
         """FLOP/s of the slowest; 1 where all count alike."""

@@ -21,11 +21,9 @@ def crowd_of(cluster: Cluster, groups: Iterable[Sequence[int]]) -> Crowd:
     """How many of `groups` leave each node."""
     found: Counter[int] = Counter()
     node_of = cluster.node_of
-    crossing = Counter(
-        nodes for ranks in groups if len(nodes := frozenset(map(node_of.__getitem__, ranks))) > 1
-    )
+    crossing = Counter(tuple(dict.fromkeys([node_of[rank] for rank in ranks])) for ranks in groups)
     for nodes, count in crossing.items():
-        for node in nodes:
+        for node in nodes if len(nodes) > 1 else ():
             found[node] += count
     return found
 
