@@ -227,8 +227,9 @@ class _Search:
         seconds = found.step.spans.seconds
         self.work += len(found.step.spans.tasks)
         family.best_s = min(family.best_s, seconds)
-        if seconds < self.best_s * _SAME:
-            self.best, self.best_s = (candidate, found), seconds
+        faster = seconds < self.best_s * _SAME
+        if faster or (self.best and seconds * _SAME <= self.best_s and candidate < self.best[0]):
+            self.best, self.best_s = (candidate, found), seconds  # of equals the simplest
 
     def read(self, candidate: Candidate) -> Strategy:
         faults: list[Fault] = []

@@ -206,12 +206,16 @@ def test_devices_that_are_equal_are_alike() -> None:
 
 
 def processes(
-    cores: int, of_threads: Mapping[int, float], count: int = 4, bandwidth_bytes_s: float = 1e9
+    cores: int,
+    of_threads: Mapping[int, float],
+    count: int = 4,
+    bandwidth_bytes_s: float = 1e9,
+    busy: float = 0.5,
 ) -> Cluster:
     """So many CPU processes on so many cores, measured with some numbers of threads: the rate of
     each such process."""
     process = Device("cpu_process", {"fp32": 1e9}, 1e9, 4e9)
-    link = Link("measured", bandwidth_bytes_s, 1e-5, 0.5)
+    link = Link("measured", bandwidth_bytes_s, 1e-5, busy)
     known = [
         Calibration("cpu_process", threads, 1, {"fp32": kernels(rate)}, link)
         for threads, rate in of_threads.items()
@@ -228,11 +232,11 @@ def kernels(rate: float) -> dict[str, Kernel]:
 
 
 @pytest.mark.parametrize("rates", [{1: 1e9, 2: 1.9e9}, {1: 1e9, 2: 0.9e9}, {1: 1e9}, {}])
-@pytest.mark.parametrize("bandwidth_bytes_s", [1e7, 1e10])
+@pytest.mark.parametrize(("bandwidth_bytes_s", "busy"), [(1e6, 0.3), (1e7, 0.5), (1e10, 0.9)])
 def test_the_search_finds_what_trying_all_does_on_processes(
-    rates: Mapping[int, float], bandwidth_bytes_s: float
+    rates: Mapping[int, float], bandwidth_bytes_s: float, busy: float
 ) -> None:
-    devices = processes(2, rates, bandwidth_bytes_s=bandwidth_bytes_s)
+    devices = processes(2, rates, bandwidth_bytes_s=bandwidth_bytes_s, busy=busy)
     tried = list(everything(gpt(), devices, training(16)))
     for candidate, least, seconds in tried:
         assert least <= seconds * (1 + 1e-9), candidate.described
