@@ -32,7 +32,9 @@ from whale_train.strategies.used_bounds import UsedBounds
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _TRIED = 12  # strategies by kind of device that promise most,
 _LOOKED_AT = 40_000  # or fewer, when so many tasks have been simulated
-_AT_ONCE = 6_000  # tasks simulated and stages bounded for a proof, where a search may take no time
+# Tasks simulated and stages bounded for a proof, where a search may take no time: on one device,
+# and on many as often less.
+_AT_ONCE = 200_000
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class _Search:
         """The search; None where nothing fits."""
         limit = self.asked.time_limit_s
         end = self.clock() + limit if limit else inf
-        most = _AT_ONCE if limit == 0 else inf
+        most = _AT_ONCE / len(self.cluster.devices) if limit == 0 else inf
         openings = {opening: self.bounds.least_of(opening) for opening in self.space.openings()}
         for opening, bound in openings.items():
             self.push(bound, opening)
