@@ -2,7 +2,8 @@
 
 Branch and bound, the most promising first: an arrangement of devices is opened when no other one
 has a lower bound, a candidate is resolved, by the resolver itself, when its bound is below the best
-step found. What is left when nothing is, cannot be faster: the answer is that of trying all.
+step found. What is left when nothing is, cannot be faster: the answer is that of trying all. Where
+that takes too much, the fastest of those that promise most is the answer, and a bound is told.
 """
 
 import gc

@@ -142,7 +142,8 @@ class Pipeline:
         pace, found = max(busy) / self.micro_batches, [0.0] * count
         for chunk in reversed(range(count - 1)) if pace else ():
             if (chunk + 1) % self.num_stages:
-                there, back = (transits.get(ends, 0.0) for ends in _both_ways(chunk))
+                there = transits.get((chunk, chunk + 1), 0.0)
+                back = transits.get((chunk + 1, chunk), 0.0)
                 found[chunk] = found[chunk + 1] + (there + back) / pace
         return found
 
@@ -162,10 +163,6 @@ def least_spacing(row: Sequence[int]) -> float:
     nobody has two."""
     of_row = _row_of(tuple(row), 1)
     return min((float(of_row.spacings[x]) for x, n in of_row.counts.items() if n > 1), default=inf)
-
-
-def _both_ways(chunk: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (chunk, chunk + 1), (chunk + 1, chunk)
 
 
 class Links:

@@ -209,7 +209,7 @@ class Space:
     def arrangements(self) -> Iterator[Arrangement]:
         """Every arrangement once, the simplest first."""
         found: dict[Arrangement, None] = {}
-        for devices in self.numbers_of_devices():
+        for devices in self._numbers_of_devices():
             kinds = self._kinds(devices)
             found |= dict.fromkeys(self._alike(devices, kinds))
             if len(kinds) > 1 and self.exported:
@@ -269,7 +269,7 @@ class Space:
         powers = [2**power for power in range(most.bit_length())]
         return sorted({n for p in powers for n in (p, p * widest) if widest <= n <= most})
 
-    def numbers_of_devices(self) -> list[int]:
+    def _numbers_of_devices(self) -> list[int]:
         """All devices, all but the last kinds of them, and one, which waits for nobody; as many as
         there are samples, where these are fewer. Of processes that share processors, of which
         fewer have more each: as many as there are processors, and powers of two. Not those in

@@ -101,14 +101,16 @@ def _decided(job: Staging, cut: Chunked, batches: Batches) -> Decided:
     sent is on its way, positions have more in flight where there is memory for that; blocks that
     may be computed again are where there is not even for less."""
     recomputed = {n for n, stage in enumerate(job.form.stages) if stage.recompute == "full"}
+    found = _in_memory(job, cut, batches, recomputed)
+    again = recomputed_stages(job, found.memory)
+    return found if again == recomputed else _in_memory(job, cut, batches, again)
+
+
+def _in_memory(job: Staging, cut: Chunked, batches: Batches, recomputed: Set[int]) -> Decided:
+    """With more in flight for what is on its way, or, where that does not fit, without."""
     found = _ordered(job, cut, batches, recomputed)
-    if not fits(job, found.memory):
-        found = _ordered(job, cut, batches, recomputed, in_transit=False)
-        again = recomputed_stages(job, found.memory)
-        if again != recomputed:
-            found = _ordered(job, cut, batches, again)
-            if not fits(job, found.memory):
-                found = _ordered(job, cut, batches, again, in_transit=False)
+    if any(found.transits) and not fits(job, found.memory):
+        return _ordered(job, cut, batches, recomputed, in_transit=False)
     return found
 
 
