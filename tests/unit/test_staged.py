@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.unit.operation_graphs import gpt
 from tests.unit.plan_requests import strategy_of, training
 from tests.unit.test_stages import model
 
@@ -251,3 +252,23 @@ def test_stages_take_the_devices_they_name() -> None:
     assert first.flops == 2 * second.flops
     assert plan.groups["stage_0.data_parallel"] == ((1, 3),)
     assert [plan.ranks[rank].task_graphs for rank in range(4)] == [(1,), (0,), (1,), (0,)]
+
+
+def test_more_is_in_flight_where_memory_allows() -> None:
+    """While what is sent is on its way; where that does not fit, the order is the textbook's."""
+
+    def on(memory_bytes: float) -> tuple[Any, float]:
+        device = Device("small", {"fp32": 2e9}, memory_bytes, 4e9)
+        inside, slow = Link("inside", 1e9, 1e-6), Link("slow", 1e6, 1e-5)
+        devices = Cluster("mine", (Node((device,), inside),) * 2, slow)
+        pipeline = {"stages": 2, "micro_batches": 8, "schedule": "1f1b"}
+        plan = resolve(strategy_of({"graph": {"pipeline": pipeline}}), devices, gpt(), training(64))
+        assert plan.pipeline is not None
+        first = plan.ranks[0].memory_bytes.activations
+        return plan.pipeline["copies"][0]["transits"], first
+
+    transits, held = on(1e9)
+    assert [ends[:2] for ends in transits] == [(0, 1), (1, 0)]
+    without, textbook = on(held)  # with parameters and all else it is more
+    assert not without
+    assert textbook < held
