@@ -4,9 +4,10 @@ python benchmarks/accuracy.py
 
 Every round calibrates the machine (`mode=calibrate`, with its figures in a folder of this run),
 which runs no model, before each model, and then trains that model's pairs with the command. What
-the plan predicted for a step is set beside the median of those taken; of several rounds the medians
-count. A machine that others use as well is faster at one time than at another, by a tenth and more
-within minutes: hence a calibration for each model, and the rounds.
+the plans predicted for a step, the median of the rounds, is set beside the lower quartile of the
+steps of all rounds, as calibrating counts. A machine that others use as well is slower at one time
+than at another, by a third for seconds or minutes: hence a calibration for each model, the rounds,
+and the quartile.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from statistics import mean, median
 
 from rich.console import Console
 from rich.table import Table
+
+from whale_train.runtime.clock import undisturbed
 
 WARM_UP = 3  # steps that do not count
 REFUSED = 2  # the command's exit status
@@ -111,7 +114,7 @@ def main() -> None:
     words = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.formatter_class = words
-    parser.add_argument("--steps", type=int, default=14, help="of a run")
+    parser.add_argument("--steps", type=int, default=16, help="of a run")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--rounds", type=int, default=3, help="of calibrating and training")
@@ -122,7 +125,7 @@ def main() -> None:
         for strategy in PAIRS[model][1]
         if strategy in options.strategies
     ]
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {pair: [] for pair in pairs}
+    found: dict[tuple[str, str], list[tuple[float, Sequence[float]]]] = {}
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
             where = Path(folder) / "calibrations"
@@ -136,16 +139,12 @@ def main() -> None:
                 asked.append(f"train.global_batch={PAIRS[model][0]}")
                 run_dir = Path(folder) / re.sub("[^a-z0-9]+", "_", f"{model} {strategy}")
                 predicted, measured = run(asked, run_dir, where, options.steps)
-                found[model, strategy].append((predicted, measured))
+                found.setdefault((model, strategy), []).append((predicted, measured))
                 Console(stderr=True, width=100).print(
                     f"round {number + 1}, {model}, {strategy}: {predicted * 1e3:.1f} ms predicted, "
-                    f"{measured * 1e3:.1f} ms measured"
+                    f"{undisturbed(measured) * 1e3:.1f} ms measured"
                 )
-    middle = {
-        pair: (median(p for p, _ in each), median(m for _, m in each))
-        for pair, each in found.items()
-    }
-    Console(width=100).print(table_of(middle))
+    Console(width=100).print(table_of({pair: of_rounds(each) for pair, each in found.items()}))
 
 
 def table_of(found: Mapping[tuple[str, str], tuple[float, float]]) -> Table:
@@ -182,18 +181,26 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     return 1 - 6 * squares / (count * (count**2 - 1)) if count > 1 else 1.0
 
 
-def run(asked: Sequence[str], run_dir: Path, where: Path, steps: int) -> tuple[float, float]:
-    """(predicted, measured) seconds of a step of the command."""
+def of_rounds(found: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
+    """(predicted, measured) seconds of a step, where each round predicted and measured so."""
+    steps = (seconds for _, measured in found for seconds in measured)
+    return median(predicted for predicted, _ in found), undisturbed(steps)
+
+
+def run(
+    asked: Sequence[str], run_dir: Path, where: Path, steps: int
+) -> tuple[float, Sequence[float]]:
+    """Seconds of a step of the command, as predicted and as each took."""
     command([*asked, f"train.steps={steps}"], run_dir, where)
     return times(run_dir)
 
 
-def times(run_dir: Path) -> tuple[float, float]:
-    """(predicted, measured) seconds of a run's steps, of which the median counts."""
+def times(run_dir: Path) -> tuple[float, Sequence[float]]:
+    """Seconds of a run's steps: predicted, and of each that counts."""
     summary = json.loads((run_dir / "summary.json").read_text())
     predicted = summary["predicted_here_s"] or summary["predicted_step_time_s"]
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return predicted, median(json.loads(line)["step_time_s"] for line in lines[WARM_UP:])
+    return predicted, [json.loads(line)["step_time_s"] for line in lines[WARM_UP:]]
 
 
 def command(

@@ -4,9 +4,9 @@ python benchmarks/auto_measured.py
 
 Calibrates the machine (`mode=calibrate`, with its figures in a folder of this run), for every
 number of threads that a process may have, and trains every model on as many CPU processes as named:
-with the strategy found, and with each file that the model and the devices allow. A time of a step
-is the median of those of a run, the runs of a model take turns, and of several rounds the medians
-count. The models are `accuracy.py`'s.
+with the strategy found, and with each file that the model and the devices allow. The runs of a
+model take turns; of several rounds, and of predictions, that counts which counts in `accuracy.py`,
+whose models these are.
 """
 
 import argparse
@@ -15,11 +15,12 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 
-from accuracy import MODELS, PAIRS, command, times
+from accuracy import MODELS, PAIRS, command, of_rounds, times
 from rich.console import Console
 from rich.table import Table
+
+from whale_train.runtime.clock import undisturbed
 
 FILES = ("single", "dp", "zero1", "split", "hybrid_split_dp", "pipeline", "zero_bubble", "split_dp")
 AUTO = "auto"
@@ -29,7 +30,7 @@ def main() -> None:
     words = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.formatter_class = words
-    parser.add_argument("--steps", type=int, default=12, help="of a run")
+    parser.add_argument("--steps", type=int, default=14, help="of a run")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--devices", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=1, help="of training with every strategy")
@@ -45,7 +46,7 @@ def main() -> None:
             command(asked, Path(folder) / f"calibrate_{count}", where)
         for model in options.models:
             for devices in options.devices:
-                found: dict[str, list[tuple[float, float]]] = {}
+                found: dict[str, list[tuple[float, Sequence[float]]]] = {}
                 for _ in range(options.rounds):
                     for name in (AUTO, *FILES):
                         run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
@@ -57,13 +58,10 @@ def main() -> None:
                             found.setdefault(name, []).append((predicted, measured))
                             said = f"{model}, {devices} devices, {chosen_of(name, run_dir)}: "
                             said += f"{milliseconds(predicted)} predicted, "
-                            said += f"{milliseconds(measured)} measured"
+                            said += f"{milliseconds(undisturbed(measured))} measured"
                             Console(stderr=True, width=100).print(said)
-                middle = {
-                    name: (median(p for p, _ in listed), median(m for _, m in listed))
-                    for name, listed in found.items()
-                }
-                table.add_row(model, str(devices), *cells_of(middle))
+                counted = {name: of_rounds(each) for name, each in found.items()}
+                table.add_row(model, str(devices), *cells_of(counted))
     Console(width=100).print(table)
 
 

@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from whale_train.runtime import shared_memory
 from whale_train.runtime.block_probes import BLOCKS, SMALLEST, Block, run_block
-from whale_train.runtime.clock import agreed, now
+from whale_train.runtime.clock import agreed, now, undisturbed
 from whale_train.runtime.engine import autocast
 from whale_train.runtime.norms import total_norm
 from whale_train.runtime.optimizers import MakeOptimizer
@@ -194,7 +194,7 @@ def _update(device: torch.device, make: MakeOptimizer) -> Roofline:
         first = parameters[0]
         kept = optimizer.state[first].values()
         states = sum(torch.is_tensor(x) and x.shape == first.shape for x in kept)
-        return median(taken[1:]), 4.0 * elements * (2 * states + 4)
+        return undisturbed(taken[1:]), 4.0 * elements * (2 * states + 4)
 
     dist.barrier()
     overhead, _ = seconds(64)
@@ -232,9 +232,9 @@ def measured_kernels(
             runs += [run_block(block, device, precision) for _ in range(_RUNS + 1)][1:]
     found: dict[Kind, list[Measured]] = {}
     for probe, ahead, back in zip(listed, slowest(forward), slowest(backward), strict=True):
-        measured = Measured(probe, median(ahead), median(back))
+        measured = Measured(probe, undisturbed(ahead), undisturbed(back))
         found.setdefault(probe.kind, []).append(measured)
-    smallest, *larger = (_medians(runs) for runs in in_blocks)
+    smallest, *larger = (_of_runs(runs) for runs in in_blocks)
     for measured in (each for block in larger for each in block):
         kind = measured.probe.kind
         # What stopping to look at the clock adds is taken off.
@@ -260,13 +260,13 @@ def _slowest(mine: Runs) -> Runs:
     ]
 
 
-def _medians(runs: Sequence[Sequence[Measured]]) -> list[Measured]:
+def _of_runs(runs: Sequence[Sequence[Measured]]) -> list[Measured]:
     """Of several runs of the same."""
     return [
         Measured(
             each[0].probe,
-            median(x.forward_s for x in each),
-            median(x.backward_s for x in each),
+            undisturbed(x.forward_s for x in each),
+            undisturbed(x.backward_s for x in each),
         )
         for each in zip(*runs, strict=True)
     ]

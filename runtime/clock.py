@@ -1,7 +1,8 @@
 """The time on a device that is done with all it was asked for, and figures that ranks agree on."""
 
 import time
-from statistics import median
+from collections.abc import Iterable
+from statistics import median, quantiles
 
 import torch
 from torch import distributed as dist
@@ -12,6 +13,12 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def undisturbed(seconds: Iterable[float]) -> float:
+    """The lower quartile of two or more: what is not in it is what others did on the machine, for
+    as much as three quarters of the time."""
+    return quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def agreed(figure: float) -> float:

@@ -112,7 +112,6 @@ class Bounds:
             samples = -(-self.training.global_batch // shape.copies)
             pieces, device = max(2, part.copies), self.arranged.devices(shape, part)[0]
             summed, large = 2 * self._gather_s(shape, part, 1.0), -(-samples // pieces)
-            summed *= self._alone
             found, before, sums = [0.0], 0.0, 0.0
             for line, elements in self.segments.until(device, shape.shards)[1:]:
                 last = line.at(large)
@@ -146,8 +145,7 @@ class Bounds:
             update = max(update, self._update_of(shared or candidate, end))
             match candidate.zero:
                 case 0:
-                    least = max(least, end.begun + self._alone * 2 * gather)
-                    least = max(least, end.done + self._alone * 2 * gather / end.pieces)
+                    least = max(least, end.begun + 2 * gather, end.done + 2 * gather / end.pieces)
                 case 3:
                     width = 0.5 if self.training.precision == "bf16" else 1.0
                     least = max(least, end.done + gather + 2 * width * gather)
@@ -341,13 +339,6 @@ class Bounds:
             max(link.bandwidth_bytes_s for link in links),
             min(link.latency_s for link in (*links, self.cluster.network)),
         )
-
-    @cached_property
-    def _alone(self) -> float:
-        """Of a sum that goes on beside a backward, the least part that takes none of what computes:
-        the rest may be done while that waits for the sum's end."""
-        links = (*(node.link for node in self.cluster.nodes), self.cluster.network)
-        return 1 - max(link.busy for link in links)
 
     @cached_property
     def _most_in_node(self) -> int:

@@ -46,8 +46,8 @@ class Actor:
 class Sync:
     """Gradients summed over the actors `members` (numbers) for the chunks they hold: `seconds` of
     transfers, in pieces as they become ready where it is `overlapped` with the last backward.
-    `busy` is the part of a transfer's time that it takes from what it overlaps with, as a rank's
-    processor is at it. `gathers_s` are those of parameters after the update (ZeRO)."""
+    `busy` is the part of a transfer's time by which what goes on beside it takes longer, as a
+    rank's processor is at it. `gathers_s` are those of parameters after the update (ZeRO)."""
 
     members: tuple[int, ...]
     seconds: float
@@ -88,11 +88,15 @@ class _Writer:
         self.last: list[int | None] = [None] * len(step.actors)
         self.ready: list[list[int]] = [[] for _ in step.actors]
         self.sent: dict[tuple[int, bool, int, int, int], int] = {}
-        self.pieces = [1] * len(step.actors)
-        for sync in step.syncs:
-            for member in sync.members:
-                if sync.overlapped:
-                    self.pieces[member] = max(self.pieces[member], sync.pieces)
+        self.final = [_last_backwards(actor.instructions) for actor in step.actors]
+        self.pieces = [1] * len(step.actors)  # in which each makes gradients ready for their sums,
+        self.carried = [0.0] * len(step.actors)  # and for how long its processors carry one of them
+        overlapped = [(sync, m) for sync in step.syncs if sync.overlapped for m in sync.members]
+        for sync, member in overlapped:
+            self.pieces[member] = max(self.pieces[member], sync.pieces)
+        for sync, member in overlapped:
+            ready = self.pieces[member] * max(1, len(self.final[member]))
+            self.carried[member] += sync.seconds * sync.busy / ready
 
     def written(self) -> list[Task]:
         self.run()
@@ -132,7 +136,6 @@ class _Writer:
     def run(self) -> None:
         """Every actor's instructions; one that receives waits for the send to be written."""
         at = [0] * len(self.step.actors)
-        final = [_last_backwards(actor.instructions) for actor in self.step.actors]
         arrived: list[list[int]] = [[] for _ in self.step.actors]
         moved = True
         while moved:
@@ -150,7 +153,7 @@ class _Writer:
                     elif instruction.kind in _SENDS:
                         self.send(number, instruction)
                     else:
-                        self.compute(number, instruction, here, place in final[number])
+                        self.compute(number, place, here)
                         here.clear()
                     place += 1
                 moved |= place > start
@@ -160,20 +163,26 @@ class _Writer:
             for position, actor in zip(at, self.step.actors, strict=True)
         ), "the schedule waits for what nobody sends"
 
-    def compute(
-        self, number: int, instruction: Instruction, arrived: Sequence[int], is_final: bool
-    ) -> None:
-        actor = self.step.actors[number]
+    def compute(self, number: int, place: int, arrived: Sequence[int]) -> None:
+        actor, final = self.step.actors[number], self.final[number]
+        instruction = actor.instructions[place]
         cost = actor.cost(instruction)
+        is_final = place in final
         pieces = self.pieces[number] if is_final else 1
         seconds, transfer = cost.seconds / pieces, cost.transfer_s / pieces
         waits = (*self.after(number), *arrived)
-        for _ in range(pieces):
+        for piece in range(1, pieces + 1):
             task = Task(actor.ranks, Lane.COMPUTE, seconds, waits, transfer, "", instruction)
             done = self.last[number] = self.add(task)
             waits = (done,)
             if is_final:
                 self.ready[number].append(done)
+                # The sum of what is ready goes on beside what comes next; of the last, nothing.
+                carried = self.carried[number]
+                if carried and (piece < pieces or place < max(final)):
+                    beside = Task(actor.ranks, Lane.COMPUTE, carried, waits, carried, _SUM)
+                    self.last[number] = self.add(beside)
+                    waits = self.after(number)
 
     def send(self, number: int, instruction: Instruction) -> None:
         actor = self.step.actors[number]
@@ -194,18 +203,14 @@ class _Writer:
                     ready = self.ready[member]
                     # Pieces of an actor with more of them than this sum are taken together.
                     waits.append(ready[(piece + 1) * len(ready) // pieces - 1])
-                each = sync.seconds / pieces
-                busy = each * sync.busy if sync.overlapped else 0.0
-                beside = 0.0 if sync.overlapped else sync.busy
-                number = self.add(
-                    Task(ranks, Lane.LINK, each - busy, tuple(waits), name=_SUM, busy=beside)
-                )
+                # While a rank computes, that its processors carry a sum is part of that.
+                beside = sync.overlapped and piece + 1 < pieces
+                busy = 0.0 if beside else sync.busy
+                seconds = sync.seconds / pieces
+                task = Task(ranks, Lane.LINK, seconds, tuple(waits), name=_SUM, busy=busy)
+                number = self.add(task)
                 for member in sync.members:
                     found[member].append(number)
-                    if busy:
-                        own, after = self.step.actors[member].ranks, self.after(member)
-                        task = Task(own, Lane.COMPUTE, busy, after, busy, _SUM)
-                        self.last[member] = self.add(task)
         return found
 
 
