@@ -32,7 +32,7 @@ from whale_train.strategies.used_bounds import UsedBounds
 
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _TRIED = 12  # strategies by kind of device that promise most,
-_LOOKED_AT = 40_000  # or fewer, when so many tasks have been simulated
+_LOOKED_AT = 30_000  # or fewer, when so many tasks have been simulated
 # Tasks simulated and stages bounded for a proof, where a search may take no time: on one device,
 # and on many as often less.
 _AT_ONCE = 200_000
@@ -192,7 +192,7 @@ class _Search:
             if self.bounds.least(candidate) < self.best_s * _SAME:
                 self.resolve(candidate)
                 tried += 1
-        for listed in self.promising.of_each_family(openings):
+        for listed in self.promising.of_each_family(openings, self.best_s):
             for least, candidate in listed:
                 family = self.family_of(candidate)
                 if family.best_s < inf or least >= self.best_s * _SAME:
@@ -206,6 +206,10 @@ class _Search:
 
     def open(self, item: Opening | Batched, bound: float) -> None:
         """What there is in it to choose from."""
+        if isinstance(item, Opening) and not item.ordered:
+            for order in self.space.orders(item):
+                self.push(max(bound, self.bounds.least_of(order)), order)
+            return
         if isinstance(item, Opening):
             for each in self.space.batched(item):
                 self.push(max(bound, self.bounds.least_of_batched(each)), each)

@@ -37,6 +37,7 @@ class Bounds:
     training: Training
     balance: str = "hardware"
     _known: dict[object, Sequence["_End"]] = field(default_factory=dict)
+    _timed: dict[object, Sequence["_Timed"]] = field(default_factory=dict)
     _pieces: dict[object, PieceTimes] = field(default_factory=dict)
     _rooms: dict[tuple[int, str], float] = field(default_factory=dict)
     _costs: dict[object, list[float]] = field(default_factory=dict)
@@ -65,8 +66,8 @@ class Bounds:
     # --- Time ---
 
     def least_of(self, opening: Opening) -> float:
-        """Seconds that no candidate of it is faster than, whatever the cut and the number of
-        micro-batches."""
+        """Seconds that no candidate of it is faster than, whatever the cut, the number of
+        micro-batches, and, unless it is ordered, the order of its parts."""
         shape, copies = opening.arrangement, self.arranged.copies(opening.arrangement)
         alone = shape.stages == 1
         elements = self._elements(without_head=alone)
@@ -83,7 +84,7 @@ class Bounds:
         costs = [self._until(shape, part) for part in shape.parts]
         stages = [number for number, part in enumerate(shape.parts) for _ in range(part.stages)]
         least = spread_s(costs, stages)
-        if opening.rounds == 1:
+        if opening.rounds == 1 and opening.ordered:
             least = cut_s(costs, stages, least)
         if shape.widest == 1:  # a sole micro-batch goes through all stages
             least = min(least, self._serial_s(shape))
@@ -191,6 +192,19 @@ class Bounds:
         return _End(part, devices, elements, pieces, done, 0.0 if split_head else begun)
 
     def _pipeline_ends(self, shape: Arrangement, pieces: int, schedule: str) -> Iterator["_End"]:
+        key = (shape, pieces, schedule == "interleaved_1f1b")
+        if key not in self._timed:
+            self._timed[key] = list(self._timed_copies(shape, pieces, schedule))
+        for copy in self._timed[key]:
+            for number, done in enumerate(ends_of(copy.stages, pieces, schedule)):
+                cut, device = copy.seated[number]
+                summed = sum_pieces(cut.most_elements)
+                begun = done - (1 - 1 / summed) * copy.last_backwards[number]
+                yield _End(cut.part, (device,), cut.elements, summed, done, begun)
+
+    def _timed_copies(self, shape: Arrangement, pieces: int, schedule: str) -> Iterator["_Timed"]:
+        """Copies of a pipeline, of those that are alike one: what their stages take, which of a
+        schedule depends on their chunks alone."""
         stages = self._stages(shape, schedule)
         shared = self.arranged.samples(shape, max(pieces, shape.widest))
         if not stages or shared is None:
@@ -214,12 +228,8 @@ class Bounds:
                 )
                 for n, stage in enumerate(stages)
             ]
-            for number, done in enumerate(ends_of(timed, pieces, schedule)):
-                stage, device = seated[number]
-                summed = sum_pieces(stage.most_elements)
-                backward = large[number].whole - large[number].first_forward
-                begun = done - (1 - 1 / summed) * backward
-                yield _End(stage.part, (device,), stage.elements, summed, done, begun)
+            backwards = [each.whole - each.first_forward for each in large]
+            yield _Timed(seated, timed, backwards)
 
     def _piece(self, shards: int, stage: StageCut, device: Device, samples: float) -> PieceTimes:
         """A micro-batch of so many samples."""
@@ -363,6 +373,16 @@ class Bounds:
         heads = self.findings.heads if self.findings.profile.graph else ()
         by_path = self.findings.profile.parameter_by_path
         return max((by_path[head.weight].elements for head in heads), default=0)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A copy of a pipeline: the cut and the device of every stage, what it takes, and the seconds
+    of the last backward of its largest micro-batch."""
+
+    seated: Sequence[tuple[StageCut, Device]]
+    stages: Sequence[StageOf]
+    last_backwards: Sequence[float]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from; `auto.py` chooses.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, permutations, product
 from math import gcd, inf
 from typing import Any
@@ -156,10 +156,11 @@ class Candidate:
 @dataclass(frozen=True, order=True)
 class Opening:
     """The candidates of an arrangement that cut the model alike: those of interleaved stages
-    (`rounds` 2), or all others."""
+    (`rounds` 2), or all others. Unless it is `ordered`, its parts may come in any order."""
 
     arrangement: Arrangement
     rounds: int = 1
+    ordered: bool = True
 
     @property
     def family(self) -> str:
@@ -207,7 +208,7 @@ class Space:
         return len(self.cluster.devices)
 
     def arrangements(self) -> Iterator[Arrangement]:
-        """Every arrangement once, the simplest first."""
+        """Every arrangement once, the simplest first; parts of kinds of devices in one order."""
         found: dict[Arrangement, None] = {}
         for devices in self._numbers_of_devices():
             kinds = self._kinds(devices)
@@ -219,12 +220,19 @@ class Space:
     def openings(self) -> Iterator[Opening]:
         """Of every arrangement."""
         for shape in self.arrangements():
-            yield Opening(shape)
+            ordered = not shape.by_kind
+            yield Opening(shape, 1, ordered)
             if 1 < shape.stages <= self.places // VIRTUAL_STAGES and self.exported:
-                yield Opening(shape, VIRTUAL_STAGES)
+                yield Opening(shape, VIRTUAL_STAGES, ordered)
+
+    def orders(self, opening: Opening) -> Iterator[Opening]:
+        """Those of every order of its parts."""
+        shape = opening.arrangement
+        for parts in permutations(shape.parts):
+            yield Opening(replace(shape, parts=parts), opening.rounds)
 
     def batched(self, opening: Opening) -> Iterator[Batched]:
-        """The ways to cut its samples."""
+        """The ways to cut the samples of one that is ordered."""
         shape = opening.arrangement
         if shape.stages == shape.widest == 1 and shape.copies <= self.global_batch:
             yield Batched(shape, 0)
@@ -313,7 +321,7 @@ class Space:
                     yield Arrangement(devices, copies, (Part("", stages, 1, shards),))
 
     def _by_kind(self, devices: int, kinds: Mapping[str, int]) -> Iterator[Arrangement]:
-        """Pipelines with stages on every kind of device, whose order is free."""
+        """Pipelines with stages on every kind of device."""
         for copies in _divisors(gcd(*kinds.values())):
             if copies > self.global_batch:
                 continue
@@ -327,8 +335,7 @@ class Space:
                         continue
                     if gcd(*(part.copies for part in chosen)) > 1:
                         continue  # more copies of the whole do the same
-                    for order in permutations(chosen):
-                        yield Arrangement(devices, copies, order)
+                    yield Arrangement(devices, copies, chosen)
 
     def _parts(self, kind: str, devices: int, shards: int, copies: int) -> Iterator[Part]:
         """The ways for so many devices of a kind to be stages."""

@@ -49,9 +49,10 @@ def everything(
     space = space_of(devices, findings, train)
     bounds = UsedBounds(findings, devices, train)
     for opening in space.openings():
-        for batched, candidate in (
-            (each, candidate)
-            for each in space.batched(opening)
+        for order, batched, candidate in (
+            (ordered, each, candidate)
+            for ordered in space.orders(opening)
+            for each in space.batched(ordered)
             for candidate in space.candidates(each)
         ):
             used = candidate.arrangement.devices
@@ -61,8 +62,9 @@ def everything(
             except PlanError:
                 continue
             assert bounds.shortfall_bytes(candidate) <= 0, candidate.described
-            bound = (bounds.least_of(opening), bounds.least_of_batched(batched))
-            yield candidate, max(*bound, bounds.least(candidate)), step.spans.seconds
+            bound = max(bounds.least_of(opening), bounds.least_of(order))
+            bound = max(bound, bounds.least_of_batched(batched), bounds.least(candidate))
+            yield candidate, bound, step.spans.seconds
 
 
 @st.composite

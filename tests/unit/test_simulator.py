@@ -167,6 +167,8 @@ def two_copies(sync: Sync) -> Step:
         (Sync((0, 1), 4.0, 2, True), 2 + 4 + 0.5),  # the link is the slower one
         # A transfer that processors carry themselves hides nothing.
         (Sync((0, 1), 1.0, 2, True, busy=1.0), 3 + 1 + 0.5),
+        (Sync((0, 1), 1.0, 2, True, busy=0.5), 3 + 0.25 + 0.5 + 0.5),  # the first half of the sum
+        (Sync((0, 1), 1.0, 1, True, busy=0.5), 3 + 1 + 0.5),  # there is nothing beside it
         (Sync((0, 1), 1.0, 1, False, busy=0.5), 3 + 1 + 0.5),
         (Sync((0, 1), 1.0, 1, False, gathers_s=0.25), 3 + 1 + 0.5 + 0.25),
     ],
