@@ -9,7 +9,7 @@ that takes too much, the fastest of those that promise most is the answer, and a
 import gc
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
@@ -25,7 +25,7 @@ from whale_train.strategies.findings import Findings
 from whale_train.strategies.grammar import Strategy, read_strategy
 from whale_train.strategies.plan import Decision
 from whale_train.strategies.promising import Promising
-from whale_train.strategies.resolve import consider
+from whale_train.strategies.resolve import consider, refuse_precision
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Batched, Candidate, Opening, Space
 from whale_train.strategies.used_bounds import UsedBounds
@@ -67,6 +67,7 @@ def search(
     many seconds of `clock` have passed (or the first, if there is none by then); at 0 the fastest
     of those that promise most, and of all where few tasks are to be simulated for that. Raises
     PlanError where nothing fits."""
+    asked, idle = _able(asked, cluster, training.precision, use_all)
     cluster = cluster.first(asked.devices or len(cluster.devices))
     space = replace(space_of(cluster, findings, training, can_offload), use_all=use_all)
     spaces = [space]
@@ -77,8 +78,28 @@ def search(
             run = _Search(asked, cluster, findings, training, each, clock)
             found = run.run()
             if found is not None:
-                return found
+                return replace(found, decisions=(*found.decisions, *idle))
     raise PlanError([run.nothing_fits()])
+
+
+def _able(
+    asked: Strategy, cluster: Cluster, precision: str, use_all: bool
+) -> tuple[Strategy, Sequence[Decision]]:
+    """`asked` of those devices before the first that does not compute `precision`, and why others
+    are idle. Raises PlanError where there are none, or it has to `use_all`."""
+    devices = cluster.devices[: asked.devices or len(cluster.devices)]
+    unable = [number for number, each in enumerate(devices) if precision not in each.flops]
+    if not unable:
+        return asked, ()
+    able = unable[0]
+    if use_all or not able:
+        faults: list[Fault] = []
+        refuse_precision(precision, cluster.first(len(devices)), faults)
+        raise PlanError(faults)
+    names = " and ".join(sorted({devices[number].name for number in unable}))
+    reason = f"train.precision={precision} is not computed by {names}"
+    idle = Decision("strategy.devices", str(able), str(len(devices)), reason)
+    return replace(asked, devices=able), (idle,)
 
 
 @contextmanager

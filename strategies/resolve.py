@@ -133,7 +133,7 @@ def refuse_without_model(
     """Everything that no model could make right, so that it can be said before one is built."""
     cluster = _used_devices(strategy, cluster, faults, [])
     devices = len(cluster.devices)
-    _refuse_precision(training.precision, cluster, faults)
+    refuse_precision(training.precision, cluster, faults)
     if training.optimizer == "lamb":
         _refuse_partitions(strategy.graph, faults)
     if is_nested(strategy):
@@ -175,7 +175,8 @@ def _used_devices(
     return cluster.first(used)
 
 
-def _refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> None:
+def refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> None:
+    """Where a device does not compute it."""
     without = sorted({d.name for d in cluster.devices if precision not in d.flops})
     if without:
         rule = f"is not computed by {' and '.join(without)} of hardware={cluster.name}"
