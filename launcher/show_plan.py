@@ -6,7 +6,7 @@ is computed but sums and folds.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -119,7 +119,7 @@ class _PlanView:
         if self.plan.decisions:
             yield Text()
             yield Text("decisions", style="bold")
-            yield from (_decision(decision) for decision in self.plan.decisions)
+            yield from map(_decision, _folded(self.plan.decisions))
 
     def _header(self) -> list[tuple[str, str]]:
         plan, predicted = self.plan, self.plan.predicted
@@ -314,6 +314,24 @@ def _bar(percent: int, cells: int) -> Text:
     bar = Text("█" * filled, style=style)
     bar.append("░" * (cells - filled), style="dim")
     return bar.append(f" {percent:>3}%", style=style if percent > 90 else "")
+
+
+def _folded(decisions: Iterable[Decision]) -> list[Decision]:
+    """Those that say the same of the blocks of a model as one, where the first was."""
+    alike: dict[object, list[tuple[Decision, list[str], int]]] = {}
+    for decision in decisions:
+        words = decision.key.split(".")
+        where = max((i for i, word in enumerate(words) if word.isdigit()), default=-1)
+        rest = (*words[:where], None, *words[where + 1 :]) if where >= 0 else decision.key
+        said = (rest, decision.chosen, decision.rejected, decision.reason)
+        alike.setdefault(said, []).append((decision, words, where))
+    found = []
+    for listed in alike.values():
+        decision, words, where = listed[0]
+        if len(listed) > 1 and where >= 0:
+            words[where] = fold_numbers({int(other[where]) for _, other, _ in listed})
+        found.append(replace(decision, key=".".join(words)))
+    return found
 
 
 def _decision(decision: Decision) -> RenderableType:

@@ -46,8 +46,9 @@ class Bounds:
     # --- Memory ---
 
     def shortfall_bytes(self, candidate: Candidate) -> float:
-        """By how much the weights, gradients and optimizer's state of one copy of the pipeline are
-        more than its devices hold together; not positive where they may fit."""
+        """By how much the weights, gradients and optimizer's state of one copy of the pipeline,
+        and what ZeRO 3 gathers of others at the least, are more than its devices hold together; not
+        positive where they may fit."""
         shape, zero = candidate.arrangement, candidate.zero
         copies = shape.copies * shape.widest
         sizes = precision_bytes(self.training.precision, zero, candidate.offload == "all")
@@ -55,13 +56,17 @@ class Bounds:
         gradients = sizes.gradients * (1 / copies if zero >= 2 else 1.0)
         states = 4 * self.training.optimizer_states + sizes.master
         optimizer = states * (1 / copies if zero else 1.0)
-        need = gradients + sizes.casts
-        need += 0.0 if candidate.offload == "all" else weights
-        need += 0.0 if candidate.offload != "none" else optimizer
+        offload = "none" if self.cluster.on_cpu else candidate.offload  # there it frees nothing
+        need = sizes.casts + (0.0 if offload == "all" else weights)
+        need += 0.0 if offload != "none" else optimizer
+        need += 0.0 if offload != "none" and zero >= 2 else gradients
         room = sum(
             part.stages * part.shards * self._memory_bytes(shape, part) for part in shape.parts
         )
-        return need * self._elements(candidate.split_head) - room
+        gathered = 0.0
+        if zero == 3 and copies > 1:
+            gathered = (sizes.weights + sizes.gradients) * self._most_elements
+        return need * self._elements(candidate.split_head) + gathered - room
 
     # --- Time ---
 
@@ -367,6 +372,14 @@ class Bounds:
         profile = self.findings.profile
         left = sum(profile.parameter_by_path[path].elements for path in profile.unused_parameters)
         return float(profile.parameter_elements - left)
+
+    @cached_property
+    def _most_elements(self) -> int:
+        """Of a parameter that is no head's, which may be split."""
+        heads = self.findings.heads if self.findings.profile.graph else ()
+        apart = {head.weight for head in heads}
+        listed = self.findings.profile.parameters
+        return max((p.elements for p in listed if p.path not in apart), default=0)
 
     @cached_property
     def _head_elements(self) -> int:

@@ -115,6 +115,11 @@ _HOST_BYTES_S = 15e9
 _HOST_LINK_BYTES_S = 12e9
 
 
+def fetch_time_s(num_bytes: float, on_cpu: bool) -> float:
+    """Of what a rank keeps on the host and needs, on its way to the device."""
+    return 0.0 if on_cpu else num_bytes / _HOST_LINK_BYTES_S
+
+
 def offloaded_update_time_s(elements: float, states: int, device: Device, on_cpu: bool) -> float:
     """The update of state kept on the host: gradients down, the update there, parameters up."""
     if on_cpu:

@@ -11,6 +11,7 @@ from whale_train.strategies.batch_norm_sums import batch_norm_times
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cost import (
     Times,
+    fetch_time_s,
     offloaded_update_time_s,
     update_time_s,
     whole_times,
@@ -126,7 +127,10 @@ class FlatStep:
         """ZeRO 3's parameters, for a forward and for a backward."""
         if self.body.zero < 3:
             return 0.0, 0.0
-        sent = gather_time_s(self.weights_bytes * self.elements, self.count, self.link)
+        num_bytes = self.weights_bytes * self.elements
+        sent = gather_time_s(num_bytes, self.count, self.link)
+        if self.body.offload_parameters == "cpu":
+            sent += fetch_time_s(num_bytes / self.count, self.cluster.on_cpu)
         modules = len(modules_of(self.graph.task_graphs[0].parameters))
         devices, precision = self.cluster.devices, self.training.precision
         forward, backward = gather_stops_s(self.elements, modules, devices, precision)

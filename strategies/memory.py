@@ -63,12 +63,12 @@ def replica_memory(
     samples: float,
     *,
     accumulate: bool = False,
-    prefetches: bool = False,
+    on_cpu: bool = True,
 ) -> MemoryEstimate:
     """One rank of `copies` that replicate `task_graph`; `optimizer_states` fp32 values are kept
     per parameter (2 for Adam). `alive` is what a sample's forward and backward hold, of which it
-    runs `samples` at a time, several times a step where gradients `accumulate`; `prefetches` is as
-    in `Gradients`."""
+    runs `samples` at a time, several times a step where gradients `accumulate`; `on_cpu` is as in
+    `Gradients`."""
     node = task_graph.node
     assert isinstance(node, Replicate)
     sizes = precision_bytes(precision, node.zero, node.offload_parameters == "cpu")
@@ -77,14 +77,15 @@ def replica_memory(
     part = elements / copies
     own = part if node.zero else elements
     parameters = sizes.weights * (part if node.zero == 3 else elements)
-    if node.offload_parameters == "cpu":
+    if node.offload_parameters == "cpu" and not on_cpu:
         parameters = 0.0
     parameters += sizes.casts * elements
     optimizer = own * (4 * optimizer_states + sizes.master)
-    if node.offload_optimizer == "cpu":
+    offloads = node.offload_optimizer == "cpu"
+    if offloads and not on_cpu:
         optimizer = 0.0
     largest = max((parameter.elements for parameter in held), default=0)
-    engine = Gradients(node.zero, copies, elements, largest, sizes, prefetches)
+    engine = Gradients(node.zero, copies, elements, largest, sizes, on_cpu, offloads)
     stay = accumulate or engine.are_buckets
     steps = [(0.0, 0.0, moment.values) for moment in alive.forward]
     if stay:
@@ -119,15 +120,17 @@ class Needed:
 @dataclass(frozen=True)
 class Gradients:
     """The gradients of a rank's weights and what its engine makes of them, under `zero` over
-    `copies`: of `elements` in all, `largest` in one parameter. `prefetches`: ZeRO 3 gathers what
-    comes next meanwhile, which it does not on a CPU."""
+    `copies`: of `elements` in all, `largest` in one parameter. On a GPU (not `on_cpu`) ZeRO 3
+    gathers what comes next meanwhile; and where it `offloads` the optimizer's state, the partitions
+    of gradients that ZeRO 2 and 3 make are on the host with it."""
 
     zero: int
     copies: int
     elements: float
     largest: float
     sizes: Precision
-    prefetches: bool
+    on_cpu: bool
+    offloads: bool = False
 
     @property
     def num_bytes(self) -> float:
@@ -156,12 +159,12 @@ class Gradients:
             return Needed(come, activations, added)
         bucket = min(come, self._bucket)
         if self.zero == 2:
-            return Needed(come / self.copies, activations, added + 2 * bucket)
+            return Needed(self._here * come / self.copies, activations, added + 2 * bucket)
         moving = self._bucket + bucket + added
         moving += (self.sizes.weights + self.sizes.gradients) * self.largest
-        if self.prefetches:
+        if not self.on_cpu:
             moving += 2 * self.sizes.weights * min(self.elements, REDUCE_BUCKET_ELEMENTS)
-        return Needed(self.num_bytes / self.copies, activations, moving)
+        return Needed(self._here * self.num_bytes / self.copies, activations, moving)
 
     def _updated(self) -> Needed:
         """No activation is left. ZeRO 1 reduces all gradients here, a bucket at a time; 1 and 2
@@ -171,7 +174,13 @@ class Gradients:
             return Needed(self.num_bytes, 0.0, 0.0)
         if self.zero == 1:
             return Needed(self.num_bytes + part, 0.0, 2 * self._bucket)
+        part *= self._here
         return Needed(part, 0.0, part if self.zero == 2 else self._bucket)
+
+    @property
+    def _here(self) -> float:
+        """Of partitions of gradients, the part in the rank's memory: all, or nothing."""
+        return 0.0 if self.offloads and not self.on_cpu else 1.0
 
     @property
     def summed(self) -> float:

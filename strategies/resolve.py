@@ -21,6 +21,7 @@ from whale_train.strategies.grammar import Node, Pipeline, Replicate, Strategy
 from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph, bind, shared_degree
 from whale_train.strategies.layouts import BATCH
 from whale_train.strategies.memory import added
+from whale_train.strategies.offloading import offload_decisions
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision, Plan, Prediction, RankPlan
 from whale_train.strategies.plan import TaskGraph as PlannedTaskGraph
@@ -121,7 +122,7 @@ def _consider_flat(
     step = on(cluster)
 
     def plan() -> Plan:
-        explained = [*decisions, *_explain(strategy, graph, cluster, profile, sharing)]
+        explained = [*decisions, *_explain(strategy, graph, cluster, profile, training, sharing)]
         return _plan(graph, cluster, profile, training, sharing, step.prediction(), explained)
 
     return Considered(step, plan, on)
@@ -373,6 +374,7 @@ def _explain(
     graph: StrategyGraph,
     cluster: Cluster,
     profile: ModelProfile,
+    training: Training,
     sharing: Sharing,
 ) -> list[Decision]:
     decisions: list[Decision] = []
@@ -403,6 +405,8 @@ def _explain(
             for name in segment.assignment.gathered if segment.assignment else ():
                 reason = "no rule for it: it is given whole tensors, which is slower"
                 decisions.append(Decision(f"operation {name}", "whole", "sharded", reason))
+    if isinstance(body.node, Replicate):
+        decisions += offload_decisions(body.node, body.parameters, profile, cluster, training)
     for path in profile.unused_parameters:
         reason = "the loss does not depend on it"
         decisions.append(Decision(path, "not trained", "", reason))

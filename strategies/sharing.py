@@ -141,7 +141,7 @@ class BackboneMemory:
                 self._alive,
                 samples,
                 accumulate=self._training.accumulate > 1,
-                prefetches=not self._cluster.on_cpu,
+                on_cpu=self._cluster.on_cpu,
             )
         return self._known[samples]
 

@@ -150,18 +150,19 @@ class Held:
         copies = job.form.copies * job.form.stages[stage].copies
         own = held / copies if job.zero else held
         largest = max(self._elements.values(), default=0.0)
-        engine = Gradients(job.zero, copies, held, largest, sizes, not job.cluster.on_cpu)
+        keeper, on_cpu = job.form.keeper, job.cluster.on_cpu
+        offloads = keeper is not None and keeper.offload_optimizer == "cpu"
+        engine = Gradients(job.zero, copies, held, largest, sizes, on_cpu, offloads)
         steps = self._steps(order, engine)
         worst = engine.worst((come, added, values * samples) for come, added, values in steps)
-        keeper = job.form.keeper
-        offloaded = keeper is not None and keeper.offload_optimizer == "cpu"
+        parameters = sizes.weights * (own if job.zero == 3 else held)
+        if keeper is not None and keeper.offload_parameters == "cpu" and not on_cpu:
+            parameters = 0.0
         states = 4 * job.training.optimizer_states + sizes.master
         return MemoryEstimate(
-            parameters=sizes.weights * (own if job.zero == 3 else held)
-            + sizes.casts * held
-            + float(job.profile.buffer_bytes),
+            parameters=parameters + sizes.casts * held + float(job.profile.buffer_bytes),
             gradients=worst.gradients,
-            optimizer=0.0 if offloaded else own * states,
+            optimizer=0.0 if offloads and not on_cpu else own * states,
             activations=worst.activations,
             communication=worst.moving,
         )

@@ -21,6 +21,7 @@ from whale_train.strategies.micro_batches import (
     refuse_batch_norm,
     share_batch,
 )
+from whale_train.strategies.offloading import offload_decisions
 from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.prediction import Simulated
 from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
@@ -174,6 +175,8 @@ def _explained(job: Staging, chunks: Sequence[Chunk], recomputed: Set[int]) -> I
         for name in chunk.sharded.assignment.gathered:
             reason = "no rule for it: it is given whole tensors, which is slower"
             yield Decision(f"operation {name}", "whole", "sharded", reason)
+    paths = (parameter.path for parameter in job.profile.parameters)
+    yield from offload_decisions(form.keeper, paths, job.profile, job.cluster, job.training)
     for path in job.profile.unused_parameters:
         reason = "the loss does not depend on it"
         yield Decision(path, "not trained", "", reason)

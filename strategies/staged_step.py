@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from whale_train.strategies.batch_norm_sums import batch_norm_times
-from whale_train.strategies.cost import Times, offloaded_update_time_s, update_time_s
+from whale_train.strategies.cost import Times, fetch_time_s, offloaded_update_time_s, update_time_s
 from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
 from whale_train.strategies.links import (
     Crowd,
@@ -147,6 +147,9 @@ class StagedStep:
         link = group_link(self.cluster, group, self.crowd)
         held = max(self._held[stage])
         sent = gather_time_s(width * held, len(group), link)
+        keeper = self.job.form.keeper
+        if keeper is not None and keeper.offload_parameters == "cpu":
+            sent += fetch_time_s(width * held / len(group), self.cluster.on_cpu)
         mine = (chunk for chunk in self.times.chunks if chunk.stage == stage)
         paths = (path for chunk in mine for path in chunk.slice.parameters)
         forward, backward = gather_stops_s(

@@ -46,9 +46,17 @@ def test_what_is_found_is_trained(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 5
 
 
-def test_nothing_fits(tmp_path: Path) -> None:
+def test_ten_trillion_parameters_fit_where_hosts_keep_them(tmp_path: Path) -> None:
     asked = ["mode=plan", "strategy=auto", "model=m6_10t", "hardware=v100_512"]
-    answer = whale_train([*asked, "train.global_batch=512"], tmp_path)
+    answer = whale_train([*asked, "train.global_batch=64"], tmp_path)
+    assert answer.status == 0, answer
+    assert "ZeRO 3, optimizer on cpu, parameters on cpu" in answer.stdout
+    assert "of whose memory hardware=v100_512 says nothing" in " ".join(answer.stdout.split())
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    asked = ["mode=plan", "strategy=auto", "model=m6_10t", "hardware=v100_p100_mix"]
+    answer = whale_train(asked, tmp_path)
     assert answer.status == 2, answer
     assert "strategy=auto finds no strategy whose weights, gradients and optimizer" in answer.stderr
     assert "use more devices" in " ".join(answer.stderr.split())

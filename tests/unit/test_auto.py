@@ -198,6 +198,21 @@ def test_nothing_fits() -> None:
     assert "GB more than the devices of hardware=mine hold" in str(fault)
 
 
+def test_devices_that_do_not_compute_the_precision_stay_idle() -> None:
+    able = replace(FAST, flops={"fp32": 2e9, "bf16": 8e9})
+    train = training(16, precision="bf16")
+    found = found_for(gpt(), cluster([able] * 2, [SLOW] * 2), train)
+    assert found.written["devices"] <= 2
+    said = {decision.reason for decision in found.decisions}
+    assert "train.precision=bf16 is not computed by slow" in said
+    for wrong, keys in (
+        (cluster([SLOW], [able]), {}),
+        (cluster([able], [SLOW]), {"use_all": True}),
+    ):
+        with pytest.raises(PlanError, match=r"train\.precision=bf16 is not computed by slow"):
+            found_for(gpt(), wrong, train, **keys)
+
+
 def test_devices_that_are_equal_are_alike() -> None:
     """Whether an inventory lists them together or one by one."""
     together = cluster([FAST] * 2, [SLOW] * 2)

@@ -34,11 +34,12 @@ BUCKET = 26_214_400.0
 def estimate(
     precision: str = "fp32", states: int = 2, copies: int = 10, **options: object
 ) -> MemoryEstimate:
+    on_cpu = bool(options.pop("on_cpu", False))
     node = Replicate("strategy.graph.replicate", **options)  # type: ignore[arg-type]
     bound = BoundTaskGraph("model", node, ("*",), ("table", "rest"), 0.0)
     halved = 1.0 if precision == "fp32" else 0.5
     alive = unmeasured(halved * 1e9 / ROUNDED_UP, 400e6, 320e6)
-    return replica_memory(bound, BIG, copies, states, precision, alive, 1, prefetches=True)
+    return replica_memory(bound, BIG, copies, states, precision, alive, 1, on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +107,27 @@ def test_optimizer_states(states: int, optimizer: float) -> None:
 def test_offload_leaves_the_device() -> None:
     state = estimate(zero=2, offload_optimizer="cpu")
     assert (state.optimizer, state.parameters) == (0.0, 400e6 + 500)
+    assert (state.gradients, state.communication) == (0.0, 2 * BUCKET)  # partitions are the host's
+    first = estimate(zero=1, offload_optimizer="cpu")
+    assert (first.optimizer, first.gradients) == (0.0, 400e6)
     both = estimate(zero=3, offload_optimizer="cpu", offload_parameters="cpu")
-    assert (both.optimizer, both.parameters) == (0.0, 500.0)  # buffers stay
+    assert (both.optimizer, both.parameters, both.gradients) == (0.0, 500.0, 0.0)  # buffers stay
     # What is fetched has to be somewhere.
     assert both.communication == 4 * BUCKET + 640e6
     parameters = estimate(zero=3, offload_parameters="cpu")
     assert (parameters.optimizer, parameters.parameters) == (120e6, 500.0)  # an fp32 copy here
+    assert parameters.gradients == 40e6
+
+
+def test_a_cpu_process_is_on_the_host() -> None:
+    for zero in (1, 2):
+        kept = estimate(zero=zero, on_cpu=True)
+        assert estimate(zero=zero, offload_optimizer="cpu", on_cpu=True) == kept
+    both = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+    offloaded = estimate(zero=3, on_cpu=True, **both)
+    # As anywhere, an fp32 copy for the update; what comes next is not gathered meanwhile.
+    assert (offloaded.parameters, offloaded.optimizer) == (40e6 + 500, 120e6)
+    assert (offloaded.gradients, offloaded.communication) == (40e6, 2 * BUCKET + 640e6)
 
 
 def test_a_single_copy_sends_nothing() -> None:

@@ -153,7 +153,7 @@ FINE = replace(MODEL, parameters=tuple(Parameter(f"w{i}", (2500, 1000)) for i in
          (4.1, 0.9, 3.2, "use strategy=zero2, which needs 3.0 GB")),
         # ZeRO 3: half of parameters and gradients, four buckets and 20 MB on the way.
         (FINE, 2, 1.9e9, {}, (2.1, 0.2, 1.9, "use strategy=zero3, which needs 1.2 GB")),
-        (FINE, 2, 0.8e9, {}, (2.1, 1.3, 0.8, "use strategy=zero3_offload, which needs 0.7 GB")),
+        (FINE, 2, 0.8e9, {}, (2.1, 1.3, 0.8, "use strategy=zero3_offload, which needs 0.2 GB")),
         (MODEL, 2, 1e9, {}, (3.1, 2.1, 1.0, "no ZeRO stage makes it fit: use more devices or a "
          "smaller model")),
         (FINE, 1, 1.9e9, {}, (2.1, 0.2, 1.9, "no ZeRO stage makes it fit: use more devices or a "
@@ -181,12 +181,13 @@ def test_a_device_too_small_for_one_sample(
 
 def test_the_remedy_is_a_strategy_as_it_ships() -> None:
     """ZeRO 2 without the offload that was asked for: 1 + 2 x 0.5 + 0.5 GB. ZeRO 3 gathers 1 GB,
-    which has a gradient of 1 GB."""
-    offload = {"optimizer": "cpu", "parameters": "cpu"}
+    which has a gradient of 1 GB, and beside its half of the gradients has an fp32 copy of its half
+    of the parameters, which are on the host."""
+    offload = {"parameters": "cpu"}
     graph = {"replicate": {"zero": 3, "offload": offload}}
     on = cluster((1e12, 2.5e9), (1e12, 2.5e9))
     assert refused(graph, MODEL, on, training(4)) == (
-        "strategy=mine needs 2.7 GB on rank 0 (device_0) for one sample, 0.2 GB more than its "
+        "strategy=mine needs 3.2 GB on rank 0 (device_0) for one sample, 0.7 GB more than its "
         "2.5 GB; use strategy=zero2, which needs 2.5 GB"
     )
 

@@ -129,6 +129,24 @@ def mixed_plan() -> Plan:
     )
 
 
+def test_decisions_on_equal_blocks_are_one() -> None:
+    kept = [
+        Decision(f"strategy.graph.split h.{n}.{name}", "whole", "sharded", "no pattern fits it")
+        for n in range(12)
+        for name in ("attn", "mlp")
+    ]
+    other = Decision("strategy.graph.split h.3.norm", "whole", "sharded", "no pattern fits it")
+    plan = replace(mixed_plan(), decisions=(*kept, other))
+    text = rendered(plan_view(plan, MIXED, PROFILE, "folded"), 120)
+    lines = [line.strip() for line in text.splitlines() if "no pattern" in line]
+    said = ": whole (instead of sharded): no pattern fits it"
+    assert lines == [
+        f"- strategy.graph.split h.0-11.attn{said}",
+        f"- strategy.graph.split h.0-11.mlp{said}",
+        f"- strategy.graph.split h.3.norm{said}",
+    ]
+
+
 def copied_plan(num_nodes: int, activations: list[float]) -> tuple[Plan, Cluster]:
     """One replicate TaskGraph over nodes of 8; the rank's activations cycle through the list."""
     cluster = Cluster("big", (Node((FAST,) * 8, LINK),) * num_nodes, NETWORK)

@@ -1,0 +1,52 @@
+"""What is said of hosts that keep what devices do not."""
+
+import pytest
+from tests.unit.operation_graphs import classifier
+from tests.unit.plan_requests import mixed, shipped, strategy_of, training
+
+from whale_train.strategies.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.plan import Decision
+from whale_train.strategies.resolve import resolve
+
+OFFLOAD = {"optimizer": "cpu", "parameters": "cpu"}
+SPLIT = {"split": {"degree": 2}}
+# The classifier has 8 x 4 + 4 parameters of its trunk, and 10 classes of 4 weights and a bias.
+ELEMENTS = 36 + 50
+
+
+def offload_of(strategy: object, cluster: Cluster) -> list[Decision]:
+    plan = resolve(strategy, cluster, classifier(batch_norm=False), training(64, momentum=0.5))  # type: ignore[arg-type]
+    return [decision for decision in plan.decisions if "offload" in decision.key]
+
+
+@pytest.mark.parametrize(
+    ("graph", "whats", "each"),
+    [
+        # SGD's momentum, the optimizer's copy and the gradient, fp32 all.
+        ({"replicate": {"zero": 2, "offload": {"optimizer": "cpu"}}}, "optimizer", 12),
+        ({"replicate": {"zero": 1, "offload": {"optimizer": "cpu"}}}, "optimizer", 8),
+        ({"replicate": {"zero": 3, "offload": OFFLOAD}}, "optimizer and parameters", 16),
+        (
+            {"replicate": {"zero": 3, "offload": OFFLOAD, "of": SPLIT}},
+            "optimizer and parameters",
+            16,
+        ),
+    ],
+)
+def test_how_much_hosts_keep(graph: object, whats: str, each: int) -> None:
+    (decision,) = offload_of(strategy_of({"graph": graph}), mixed())
+    in_all = f"{ELEMENTS * each / 1e3:.1f} kB"
+    assert (decision.key, decision.chosen) == ("strategy.graph.replicate.offload", "cpu")
+    assert decision.reason == (
+        f"{whats} on the hosts: {in_all} in all, {ELEMENTS * each / 2e3:.1f} kB on each of 2, "
+        "of whose memory hardware=v100_p100_mix says nothing"
+    )
+
+
+def test_cpu_processes_are_on_their_host() -> None:
+    process = Device("cpu_process", {"fp32": 1e11}, 4e9, 1e10)
+    link = Link("memory", 1e9, 1e-5)
+    assert (
+        offload_of(shipped("zero3_offload"), Cluster("cpu", (Node((process,) * 2, link),), link))
+        == []
+    )
