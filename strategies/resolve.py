@@ -7,35 +7,21 @@ of the devices. Everything chosen without being asked for ends in the plan's dec
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.considered import Considered
-from whale_train.strategies.cut import CLASSES
-from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
 from whale_train.strategies.findings import Findings
+from whale_train.strategies.flat_plan import FlatPlan
 from whale_train.strategies.flat_step import FlatStep
 from whale_train.strategies.forms import is_nested
 from whale_train.strategies.grammar import Node, Pipeline, Replicate, Strategy
-from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph, bind, shared_degree
-from whale_train.strategies.layouts import BATCH
-from whale_train.strategies.memory import added
-from whale_train.strategies.offloading import offload_decisions
+from whale_train.strategies.graph import StrategyGraph, bind, shared_degree
 from whale_train.strategies.operations import ModelProfile
-from whale_train.strategies.plan import Decision, Plan, Prediction, RankPlan
-from whale_train.strategies.plan import TaskGraph as PlannedTaskGraph
+from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.prediction import Simulated, simulated
-from whale_train.strategies.rewrite_plan import rewrite_plan, shard_plan
 from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
-from whale_train.strategies.shares import even_shares, tile
-from whale_train.strategies.sharing import (
-    BackboneMemory,
-    Sharing,
-    Training,
-    share,
-    split_head_memory,
-)
+from whale_train.strategies.sharing import Training, share
 from whale_train.strategies.staged import consider_nested
 from whale_train.strategies.staging import nested_form
 
@@ -122,8 +108,8 @@ def _consider_flat(
     step = on(cluster)
 
     def plan() -> Plan:
-        explained = [*decisions, *_explain(strategy, graph, cluster, profile, training, sharing)]
-        return _plan(graph, cluster, profile, training, sharing, step.prediction(), explained)
+        decided = FlatPlan(graph, cluster, profile, training, sharing)
+        return decided.written(step.prediction(), decisions)
 
     return Considered(step, plan, on)
 
@@ -239,186 +225,3 @@ def _refuse_tied_batch_norm(
     if graph.cut and profile.batch_norm_modules and len(graph.cut.segments) > 2:
         rule = "is tied to an embedding, in a model with BatchNorm: not executed yet"
         faults.append(Fault(graph.task_graphs[1].node.path, "", rule, "use strategy=dp"))
-
-
-def _plan(
-    graph: StrategyGraph,
-    cluster: Cluster,
-    profile: ModelProfile,
-    training: Training,
-    sharing: Sharing,
-    predicted: Prediction,
-    decisions: list[Decision],
-) -> Plan:
-    count = len(cluster.devices)
-    ranks = tuple(range(count))
-    planned = tuple(
-        _task_graph(i, bound, graph, profile, sharing) for i, bound in enumerate(graph.task_graphs)
-    )
-    groups: dict[str, tuple[tuple[int, ...], ...]] = {"world": (ranks,)}
-    for task_graph in planned:
-        kind = "model" if task_graph.shards else "data"
-        groups[f"{task_graph.name}.{kind}_parallel"] = (ranks,)
-    rewrite = None
-    if graph.cut is not None:
-        batch = tile(training.global_batch, sharing.samples)
-        classes = tile(sum(sharing.classes), sharing.classes)
-        rewrite = rewrite_plan(graph.cut, {BATCH: batch, CLASSES: classes})
-    backbone = BackboneMemory(graph, profile, training, cluster)
-    return Plan(
-        cluster=cluster.name,
-        world_size=count,
-        global_batch=training.global_batch,
-        precision=training.precision,
-        task_graphs=planned,
-        groups=groups,
-        schedule="none",
-        ranks=tuple(
-            _rank(rank, graph, cluster, profile, training, sharing, backbone)
-            for rank in range(count)
-        ),
-        predicted=predicted,
-        decisions=tuple(decisions),
-        exported=profile.graph is not None,
-        rewrite=rewrite,
-    )
-
-
-def _task_graph(
-    number: int,
-    bound: BoundTaskGraph,
-    graph: StrategyGraph,
-    profile: ModelProfile,
-    sharing: Sharing,
-) -> PlannedTaskGraph:
-    ranks = tuple(range(len(sharing.samples)))
-    split = not isinstance(bound.node, Replicate)
-    trained = tuple(path for path in bound.parameters if path not in profile.unused_parameters)
-    node = bound.node
-    shards = (
-        dict.fromkeys(graph.cut.shards, tile(sum(sharing.classes), sharing.classes))
-        if (split and graph.cut)
-        else {}
-    )
-    return PlannedTaskGraph(
-        id=number,
-        name=bound.name,
-        primitive="split" if split else "replicate",
-        path=node.path,
-        modules=bound.modules,
-        parameters=bound.parameters,
-        flops=bound.flops,
-        zero=node.zero if isinstance(node, Replicate) else 0,
-        offload={
-            "optimizer": node.offload_optimizer if isinstance(node, Replicate) else "none",
-            "parameters": node.offload_parameters if isinstance(node, Replicate) else "none",
-        },
-        replicas=(ranks,) if split else tuple((rank,) for rank in ranks),
-        shares=(sum(sharing.samples),) if split else sharing.samples,
-        trained=trained,
-        shards=shards,
-        shard_dims={path: s.dim for path, s in graph.cut.shards.items()}
-        if split and graph.cut
-        else {},
-        shard_layouts={path: shard_plan(s) for path, s in graph.cut.shards.items()}
-        if split and graph.cut
-        else {},
-    )
-
-
-def _rank(
-    rank: int,
-    graph: StrategyGraph,
-    cluster: Cluster,
-    profile: ModelProfile,
-    training: Training,
-    sharing: Sharing,
-    backbone: BackboneMemory,
-) -> RankPlan:
-    samples = sharing.samples[rank]
-    start = sum(sharing.samples[:rank])
-    sizes = even_shares(samples, training.accumulate, [samples] * training.accumulate)
-    assert sizes is not None
-    micro_batches = tuple((start + a, start + b) for a, b in tile(samples, sizes))
-    memory = backbone.of(sizes[0])
-    if sharing.classes:
-        memory = added(memory, split_head_memory(graph, profile, training, sharing.classes[rank]))
-    configs: dict[str, dict[str, Any] | None] = {}
-    for number, bound in enumerate(graph.task_graphs):
-        configs[str(number)] = None
-        if isinstance(bound.node, Replicate) and bound.node.zero:
-            offloaded = bound.node.offload_optimizer == "cpu"
-            configs[str(number)] = deepspeed_config(
-                bound.node,
-                sizes[0],
-                training.precision,
-                training.grad_clip,
-                deepspeed_optimizer(training.optimizer, training.optimizer_options, offloaded),
-                cluster.on_cpu,
-            )
-    return RankPlan(
-        rank=rank,
-        node=cluster.node_of[rank],
-        device=cluster.devices[rank].name,
-        task_graphs=tuple(range(len(graph.task_graphs))),
-        micro_batch_size=sizes[0],
-        micro_batches=training.accumulate,
-        memory_bytes=memory,
-        deepspeed=configs,
-        samples=micro_batches if training.accumulate > 1 else (),
-    )
-
-
-def _explain(
-    strategy: Strategy,
-    graph: StrategyGraph,
-    cluster: Cluster,
-    profile: ModelProfile,
-    training: Training,
-    sharing: Sharing,
-) -> list[Decision]:
-    decisions: list[Decision] = []
-    count = len(cluster.devices)
-    body = graph.task_graphs[0]
-    if graph.degree < count:
-        reason = f"an outer replicate of {count // graph.degree} uses all {count} devices"
-        asked = str(graph.degree)
-        decisions.append(Decision(f"{body.node.path}.degree", str(count), asked, reason))
-    elif body.node.degree is None:
-        reason = f"all devices of hardware={cluster.name}"
-        decisions.append(Decision(f"{body.node.path}.degree", str(count), "", reason))
-    even = even_shares(sum(sharing.samples), count, [sum(sharing.samples)] * count)
-    if even != sharing.samples:
-        reason = "in proportion to each device's speed, within its memory"
-        shares = _folded(sharing.samples)
-        decisions.append(
-            Decision("strategy.balance", shares, f"even {_folded(even or ())}", reason)
-        )
-    if graph.head and graph.cut:
-        reason = (
-            f"the output projection of {profile.name}: {graph.head.weight} with "
-            f"{graph.head.classes} classes"
-        )
-        modules = graph.head.module or "(the model)"
-        decisions.append(Decision(f"{graph.task_graphs[1].node.path}.modules", modules, "", reason))
-        for segment in graph.cut.segments:
-            for name in segment.assignment.gathered if segment.assignment else ():
-                reason = "no rule for it: it is given whole tensors, which is slower"
-                decisions.append(Decision(f"operation {name}", "whole", "sharded", reason))
-    if isinstance(body.node, Replicate):
-        decisions += offload_decisions(body.node, body.parameters, profile, cluster, training)
-    for path in profile.unused_parameters:
-        reason = "the loss does not depend on it"
-        decisions.append(Decision(path, "not trained", "", reason))
-    return decisions
-
-
-def _folded(shares: Sequence[int]) -> str:
-    """`8 x 43, 8 x 25` for equal neighbours."""
-    runs: list[list[int]] = []
-    for each in shares:
-        if runs and runs[-1][1] == each:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, each])
-    return ", ".join(f"{times} x {share}" for times, share in runs)
