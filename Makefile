@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Overrides of `make train`, as in: make train ARGS="strategy=zero3"
 ARGS ?=
+# Files of tests that run at once, in as many processes; each job of theirs has up to six more.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+PYTEST_ARGS ?= --numprocesses $(JOBS) --dist loadfile
 
 .PHONY: train test check lint install constraints clean
 

@@ -1,5 +1,6 @@
 """What all tests have in common: profiles of models are kept for the session, and nowhere else."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,10 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Commands that tests start inherit it: a model of several tests is measured once."""
+    """Commands that tests start inherit it: a model of several tests is measured once, by whichever
+    of the processes that share the tests has it first."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WHALE_TRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("WHALE_TRAIN_CACHE", str(root / "cache"))
         yield
