@@ -2,19 +2,21 @@
 
 DeepSpeed copies gradients into buckets and out of them, and parameters likewise; under stage 3 it
 stops before every module with parameters to bring these together, forward and backward. An engine
-of many small modules shows what each costs, one of few large ones what their bytes do. What a plan
-counts anyway, by the link and by the update's roofline, is taken off.
+of many small modules shows what each costs, one of larger ones what their bytes do: of unlike
+sizes, with values between them that stay for the backward, as what is gathered finds no memory of
+its size then that another module has just left. What a plan counts anyway, by the link and by the
+update's roofline, is taken off.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import pairwise
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
-from whale_train.runtime.clock import agreed, now
+from whale_train.runtime.clock import agreed, now, undisturbed
 from whale_train.runtime.deepspeed_engine import DeepSpeedEngine
 from whale_train.runtime.engine import Copies, autocast
 from whale_train.strategies.cluster import Kernel, Link, Roofline
@@ -23,8 +25,9 @@ from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.links import all_reduce_time_s, gather_time_s
 from whale_train.strategies.work import Kind
 
-_MANY, _FEW = (48, 8), (8, 1024)  # modules, and their width
-_ROWS = 8  # of a batch, so that products take little
+# The widths of what each module reads and the last one makes; and of a batch's rows.
+_SMALL = (8,) * 49, 8
+_LARGE = (384, *(1536, 384, 384) * 8), 128
 _STEPS, _WARM_UP = 5, 2
 _LEAST_S = 1e-9  # where what is counted anyway is more than all that was measured
 _UNBOUND = 1e30  # a rate whose limit nothing reached
@@ -54,9 +57,9 @@ def partition_kernels(
         """`moves` says what sending so many bytes takes, in the forward and after it; `count` how
         many overheads there are of so many modules."""
         forward, rest = [], []
-        for modules, width in (_MANY, _FEW):
-            found = _measured(stage, modules, width, device, precision)
-            moved = moves(found.num_bytes)
+        for widths, rows in (_SMALL, _LARGE):
+            found = _measured(stage, widths, rows, device, precision)
+            modules, moved = len(widths) - 1, moves(found.num_bytes)
             updated = update.seconds(0.0, 4 * found.num_bytes / ranks)  # SGD has no states
             point = (count(modules), found.num_bytes)
             forward.append((*point, found.forward_s - moved[0]))
@@ -83,17 +86,17 @@ def through(points: Sequence[tuple[int, float, float]]) -> Roofline:
 
 
 def _measured(
-    stage: int, modules: int, width: int, device: torch.device, precision: str
+    stage: int, widths: Sequence[int], rows: int, device: torch.device, precision: str
 ) -> _Measured:
     """An engine of that stage, and its modules alone. Like most, each has a weight and a bias."""
-    plain, owned = _stack(modules, width, device), _stack(modules, width, device)
+    plain, owned = _stack(widths, device), _stack(widths, device)
     size = 4.0 * sum(parameter.numel() for parameter in owned.parameters())
     node = Replicate("", zero=stage)
     optimizer = deepspeed_optimizer("sgd", {"lr": 1e-3}, offloaded=False)
-    config = deepspeed_config(node, _ROWS, precision, 0.0, optimizer, device.type == "cpu")
+    config = deepspeed_config(node, rows, precision, 0.0, optimizer, device.type == "cpu")
     assert config is not None
     engine = DeepSpeedEngine(owned, Copies(dist.group.WORLD), config, device, precision)
-    value = torch.randn(_ROWS, width, device=device)
+    value = torch.randn(rows, widths[0], device=device)
     alone, beside = list[tuple[float, float]](), list[tuple[float, float]]()
     for _ in range(_WARM_UP + _STEPS):
         dist.barrier()
@@ -113,12 +116,12 @@ def _measured(
         engine.step(lambda norm: norm)
         beside.append((between - started, now(device) - between))
     forward, rest = (
-        agreed(median(each[part] for each in beside[_WARM_UP:]))
-        - agreed(median(each[part] for each in alone[_WARM_UP:]))
+        agreed(undisturbed(each[part] for each in beside[_WARM_UP:]))
+        - agreed(undisturbed(each[part] for each in alone[_WARM_UP:]))
         for part in range(2)
     )
     return _Measured(size, forward, rest)
 
 
-def _stack(modules: int, width: int, device: torch.device) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(width, width, device=device) for _ in range(modules)))
+def _stack(widths: Sequence[int], device: torch.device) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(read, made, device=device) for read, made in pairwise(widths)))
