@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from whale_train.runtime.clock import agreed, now, undisturbed
 from whale_train.runtime.deepspeed_engine import DeepSpeedEngine
@@ -27,7 +27,7 @@ from whale_train.strategies.work import Kind
 
 # The widths of what each module reads and the last one makes; and of a batch's rows.
 _SMALL = (8,) * 49, 8
-_LARGE = (384, *(1536, 384, 384) * 8), 128
+_LARGE = (384, *(1536, 384, 384) * 6), 512
 _STEPS, _WARM_UP = 5, 2
 _LEAST_S = 1e-9  # where what is counted anyway is more than all that was measured
 _UNBOUND = 1e30  # a rate whose limit nothing reached
@@ -88,39 +88,54 @@ def through(points: Sequence[tuple[int, float, float]]) -> Roofline:
 def _measured(
     stage: int, widths: Sequence[int], rows: int, device: torch.device, precision: str
 ) -> _Measured:
-    """An engine of that stage, and its modules alone. Like most, each has a weight and a bias."""
-    plain, owned = _stack(widths, device), _stack(widths, device)
+    """An engine of that stage, and its modules alone, one after the other: what those leave free
+    would be room for the engine. Like most, each module has a weight and a bias."""
+    value = torch.randn(rows, widths[0], device=device)
+    plain = _stack(widths, device)
+
+    def backward(result: Tensor) -> None:
+        torch.autograd.backward([result], [torch.ones_like(result)])
+        plain.zero_grad(set_to_none=True)
+
+    alone = _steps(plain, value, backward, device, precision)
+    owned = _stack(widths, device)
     size = 4.0 * sum(parameter.numel() for parameter in owned.parameters())
-    node = Replicate("", zero=stage)
     optimizer = deepspeed_optimizer("sgd", {"lr": 1e-3}, offloaded=False)
-    config = deepspeed_config(node, rows, precision, 0.0, optimizer, device.type == "cpu")
+    node, on_cpu = Replicate("", zero=stage), device.type == "cpu"
+    config = deepspeed_config(node, rows, precision, 0.0, optimizer, on_cpu)
     assert config is not None
     engine = DeepSpeedEngine(owned, Copies(dist.group.WORLD), config, device, precision)
-    value = torch.randn(rows, widths[0], device=device)
-    alone, beside = list[tuple[float, float]](), list[tuple[float, float]]()
+
+    def backward_and_update(result: Tensor) -> None:
+        engine.backward([result], [torch.ones_like(result)])
+        engine.finish_backward()
+        engine.step(lambda norm: norm)
+
+    beside = _steps(engine, value, backward_and_update, device, precision)
+    return _Measured(size, beside[0] - alone[0], beside[1] - alone[1])
+
+
+def _steps(
+    forward: Callable[[Tensor], Tensor],
+    value: Tensor,
+    after: Callable[[Tensor], None],
+    device: torch.device,
+    precision: str,
+) -> tuple[float, float]:
+    """Seconds of a forward, and of what comes `after` it, as all ranks have them."""
+    taken = list[tuple[float, float]]()
     for _ in range(_WARM_UP + _STEPS):
         dist.barrier()
         with autocast(precision, device):
             started = now(device)
-            result = plain(value)
+            result = forward(value)
         between = now(device)
-        result.sum().backward()
-        alone.append((between - started, now(device) - between))
-        plain.zero_grad(set_to_none=True)
-        dist.barrier()
-        started = now(device)
-        result = engine(value)
-        between = now(device)
-        engine.backward([result], [torch.ones_like(result)])
-        engine.finish_backward()
-        engine.step(lambda norm: norm)
-        beside.append((between - started, now(device) - between))
-    forward, rest = (
-        agreed(undisturbed(each[part] for each in beside[_WARM_UP:]))
-        - agreed(undisturbed(each[part] for each in alone[_WARM_UP:]))
-        for part in range(2)
+        after(result)
+        taken.append((between - started, now(device) - between))
+    first, second = (
+        agreed(undisturbed(each[part] for each in taken[_WARM_UP:])) for part in range(2)
     )
-    return _Measured(size, forward, rest)
+    return first, second
 
 
 def _stack(widths: Sequence[int], device: torch.device) -> nn.Module:
