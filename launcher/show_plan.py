@@ -4,8 +4,9 @@ Owns the view of `mode=plan` and of the start of a run, which fits the width it 
 is computed but sums and folds.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
@@ -37,6 +38,8 @@ _WIDE = 92
 _FEW_ROWS = 24
 # Beyond this many kinds of rank a table is no longer read; plan.json has them all.
 _MOST_ROWS = 64
+# A key with the number of a block or of a stage: `split h.3.attn`, `stages[3].stage.recompute`.
+_NUMBERED = re.compile(r"(.*[.\[])(\d+)((?:[.\]].*)?)")
 
 
 def plan_view(plan: Plan, cluster: Cluster, profile: ModelProfile, title: str) -> RenderableType:
@@ -316,22 +319,16 @@ def _bar(percent: int, cells: int) -> Text:
     return bar.append(f" {percent:>3}%", style=style if percent > 90 else "")
 
 
-def _folded(decisions: Iterable[Decision]) -> list[Decision]:
-    """Those that say the same of the blocks of a model as one, where the first was."""
-    alike: dict[object, list[tuple[Decision, list[str], int]]] = {}
+def _folded(decisions: Iterable[Decision]) -> Iterator[Decision]:
+    """Those that say the same of a model's blocks, or of stages, as one, where the first was."""
+    alike: dict[tuple[str, str, Decision], list[str]] = {}
     for decision in decisions:
-        words = decision.key.split(".")
-        where = max((i for i, word in enumerate(words) if word.isdigit()), default=-1)
-        rest = (*words[:where], None, *words[where + 1 :]) if where >= 0 else decision.key
-        said = (rest, decision.chosen, decision.rejected, decision.reason)
-        alike.setdefault(said, []).append((decision, words, where))
-    found = []
-    for listed in alike.values():
-        decision, words, where = listed[0]
-        if len(listed) > 1 and where >= 0:
-            words[where] = fold_numbers({int(other[where]) for _, other, _ in listed})
-        found.append(replace(decision, key=".".join(words)))
-    return found
+        parts = _NUMBERED.fullmatch(decision.key)
+        before, number, after = parts.groups() if parts else (decision.key, "", "")
+        alike.setdefault((before, after, replace(decision, key="")), []).append(number)
+    for (before, after, said), numbers in alike.items():
+        folded = fold_numbers({int(number) for number in numbers if number})
+        yield replace(said, key=f"{before}{folded}{after}")
 
 
 def _decision(decision: Decision) -> RenderableType:

@@ -17,6 +17,7 @@ from whale_train.runtime import block_probes
 from whale_train.runtime import calibrate as calibrating
 from whale_train.runtime.block_probes import BLOCKS, SMALLEST, Block, run_block
 from whale_train.runtime.calibrate import RESULT, calibrate, fitted, measured_kernels
+from whale_train.runtime.clock import undisturbed
 from whale_train.runtime.optimizers import make_optimizer
 from whale_train.runtime.partition_probes import through
 from whale_train.runtime.probes import Measured, Probe, probes
@@ -25,6 +26,10 @@ from whale_train.strategies.cluster import Roofline
 from whale_train.strategies.work import BY_FLOPS, Kind
 
 CPU = torch.device("cpu")
+
+
+def test_what_is_disturbed_most_of_the_time_counts_as_undisturbed() -> None:
+    assert undisturbed([9.0, 1.0, 8.0, 1.0, 1.0, 9.0, 8.0, 7.0]) == 1.0
 
 
 def test_every_kind_has_a_probe_that_is_all_overhead_and_larger_ones() -> None:

@@ -136,7 +136,11 @@ def test_decisions_on_equal_blocks_are_one() -> None:
         for name in ("attn", "mlp")
     ]
     other = Decision("strategy.graph.split h.3.norm", "whole", "sharded", "no pattern fits it")
-    plan = replace(mixed_plan(), decisions=(*kept, other))
+    stages = [
+        Decision(f"strategy.graph.pipeline.stages[{n}].stage.recompute", "none", "full", "they fit")
+        for n in (0, 1, 2, 4)
+    ]
+    plan = replace(mixed_plan(), decisions=(*kept, other, *stages))
     text = rendered(plan_view(plan, MIXED, PROFILE, "folded"), 120)
     lines = [line.strip() for line in text.splitlines() if "no pattern" in line]
     said = ": whole (instead of sharded): no pattern fits it"
@@ -145,6 +149,7 @@ def test_decisions_on_equal_blocks_are_one() -> None:
         f"- strategy.graph.split h.0-11.mlp{said}",
         f"- strategy.graph.split h.3.norm{said}",
     ]
+    assert "- strategy.graph.pipeline.stages[0-2, 4].stage.recompute: none (instead" in text
 
 
 def copied_plan(num_nodes: int, activations: list[float]) -> tuple[Plan, Cluster]:
