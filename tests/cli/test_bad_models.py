@@ -122,8 +122,14 @@ MODEL = (
         "than its 16.0 GB; use strategy=zero1, which needs {any} GB",
     ),
     Case(
-        "memory_all",
+        "memory_of_hosts",
         f"model.width=16384 model.depth=8 model.heads=64 {ON_P100}",
+        "strategy=dp needs {any} GB on rank 0 (p100_pcie_16gb) for one sample, {any} GB more "
+        "than its 16.0 GB; use strategy=zero3_offload, which needs {any} GB",
+    ),
+    Case(
+        "memory_all",
+        f"model.width=32768 model.depth=8 model.heads=64 {ON_P100}",
         "strategy=dp needs {any} GB on rank 0 (p100_pcie_16gb) for one sample, {any} GB more "
         "than its 16.0 GB; no ZeRO stage makes it fit: use more devices or a smaller model",
     ),
