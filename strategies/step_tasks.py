@@ -95,8 +95,10 @@ class _Writer:
         for sync, member in overlapped:
             self.pieces[member] = max(self.pieces[member], sync.pieces)
         for sync, member in overlapped:
-            ready = self.pieces[member] * max(1, len(self.final[member]))
-            self.carried[member] += sync.seconds * sync.busy / ready
+            others = self.pieces[member] * len(self.final[member]) - 1  # all but the last
+            if others > 0:
+                beside = sync.seconds * (1 - 1 / sync.pieces)
+                self.carried[member] += beside * sync.busy / others
 
     def written(self) -> list[Task]:
         self.run()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.instructions import Durations, Kind, Position
+from whale_train.strategies.instructions import Durations, Instruction, Kind, Position
 from whale_train.strategies.prediction import simulated
 from whale_train.strategies.schedule import schedule
 from whale_train.strategies.simulator import Lane, RankTime, Task, rank_times, simulate
@@ -175,6 +175,17 @@ def two_copies(sync: Sync) -> Step:
 )
 def test_sums_of_gradients(sync: Sync, seconds: float) -> None:
     assert simulate(tasks_of(two_copies(sync))).seconds == pytest.approx(seconds)
+
+
+def test_a_sum_in_one_piece_is_beside_no_chunk() -> None:
+    """Of two chunks: it waits for the backwards of both."""
+    order = [Instruction(Kind.FORWARD, 0, 0), Instruction(Kind.FORWARD, 1, 0)]
+    order += [Instruction(Kind.BACKWARD, 1, 0), Instruction(Kind.BACKWARD, 0, 0)]
+    actors = [Actor((rank,), rank, order, lambda _: Cost(1.0), 0.5) for rank in range(2)]
+    whole, halves = Sync((0, 1), 1.0, 1, True, busy=0.5), Sync((0, 1), 1.0, 2, True, busy=0.5)
+    assert simulate(tasks_of(Step(actors, [whole]))).seconds == pytest.approx(4 + 1 + 0.5)
+    # A half takes a quarter of a second of what is beside it.
+    assert simulate(tasks_of(Step(actors, [halves]))).seconds == pytest.approx(4.25 + 0.5 + 0.5)
 
 
 def test_what_processors_carry_is_slowed_where_ranks_share_them() -> None:
