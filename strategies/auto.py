@@ -87,18 +87,16 @@ def _able(
 ) -> tuple[Strategy, Sequence[Decision]]:
     """`asked` of those devices before the first that does not compute `precision`, and why others
     are idle. Raises PlanError where there are none, or it has to `use_all`."""
-    devices = cluster.devices[: asked.devices or len(cluster.devices)]
-    unable = [number for number, each in enumerate(devices) if precision not in each.flops]
-    if not unable:
+    faults: list[Fault] = []
+    there = cluster.first(asked.devices or len(cluster.devices))
+    refuse_precision(precision, there, faults)
+    if not faults:
         return asked, ()
-    able = unable[0]
+    able = next(n for n, each in enumerate(there.devices) if precision not in each.flops)
     if use_all or not able:
-        faults: list[Fault] = []
-        refuse_precision(precision, cluster.first(len(devices)), faults)
         raise PlanError(faults)
-    names = " and ".join(sorted({devices[number].name for number in unable}))
-    reason = f"train.precision={precision} is not computed by {names}"
-    idle = Decision("strategy.devices", str(able), str(len(devices)), reason)
+    reason = f"train.precision={precision} {faults[0].rule}"
+    idle = Decision("strategy.devices", str(able), str(len(there.devices)), reason)
     return replace(asked, devices=able), (idle,)
 
 

@@ -204,7 +204,7 @@ def test_devices_that_do_not_compute_the_precision_stay_idle() -> None:
     found = found_for(gpt(), cluster([able] * 2, [SLOW] * 2), train)
     assert found.written["devices"] <= 2
     said = {decision.reason for decision in found.decisions}
-    assert "train.precision=bf16 is not computed by slow" in said
+    assert "train.precision=bf16 is not computed by slow of hardware=mine" in said
     for wrong, keys in (
         (cluster([SLOW], [able]), {}),
         (cluster([able], [SLOW]), {"use_all": True}),
