@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Overrides of `make train`, as in: make train ARGS="strategy=zero3"
 ARGS ?=
-# Files of tests that run at once, in as many processes; each job of theirs has up to six more.
+# Files of tests that run at once, in as many processes; jobs they start have ranks of their own.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST_ARGS ?= --numprocesses $(JOBS) --dist loadfile
 
