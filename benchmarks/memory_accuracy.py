@@ -104,7 +104,13 @@ STRATEGIES: Mapping[str, str] = {
         "{stage: {recompute: full, of: {replicate: {degree: 1}}}}]"
     ),
     "split head": "strategy=hybrid_split_dp",
+    "split head, zero3": (
+        "strategy.graph=[{replicate: {modules: '*', zero: 3}}, {split: {modules: head}}]"
+    ),
+    "zero1 of splits": "strategy.graph={replicate: {zero: 1, of: {split: {degree: 2}}}}",
+    "zero3 of splits": "strategy.graph={replicate: {zero: 3, of: {split: {degree: 2}}}}",
 }
+TWICE_AS_MANY = ("zero1 of splits", "zero3 of splits")  # ranks
 SGD, BF16 = "optimizer=sgd", "train.precision=bf16"
 # (model, strategy, samples of a step, what else is asked for)
 PAIRS: Sequence[tuple[str, str, int, tuple[str, ...]]] = (
@@ -115,6 +121,9 @@ PAIRS: Sequence[tuple[str, str, int, tuple[str, ...]]] = (
     ("gpt", "zero2", 16, ()),
     ("gpt", "zero3", 16, ()),
     ("gpt", "split", 16, ()),
+    ("gpt", "zero1 of splits", 16, ()),
+    ("gpt", "zero3 of splits", 16, ()),
+    ("gpt", "split head, zero3", 16, ()),
     ("gpt", "pipeline", 32, ()),
     ("gpt", "zero_bubble", 32, ()),
     ("gpt", "interleaved", 32, ()),
@@ -122,6 +131,7 @@ PAIRS: Sequence[tuple[str, str, int, tuple[str, ...]]] = (
     ("llama", "dp", 16, ()),
     ("llama", "zero3", 16, (SGD,)),
     ("llama", "split", 16, ()),
+    ("llama", "zero3 of splits", 16, ()),
     ("llama", "pipeline", 32, (SGD,)),
     ("bert", "dp", 16, (SGD,)),
     ("bert", "zero1", 16, ()),
@@ -145,7 +155,7 @@ def main() -> None:
     parser.formatter_class = words
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="twice as many of copies of splits")
     parser.add_argument("--steps", type=int, default=4, help="of a run")
     parser.add_argument("--given-back", action="store_true", help="have malloc leave no holes")
     options = parser.parse_args()
@@ -156,15 +166,14 @@ def main() -> None:
             if model not in options.models or strategy not in options.strategies:
                 continue
             run_dir = Path(tempfile.mkdtemp(dir=folder))
+            ranks = options.ranks * (2 if strategy in TWICE_AS_MANY else 1)
             asked = (STRATEGIES[strategy], *more)
             batched = (*MODELS[model], f"train.global_batch={batch}", *asked)
-            found = measure(
-                batched, run_dir / "run", options.ranks, options.steps, options.given_back
-            )
+            found = measure(batched, run_dir / "run", ranks, options.steps, options.given_back)
             tiny = TINY_HUGGING_FACE if "model=hf" in MODELS[model] else TINY
             if (tiny, asked) not in known:
                 known[tiny, asked] = measure(
-                    (*tiny, *asked), run_dir / "tiny", options.ranks, TINY_STEPS, options.given_back
+                    (*tiny, *asked), run_dir / "tiny", ranks, TINY_STEPS, options.given_back
                 )
             empty = known[tiny, asked]
             taken = max(found[rank] - empty[rank] for rank in found)

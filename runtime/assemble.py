@@ -99,6 +99,8 @@ def _cut_model(
             for counted in (None, counts):
                 write_segment_graph(segment, written, graph, canonical, place, counted)
             segment.overlap_weight_gradients()
+            if task_graph.zero == 3:
+                segment.divide(gathered=True)
             segments.append((written["task_graph"], segment))
         chunks.append(segments)
     engines: dict[int, Engine] = {}

@@ -23,14 +23,18 @@ from whale_train.runtime.products import Kind, Product, product_of
 
 
 def join_products(graph: fx.GraphModule, parameters: Set[str]) -> None:
-    """Replace, in `graph`, every `enter` that only products read whose weights are placeholders
-    among `parameters`, and these products."""
+    """Replace, in `graph`, every `enter` that only products read whose weights and biases are
+    placeholders among `parameters`, and these products."""
     for node in list(graph.graph.nodes):
         group = _entered_group(graph, node)
         if group is None:
             continue
         products = [product_of(user, parameters) for user in node.users]
-        found = [x for x in products if x is not None and x.input is node]
+        found = [
+            x
+            for x in products
+            if x is not None and x.input is node and (x.bias is None or x.bias.name in parameters)
+        ]
         if found and len(found) == len(products):
             _join(graph, node, found, group)
     graph.recompile()

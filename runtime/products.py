@@ -47,7 +47,8 @@ _KINDS: dict[Any, Kind] = {
 
 @dataclass(frozen=True)
 class Product:
-    """A node of a graph that is a product with a parameter, and its operands."""
+    """A node of a graph that is a product with a parameter, and its operands. The bias may be a
+    value made of one: of a product whose input is cut, one member alone adds it."""
 
     node: fx.Node
     kind: Kind
@@ -57,8 +58,8 @@ class Product:
 
 
 def product_of(node: fx.Node, parameters: Set[str]) -> Product | None:
-    """`node` as a product whose weight, and bias if it has one, are among the placeholders
-    `parameters` (None: it is none)."""
+    """`node` as a product whose weight is among the placeholders `parameters` (None: it is
+    none)."""
     kind = _KINDS.get(node.target) if node.op == "call_function" else None
     if kind is None or node.kwargs:
         return None
@@ -66,6 +67,6 @@ def product_of(node: fx.Node, parameters: Set[str]) -> Product | None:
     x, weight, bias = args[kind.input], args[kind.weight], args[kind.bias]
     if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
         return None
-    if weight.name not in parameters or (isinstance(bias, fx.Node) and bias.name not in parameters):
+    if weight.name not in parameters:
         return None
     return Product(node, kind, x, weight, bias)

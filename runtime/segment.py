@@ -64,9 +64,18 @@ class Segment(nn.Module):
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             yield paths[name.rpartition(".")[2]], tensor
 
-    def divide(self, recompute: Callable[[str], SharedRandom | None]) -> None:
+    def divide(
+        self,
+        recompute: Callable[[str], SharedRandom | None] = lambda block: None,
+        *,
+        gathered: bool = False,
+    ) -> None:
         """Run its graphs block by block. `recompute` gives, for a block to be computed again in
-        its backward, what its members draw alike; None for one whose values are kept."""
+        its backward, what its members draw alike; None for one whose values are kept. `gathered`:
+        ZeRO 3 gathers a block's weights when it is called, and takes them away meanwhile, so that
+        its products may not keep views of them."""
+        if gathered:
+            WeightGradients().replace(self._graphs[True][0], self._parameter_arguments())
         self.blocks = Blocks(self, self._graphs, recompute)
         self._graphs = {}
 

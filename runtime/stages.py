@@ -85,8 +85,10 @@ def assemble_stages(
             else:
                 segment.overlap_weight_gradients()
             again = described["recompute"] == "full"
-            if again or plan.task_graphs[there["task_graph"]].zero == 3:
-                segment.divide(partial(_recomputed, here.random if again else None))
+            gathered = plan.task_graphs[there["task_graph"]].zero == 3
+            if again or gathered:
+                random = here.random if again else None
+                segment.divide(partial(_recomputed, random), gathered=gathered)
             segments[number] = segment
     engines: dict[int, Engine] = {}
     for task_graph in task_graphs:

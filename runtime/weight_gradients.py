@@ -69,6 +69,7 @@ class WeightGradients:
             with graph.graph.inserting_before(node):
                 args = (product.input, product.weight, product.bias)
                 new = graph.graph.call_module(name, args)
+            new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
             graph.graph.erase_node(node)
         graph.recompile()
@@ -94,7 +95,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: _Deferred
     ) -> Tensor:
         ctx.deferred = deferred
-        ctx.parameters = weight, bias  # the very parameters, whose `.grad` is added to
+        ctx.operands = weight, bias  # the very parameters, whose `.grad` is added to
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
@@ -107,19 +108,19 @@ class _Product(torch.autograd.Function):
         deferred: _Deferred = ctx.deferred
         (grad,), kind = grads, deferred.kind
         of_x = kind.of_input(grad, weight) if ctx.needs_input_grad[0] else None
-        wanted: list[_Addition] = [
-            (parameter, make)
-            for parameter, needed, make in zip(
-                ctx.parameters,
+        wanted: list[tuple[Tensor, Callable[[], Tensor]]] = [
+            (operand, make)
+            for operand, needed, make in zip(
+                ctx.operands,
                 ctx.needs_input_grad[1:3],
                 (lambda: kind.of_weight(grad, x), lambda: grad.flatten(0, -2).sum(0)),
                 strict=True,
             )
             if needed
         ]
-
-        if deferred.owner.take(wanted):
-            return of_x, None, None, None
-        made = {id(p): make().to(p.dtype) for p, make in wanted}
-        of_weight, of_bias = (made.get(id(parameter)) for parameter in ctx.parameters)
+        # A bias that is made of a parameter has a backward of its own to hand its gradient to.
+        later = [(p, make) for p, make in wanted if isinstance(p, nn.Parameter)]
+        left = {id(p) for p, _ in later} if deferred.owner.take(later) else set[int]()
+        made = {id(p): make().to(p.dtype) for p, make in wanted if id(p) not in left}
+        of_weight, of_bias = (made.get(id(operand)) for operand in ctx.operands)
         return of_x, of_weight, of_bias, None

@@ -7,13 +7,13 @@ forwards and backwards hold at that moment is `alive.py`'s. Sources: Rajbhandari
 bucket sizes, and DeepSpeed 0.19.8 for what is held twice.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from whale_train.strategies.alive import Moment, Passing
 from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph
-from whale_train.strategies.operations import ModelProfile
+from whale_train.strategies.operations import ModelProfile, block_of
 from whale_train.strategies.plan import MemoryEstimate
 
 # What a process takes for a byte of values that come and go. Allocators round sizes up and leave
@@ -64,11 +64,12 @@ def replica_memory(
     *,
     accumulate: bool = False,
     on_cpu: bool = True,
+    by_block: bool = False,
 ) -> MemoryEstimate:
     """One rank of `copies` that replicate `task_graph`; `optimizer_states` fp32 values are kept
     per parameter (2 for Adam). `alive` is what a sample's forward and backward hold, of which it
     runs `samples` at a time, several times a step where gradients `accumulate`; `on_cpu` is as in
-    `Gradients`."""
+    `Gradients`, `by_block` as in `gathered_at_once`."""
     node = task_graph.node
     assert isinstance(node, Replicate)
     sizes = precision_bytes(precision, node.zero, node.offload_parameters == "cpu")
@@ -84,8 +85,8 @@ def replica_memory(
     offloads = node.offload_optimizer == "cpu"
     if offloads and not on_cpu:
         optimizer = 0.0
-    largest = max((parameter.elements for parameter in held), default=0)
-    engine = Gradients(node.zero, copies, elements, largest, sizes, on_cpu, offloads)
+    gathered = gathered_at_once({each.path: each.elements for each in held}, by_block)
+    engine = Gradients(node.zero, copies, elements, gathered, sizes, on_cpu, offloads)
     stay = accumulate or engine.are_buckets
     steps = [(0.0, 0.0, moment.values) for moment in alive.forward]
     if stay:
@@ -101,6 +102,17 @@ def replica_memory(
         activations=float(worst.activations),
         communication=float(worst.moving),
     )
+
+
+def gathered_at_once(elements: Mapping[str, float], by_block: bool) -> float:
+    """How many of a rank's `elements`, by parameter, ZeRO 3 gathers at once: those of a module, of
+    which one parameter is nearly all, or, `by_block`, of a block that a rewritten graph runs as one
+    (runtime/blocks.py)."""
+    found: dict[str, float] = {}
+    for path, count in elements.items():
+        module = block_of(path.rpartition(".")[0]) if by_block else path
+        found[module] = found.get(module, 0.0) + count
+    return max(found.values(), default=0)
 
 
 @dataclass(frozen=True)
@@ -120,14 +132,14 @@ class Needed:
 @dataclass(frozen=True)
 class Gradients:
     """The gradients of a rank's weights and what its engine makes of them, under `zero` over
-    `copies`: of `elements` in all, `largest` in one parameter. On a GPU (not `on_cpu`) ZeRO 3
-    gathers what comes next meanwhile; and where it `offloads` the optimizer's state, the partitions
-    of gradients that ZeRO 2 and 3 make are on the host with it."""
+    `copies`: of `elements` in all, at most `gathered` of them by ZeRO 3 at once. On a GPU (not
+    `on_cpu`) what comes next is gathered meanwhile; and where it `offloads` the optimizer's state,
+    the partitions of gradients that ZeRO 2 and 3 make are on the host with it."""
 
     zero: int
     copies: int
     elements: float
-    largest: float
+    gathered: float
     sizes: Precision
     on_cpu: bool
     offloads: bool = False
@@ -152,16 +164,16 @@ class Gradients:
 
     def _meanwhile(self, come: float, added: float, activations: float) -> Needed:
         """Where copies partition gradients, those made last are whole, a bucket of them, and once
-        more when that is reduced. ZeRO 3's bucket and partition stay from step to step; a
-        parameter is gathered, with its gradient, and perhaps a bucket of what comes next: gathered
-        flat, copied out of it."""
+        more when that is reduced. ZeRO 3's bucket and partition stay from step to step; some
+        parameters are gathered, with their gradients, and perhaps a bucket of what comes next:
+        gathered flat, copied out of it."""
         if self.zero < 2 or self.copies == 1:
             return Needed(come, activations, added)
         bucket = min(come, self._bucket)
         if self.zero == 2:
             return Needed(self._here * come / self.copies, activations, added + 2 * bucket)
         moving = self._bucket + bucket + added
-        moving += (self.sizes.weights + self.sizes.gradients) * self.largest
+        moving += (self.sizes.weights + self.sizes.gradients) * self.gathered
         if not self.on_cpu:
             moving += 2 * self.sizes.weights * min(self.elements, REDUCE_BUCKET_ELEMENTS)
         return Needed(self._here * self.num_bytes / self.copies, activations, moving)

@@ -142,6 +142,7 @@ class BackboneMemory:
                 samples,
                 accumulate=self._training.accumulate > 1,
                 on_cpu=self._cluster.on_cpu,
+                by_block=self._graph.cut is not None,
             )
         return self._known[samples]
 

@@ -13,7 +13,12 @@ from whale_train.strategies.alive import Passing, passing, passing_again
 from whale_train.strategies.instructions import Instruction, Kind
 from whale_train.strategies.kept import View, whole
 from whale_train.strategies.layouts import Layout, Shard
-from whale_train.strategies.memory import Gradients, precision_bytes, unmeasured
+from whale_train.strategies.memory import (
+    Gradients,
+    gathered_at_once,
+    precision_bytes,
+    unmeasured,
+)
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.plan import MemoryEstimate
 from whale_train.strategies.staging import Axes, Chunk, Staging, alike_members
@@ -149,10 +154,10 @@ class Held:
         stage = next(iter(self._chunks.values())).stage
         copies = job.form.copies * job.form.stages[stage].copies
         own = held / copies if job.zero else held
-        largest = max(self._elements.values(), default=0.0)
+        gathered = gathered_at_once(self._elements, by_block=True) if job.zero == 3 else 0.0
         keeper, on_cpu = job.form.keeper, job.cluster.on_cpu
         offloads = keeper is not None and keeper.offload_optimizer == "cpu"
-        engine = Gradients(job.zero, copies, held, largest, sizes, on_cpu, offloads)
+        engine = Gradients(job.zero, copies, held, gathered, sizes, on_cpu, offloads)
         steps = self._steps(order, engine)
         worst = engine.worst((come, added, values * samples) for come, added, values in steps)
         parameters = sizes.weights * (own if job.zero == 3 else held)
