@@ -332,7 +332,7 @@ class _Search:
             return f"not under {_seconds(known)} a step, {more}, whatever the details"
         if family.fault is not None:
             return str(family.fault)
-        return f"{_bytes(family.short_bytes)} more than its devices hold, at least"
+        return f"{_bytes(family.short_bytes)} more than there is memory for, at least"
 
     def nothing_fits(self) -> Fault:
         """Why there is no strategy: by how much memory falls short, or what is said against the
@@ -343,8 +343,8 @@ class _Search:
         if said is None and short < inf:
             name = min(self.families, key=lambda name: self.families[name].short_bytes)
             rule = f"finds no strategy whose weights, gradients and optimizer fit: {name} comes "
-            rule += f"nearest, {_bytes(short)} more than the devices of "
-            rule += f"hardware={self.cluster.name} hold for a copy"
+            rule += f"nearest, {_bytes(short)} more than hardware={self.cluster.name} has memory "
+            rule += "for in a copy"
             remedy = "use more devices, a smaller model, bf16, or an optimizer with less state"
             return Fault(key, value, rule, remedy)
         if said is None:

@@ -17,6 +17,7 @@ from whale_train.strategies.cost import Times, offloaded_update_time_s, update_t
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.list_scheduling import in_flight_for
 from whale_train.strategies.memory import precision_bytes
+from whale_train.strategies.offloading import host_bytes
 from whale_train.strategies.schedule import spacing_of_equals
 from whale_train.strategies.segments import Line, Segments
 from whale_train.strategies.sharing import Training
@@ -40,6 +41,7 @@ class Bounds:
     _timed: dict[object, Sequence["_Timed"]] = field(default_factory=dict)
     _pieces: dict[object, PieceTimes] = field(default_factory=dict)
     _rooms: dict[tuple[int, str], float] = field(default_factory=dict)
+    _hosts: dict[int, float] = field(default_factory=dict)
     _costs: dict[object, list[float]] = field(default_factory=dict)
     _serials: dict[object, float] = field(default_factory=dict)
 
@@ -47,8 +49,8 @@ class Bounds:
 
     def shortfall_bytes(self, candidate: Candidate) -> float:
         """By how much the weights, gradients and optimizer's state of one copy of the pipeline,
-        and what ZeRO 3 gathers of others at the least, are more than its devices hold together; not
-        positive where they may fit."""
+        and what ZeRO 3 gathers of others at the least, are more than its devices hold together, or
+        what is offloaded is more than their hosts do; not positive where they may fit."""
         shape, zero = candidate.arrangement, candidate.zero
         copies = shape.copies * shape.widest
         sizes = precision_bytes(self.training.precision, zero, candidate.offload == "all")
@@ -66,7 +68,20 @@ class Bounds:
         gathered = 0.0
         if zero == 3 and copies > 1:
             gathered = (sizes.weights + sizes.gradients) * self._most_elements
-        return need * self._elements(candidate.split_head) + gathered - room
+        elements = self._elements(candidate.split_head)
+        short = need * elements + gathered - room
+        if offload == "none":
+            return short
+        kept = ("optimizer", "parameters") if offload == "all" else ("optimizer",)
+        on_hosts = host_bytes(zero, kept, self.training) * elements
+        return max(short, on_hosts - self._hosts_hold(shape.devices))
+
+    def _hosts_hold(self, devices: int) -> float:
+        """Bytes of the hosts of so many devices together; without bound where one is unknown."""
+        if devices not in self._hosts:
+            hosts = [node.host for node in self.cluster.first(devices).nodes]
+            self._hosts[devices] = sum(inf if host is None else host.memory_bytes for host in hosts)
+        return self._hosts[devices]
 
     # --- Time ---
 

@@ -80,7 +80,8 @@ def calibrated(cluster: Cluster, known: Sequence[Calibration], threads: int) -> 
     for node in cluster.nodes:
         there = found.get(node.devices[0].name)
         link = there.link if there and there.link else node.link
-        nodes.append(Node(tuple(devices[id(device)] for device in node.devices), link))
+        listed = tuple(devices[id(device)] for device in node.devices)
+        nodes.append(replace(node, devices=listed, link=link))
     memory = of_cpu.shared_memory if of_cpu else cluster.shared_memory
     return replace(cluster, nodes=tuple(nodes), shared_memory=memory)
 

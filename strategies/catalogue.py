@@ -1,4 +1,4 @@
-"""Devices and links by name: what an inventory may mention without spelling out its figures.
+"""Devices, links and hosts by name: what an inventory may mention without spelling out its figures.
 
 Figures are vendors' peaks. FLOP/s are dense (half the figure printed "with sparsity"): `fp32`
 is the ordinary units, never TF32, which rounds its inputs to 10 bits of mantissa; `fp16` and
@@ -10,7 +10,7 @@ of a link is one direction, bytes/s: vendors print NVLink's two directions toget
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from whale_train.strategies.cluster import CPU_PROCESS, Device, Link
+from whale_train.strategies.cluster import CPU_PROCESS, Device, Host, Link
 
 _DEVICES = (
     # NVIDIA Tesla P100 GPU Accelerator (PCIe) datasheet. No tensor cores: fp16 runs on the fp32
@@ -81,5 +81,16 @@ _LINKS = (
     Link("shared_memory", 1e9, 5e-5),
 )
 
+_BY_NAME = {link.name: link for link in _LINKS}
+
+_HOSTS = (
+    # NVIDIA DGX A100 640GB datasheet; two AMD EPYC 7742, of 8 channels of DDR4-3200 each.
+    Host("dgx_a100", 2e12, 2 * 204.8e9, _BY_NAME["pcie4_x16"]),
+    # NVIDIA DGX H100/H200 datasheet; two Intel Xeon Platinum 8480C, of 8 channels of DDR5-4800
+    # each.
+    Host("dgx_h200", 2e12, 2 * 307.2e9, _BY_NAME["pcie5_x16"]),
+)
+
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _DEVICES})
-LINKS: Mapping[str, Link] = MappingProxyType({link.name: link for link in _LINKS})
+LINKS: Mapping[str, Link] = MappingProxyType(_BY_NAME)
+HOSTS: Mapping[str, Host] = MappingProxyType({host.name: host for host in _HOSTS})

@@ -35,12 +35,21 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class HostShare:
+    """What one device has of its host, in bytes/s: of the memory, for the optimizer of what is kept
+    there, and of the link between the two, one way."""
+
+    memory_bytes_s: float
+    link_bytes_s: float
+
+
+@dataclass(frozen=True)
 class Device:
     """One kind of accelerator (or one CPU process).
 
     `flops` maps a precision (`fp32`, `bf16`, `fp16`) to peak dense FLOP/s; a precision the device
     has no unit for is absent. `kernels` are what was measured on it (`mode=calibrate`): by
-    precision, then by kind of operation.
+    precision, then by kind of operation. `host` is absent where the inventory does not say.
     """
 
     name: str
@@ -48,6 +57,7 @@ class Device:
     memory_bytes: float
     memory_bandwidth_bytes_s: float
     kernels: Mapping[str, Mapping[str, Kernel]] = field(default_factory=dict)
+    host: HostShare | None = None
 
 
 @dataclass(frozen=True)
@@ -63,11 +73,22 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What holds devices: its memory, and the link that each of them has to it."""
+
+    name: str
+    memory_bytes: float
+    memory_bandwidth_bytes_s: float
+    link: Link
+
+
+@dataclass(frozen=True)
 class Node:
-    """A host: its devices in order, and the link that joins them."""
+    """A host: its devices in order, the link that joins them, and what is known of itself."""
 
     devices: tuple[Device, ...]
     link: Link
+    host: Host | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +126,7 @@ class Cluster:
         nodes, left = [], count
         for node in self.nodes:
             if left > 0:
-                nodes.append(Node(node.devices[:left], node.link))
+                nodes.append(replace(node, devices=node.devices[:left]))
                 left -= len(node.devices)
         fewer = {number: each for number, each in self.fewer.items() if number < count}
         return replace(self, nodes=tuple(nodes), fewer=fewer)

@@ -5,11 +5,11 @@ other they are the catalogue's peaks times what is commonly reached of them. Tra
 `links.py`'s.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from whale_train.strategies.cluster import Device, Kernel, Roofline
+from whale_train.strategies.cluster import Device, HostShare, Kernel, Roofline
 from whale_train.strategies.work import BY_FLOPS, Kind, Work
 
 # Of the peaks: nominal, the same for every device nobody measured. Large products come near the
@@ -111,18 +111,28 @@ def update_time_s(elements: float, states: int, device: Device) -> float:
 
 # Nominal, of a host nobody describes: what its memory gives to each of its devices' optimizers, and
 # the PCI Express link (3.0, 16 lanes) that gradients and parameters take to and from it.
-_HOST_BYTES_S = 15e9
-_HOST_LINK_BYTES_S = 12e9
+_HOST = HostShare(memory_bytes_s=15e9, link_bytes_s=12e9)
 
 
-def fetch_time_s(num_bytes: float, on_cpu: bool) -> float:
-    """Of what a rank keeps on the host and needs, on its way to the device."""
-    return 0.0 if on_cpu else num_bytes / _HOST_LINK_BYTES_S
+def fetch_time_s(num_bytes: float, devices: Iterable[Device], on_cpu: bool) -> float:
+    """Of what each of `devices` keeps on its host and needs, on its way to the slowest."""
+    if on_cpu:
+        return 0.0
+    hosts = {id(device): _host_of(device) for device in devices}
+    return num_bytes / min(host.link_bytes_s for host in hosts.values())
 
 
 def offloaded_update_time_s(elements: float, states: int, device: Device, on_cpu: bool) -> float:
     """The update of state kept on the host: gradients down, the update there, parameters up."""
     if on_cpu:
         return update_time_s(elements, states, device)
-    moved = 2 * 4 * elements / _HOST_LINK_BYTES_S
-    return moved + 4 * elements * (2 * states + 4) / _HOST_BYTES_S
+    host = _host_of(device)
+    moved = 2 * 4 * elements / host.link_bytes_s
+    return moved + 4 * elements * (2 * states + 4) / host.memory_bytes_s
+
+
+def _host_of(device: Device) -> HostShare:
+    host = device.host
+    if host is None:
+        return _HOST
+    return HostShare(_OF_BANDWIDTH * host.memory_bytes_s, host.link_bytes_s)

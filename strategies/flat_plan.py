@@ -21,13 +21,15 @@ from whale_train.strategies.sharing import BackboneMemory, Sharing, Training, sp
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """What is decided of it: `graph` on the devices of `cluster`, and what each of these takes."""
+    """What is decided of it: `graph` on the devices of `cluster`, what each of these takes, and the
+    bytes `kept` on hosts."""
 
     graph: StrategyGraph
     cluster: Cluster
     profile: ModelProfile
     training: Training
     sharing: Sharing
+    kept: Sequence[float] = ()
 
     def written(self, predicted: Prediction, decisions: Sequence[Decision]) -> Plan:
         """The plan, `decisions` before those made here."""
@@ -152,10 +154,7 @@ class FlatPlan:
                     reason = "no rule for it: it is given whole tensors, which is slower"
                     yield Decision(f"operation {name}", "whole", "sharded", reason)
         if isinstance(body.node, Replicate):
-            paths = body.parameters
-            yield from offload_decisions(
-                body.node, paths, self.profile, self.cluster, self.training
-            )
+            yield from offload_decisions(body.node, self.kept, self.cluster)
         for path in self.profile.unused_parameters:
             reason = "the loss does not depend on it"
             yield Decision(path, "not trained", "", reason)

@@ -130,10 +130,12 @@ class FlatStep:
         num_bytes = self.weights_bytes * self.elements
         sent = gather_time_s(num_bytes, self.count, self.link)
         if self.body.offload_parameters == "cpu":
-            sent += fetch_time_s(num_bytes / self.count, self.cluster.on_cpu)
+            devices = self.cluster.devices
+            sent += fetch_time_s(num_bytes / self.count, devices, self.cluster.on_cpu)
         modules = len(modules_of(self.graph.task_graphs[0].parameters))
-        devices, precision = self.cluster.devices, self.training.precision
-        forward, backward = gather_stops_s(self.elements, modules, devices, precision)
+        forward, backward = gather_stops_s(
+            self.elements, modules, self.cluster.devices, self.training.precision
+        )
         return sent + forward, sent + backward
 
     def _norms(self) -> Times:

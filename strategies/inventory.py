@@ -12,8 +12,16 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from whale_train.errors import Fault, nearest
-from whale_train.strategies.catalogue import DEVICES, LINKS
-from whale_train.strategies.cluster import CPU_PROCESS, Cluster, Device, Link, Node
+from whale_train.strategies.catalogue import DEVICES, HOSTS, LINKS
+from whale_train.strategies.cluster import (
+    CPU_PROCESS,
+    Cluster,
+    Device,
+    Host,
+    HostShare,
+    Link,
+    Node,
+)
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -36,7 +44,7 @@ _EXAMPLES = {
     "latency_s": "1e-5",
 }
 
-_Entry = TypeVar("_Entry", Device, Link)
+_Entry = TypeVar("_Entry", Device, Link, Host)
 _Value = TypeVar("_Value")
 
 
@@ -59,6 +67,7 @@ class _NodeEntry:
     devices: int
     device: Device
     link: Link
+    host: Host | None = None
 
 
 def read_inventory(
@@ -135,15 +144,21 @@ def _long_form(
 
 
 def _node_entry(value: object, key: str, faults: list[Fault]) -> _NodeEntry | None:
-    fields = _mapping(value, key, "a node", ("devices", "device", "link"), ("count",), faults)
+    fields = _mapping(
+        value, key, "a node", ("devices", "device", "link"), ("count", "host"), faults
+    )
     fields = {"count": 1, **fields}
     count = _field(fields, key, "count", _count, faults)
     devices = _field(fields, key, "devices", _count, faults)
     device = _field(fields, key, "device", _device, faults)
     link = _field(fields, key, "link", _link, faults)
+    host = _field(fields, key, "host", _host, faults)
+    if device == DEVICES[CPU_PROCESS] and "host" in fields:
+        rule = "is of CPU processes, whose memory is the machine's"
+        faults.append(Fault(f"{key}.host", _text(fields["host"]), rule, "leave it out"))
     if count is None or devices is None or device is None or link is None:
         return None
-    return _NodeEntry(count, devices, device, link)
+    return _NodeEntry(count, devices, device, link, host)
 
 
 def _cluster(
@@ -158,7 +173,11 @@ def _cluster(
         device = entry.device
         if device == nominal:
             device = replace(device, memory_bytes=machine.memory_bytes / processes)
-        nodes += [Node((device,) * entry.devices, entry.link)] * entry.count
+        if entry.host is not None:
+            memory_bytes_s = entry.host.memory_bandwidth_bytes_s / entry.devices
+            share = HostShare(memory_bytes_s, entry.host.link.bandwidth_bytes_s)
+            device = replace(device, host=share)
+        nodes += [Node((device,) * entry.devices, entry.link, entry.host)] * entry.count
     return Cluster(name, tuple(nodes), network)
 
 
@@ -168,6 +187,10 @@ def _device(value: object, key: str, faults: list[Fault]) -> Device | None:
 
 def _link(value: object, key: str, faults: list[Fault]) -> Link | None:
     return _named_or_inline(value, key, "link", LINKS, _inline_link, faults)
+
+
+def _host(value: object, key: str, faults: list[Fault]) -> Host | None:
+    return _named_or_inline(value, key, "host", HOSTS, _inline_host, faults)
 
 
 def _named_or_inline(
@@ -198,6 +221,18 @@ def _inline_device(value: object, key: str, faults: list[Fault]) -> Device | Non
     if name is None or flops is None or memory is None or bandwidth is None:
         return None
     return Device(name, flops, memory, bandwidth)
+
+
+def _inline_host(value: object, key: str, faults: list[Fault]) -> Host | None:
+    required = ("memory_bytes", "memory_bandwidth_bytes_s", "link")
+    fields = _mapping(value, key, "a host", required, ("name",), faults)
+    memory = _field(fields, key, "memory_bytes", _positive, faults)
+    bandwidth = _field(fields, key, "memory_bandwidth_bytes_s", _positive, faults)
+    link = _field(fields, key, "link", _link, faults)
+    name = _field(fields, key, "name", _name, faults)
+    if memory is None or bandwidth is None or link is None:
+        return None
+    return Host(name or "host", memory, bandwidth, link)
 
 
 def _flops(value: object, key: str, faults: list[Fault]) -> dict[str, float] | None:

@@ -1,45 +1,71 @@
-"""What is kept on hosts instead of devices, of whose memory an inventory says nothing."""
+"""What is kept on hosts instead of devices, and whether these have the memory for it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+from whale_train.errors import Fault, PlanError
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.memory import precision_bytes
-from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision
 from whale_train.strategies.sharing import Training
 
 
-def offload_decisions(
+def kept_on_hosts(
     node: Replicate | None,
-    paths: Iterable[str],
-    profile: ModelProfile,
+    owned: Callable[[], Sequence[float]],
     cluster: Cluster,
     training: Training,
+) -> Sequence[float]:
+    """Bytes that every host of `cluster` keeps of its ranks, if `node` offloads anything of theirs:
+    of so many parameters `owned` by each rank. A CPU process's memory is the host's, and counted as
+    its own. Raises PlanError where it is more than some host has."""
+    if node is None or cluster.on_cpu or not _offloaded(node):
+        return ()
+    kept, each = [0.0] * len(cluster.nodes), host_bytes(node.zero, _offloaded(node), training)
+    for number, elements in zip(cluster.node_of, owned(), strict=True):
+        kept[number] += each * elements
+    over = [
+        (num_bytes - there.host.memory_bytes, -number)
+        for number, (num_bytes, there) in enumerate(zip(kept, cluster.nodes, strict=True))
+        if there.host is not None
+    ]
+    short, number = max(over, default=(0.0, 0))
+    if short > 0:
+        rule = f"keeps {_bytes(kept[-number])} on host {-number} of hardware={cluster.name}, "
+        rule += f"{_bytes(short)} more than its memory"
+        remedy = "use more hosts, or an optimizer with less state"
+        raise PlanError([Fault(f"{node.path}.offload", "", rule, remedy)])
+    return kept
+
+
+def offload_decisions(
+    node: Replicate | None, kept: Sequence[float], cluster: Cluster
 ) -> Iterator[Decision]:
-    """How much the hosts keep of the parameters at `paths`, if `node` says so; a CPU process's
-    memory is the host's, and counted as its own."""
-    if node is None or cluster.on_cpu:
+    """How much the hosts keep, as `kept_on_hosts` has it."""
+    if node is None or not kept:
         return
-    whats = [w for w in ("optimizer", "parameters") if getattr(node, f"offload_{w}") == "cpu"]
-    elements = sum(profile.parameter_by_path[path].elements for path in paths)
-    total = elements * host_bytes(node, training)
-    hosts = len(cluster.nodes)
-    if whats:
-        each = f", {_bytes(total / hosts)} on each of {hosts}" if hosts > 1 else ""
-        reason = f"{' and '.join(whats)} on the hosts: {_bytes(total)} in all{each}, of whose "
-        reason += f"memory hardware={cluster.name} says nothing"
-        yield Decision(f"{node.path}.offload", "cpu", "", reason)
+    reason = f"{' and '.join(_offloaded(node))} on the hosts: {_bytes(sum(kept))} in all"
+    if len(kept) > 1:
+        most = "at most " if max(kept) > min(kept) else ""
+        reason += f", {most}{_bytes(max(kept))} on each of {len(kept)}"
+    if any(there.host is None for there in cluster.nodes):
+        reason += f", of whose memory hardware={cluster.name} says nothing"
+    yield Decision(f"{node.path}.offload", "cpu", "", reason)
 
 
-def host_bytes(node: Replicate, training: Training) -> float:
-    """Of a parameter whose copies are partitioned: fp32 values for the optimizer, its states and,
-    from ZeRO 2 on, the gradient; and the weight."""
+def _offloaded(node: Replicate) -> Sequence[str]:
+    return [w for w in ("optimizer", "parameters") if getattr(node, f"offload_{w}") == "cpu"]
+
+
+def host_bytes(zero: int, offloaded: Collection[str], training: Training) -> float:
+    """Of a parameter whose copies are partitioned, if its `optimizer` is `offloaded`: fp32 values
+    for that, its states and, from ZeRO 2 on, the gradient; and if its `parameters` are, the
+    weight."""
     found = 0.0
-    if node.offload_optimizer == "cpu":
-        found += 4 * (1 + training.optimizer_states) + (4 if node.zero >= 2 else 0)
-    if node.offload_parameters == "cpu":
-        found += precision_bytes(training.precision, node.zero, apart=True).weights
+    if "optimizer" in offloaded:
+        found += 4 * (1 + training.optimizer_states) + (4 if zero >= 2 else 0)
+    if "parameters" in offloaded:
+        found += precision_bytes(training.precision, zero, apart=True).weights
     return found
 
 

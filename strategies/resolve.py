@@ -17,6 +17,7 @@ from whale_train.strategies.flat_step import FlatStep
 from whale_train.strategies.forms import is_nested
 from whale_train.strategies.grammar import Node, Pipeline, Replicate, Strategy
 from whale_train.strategies.graph import StrategyGraph, bind, shared_degree
+from whale_train.strategies.offloading import kept_on_hosts
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.prediction import Simulated, simulated
@@ -100,6 +101,10 @@ def _consider_flat(
     sharing = share(strategy, graph, cluster, profile, training, faults)
     if sharing is None:
         raise PlanError(faults)
+    count, body = len(cluster.devices), graph.task_graphs[0]
+    elements = sum(profile.parameter_by_path[path].elements for path in body.parameters)
+    keeper = body.node if isinstance(body.node, Replicate) else None
+    kept = kept_on_hosts(keeper, lambda: [elements / count] * count, cluster, training)
 
     def on(devices: Cluster) -> Simulated:
         priced = FlatStep(graph, devices, findings, training, sharing.samples, sharing.classes)
@@ -108,7 +113,7 @@ def _consider_flat(
     step = on(cluster)
 
     def plan() -> Plan:
-        decided = FlatPlan(graph, cluster, profile, training, sharing)
+        decided = FlatPlan(graph, cluster, profile, training, sharing, kept)
         return decided.written(step.prediction(), decisions)
 
     return Considered(step, plan, on)

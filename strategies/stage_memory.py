@@ -88,6 +88,21 @@ def held_elements(job: Staging, chunk: Chunk, axes: Axes, member: int) -> dict[s
     }
 
 
+def held_of_stages(job: Staging, chunks: Sequence[Chunk], axes: Axes) -> Sequence[Sequence[float]]:
+    """By stage and place in its shard group, how many parameters a rank holds of a copy."""
+    found = []
+    for stage, form in enumerate(job.form.stages):
+        mine = [chunk for chunk in chunks if chunk.stage == stage]
+        listed = []
+        for member in range(form.shards):
+            held: dict[str, float] = {}
+            for chunk in mine:
+                held |= held_elements(job, chunk, axes, member)
+            listed.append(sum(held.values()))
+        found.append(listed)
+    return found
+
+
 class Held:
     """What one member of a shard group holds of its chunks, by their numbers, and what their
     forwards and backwards hold meanwhile; `again`: blocks are computed again in the backward."""

@@ -21,7 +21,7 @@ from whale_train.strategies.micro_batches import (
     refuse_batch_norm,
     share_batch,
 )
-from whale_train.strategies.offloading import offload_decisions
+from whale_train.strategies.offloading import kept_on_hosts, offload_decisions
 from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.prediction import Simulated
 from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
@@ -30,6 +30,7 @@ from whale_train.strategies.sends import Sends
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.stage_memory import (
     fits,
+    held_of_stages,
     memory_of_ranks,
     recomputed_stages,
     refuse_memory,
@@ -53,10 +54,12 @@ def consider_nested(
     batches = share_batch(job, micro_batches)
     decided = _decided(job, cut, batches)
     refuse_memory(job, decided.memory)
+    kept = kept_on_hosts(job.form.keeper, lambda: _owned(job, cut), cluster, training)
     step = simulated_step(job, decided)
 
     def plan() -> Plan:
         explained = [*decisions, *cut.decisions, *_explained(job, cut.chunks, decided.recomputed)]
+        explained += offload_decisions(job.form.keeper, kept, cluster)
         return written(job, decided, step.prediction(), explained)
 
     def on(others: Cluster) -> Simulated:
@@ -65,6 +68,17 @@ def consider_nested(
         return simulated_step(there, replace(decided, times=taken))
 
     return Considered(step, plan, on)
+
+
+def _owned(job: Staging, cut: Chunked) -> Sequence[float]:
+    """How many parameters every rank has a part of its own of, where copies partition them."""
+    held, found = held_of_stages(job, cut.chunks, cut.axes), []
+    for rank in range(len(job.cluster.devices)):
+        copy, position = job.place_of(rank)
+        stage = job.seats.stage_of[position]
+        member = job.seats.positions[copy][position].index(rank)
+        found.append(held[stage][member] / (job.form.copies * job.form.stages[stage].copies))
+    return found
 
 
 def _staging(
@@ -175,8 +189,6 @@ def _explained(job: Staging, chunks: Sequence[Chunk], recomputed: Set[int]) -> I
         for name in chunk.sharded.assignment.gathered:
             reason = "no rule for it: it is given whole tensors, which is slower"
             yield Decision(f"operation {name}", "whole", "sharded", reason)
-    paths = (parameter.path for parameter in job.profile.parameters)
-    yield from offload_decisions(form.keeper, paths, job.profile, job.cluster, job.training)
     for path in job.profile.unused_parameters:
         reason = "the loss does not depend on it"
         yield Decision(path, "not trained", "", reason)

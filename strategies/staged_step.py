@@ -24,7 +24,7 @@ from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.pricing import part_of
 from whale_train.strategies.sends import Sends
-from whale_train.strategies.stage_memory import held_elements
+from whale_train.strategies.stage_memory import held_of_stages
 from whale_train.strategies.stage_sums import gradient_sums
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staging import Staging
@@ -149,7 +149,8 @@ class StagedStep:
         sent = gather_time_s(width * held, len(group), link)
         keeper = self.job.form.keeper
         if keeper is not None and keeper.offload_parameters == "cpu":
-            sent += fetch_time_s(width * held / len(group), self.cluster.on_cpu)
+            holders = [self.cluster.devices[rank] for rank in group]
+            sent += fetch_time_s(width * held / len(group), holders, self.cluster.on_cpu)
         mine = (chunk for chunk in self.times.chunks if chunk.stage == stage)
         paths = (path for chunk in mine for path in chunk.slice.parameters)
         forward, backward = gather_stops_s(
@@ -183,17 +184,7 @@ class StagedStep:
     @cached_property
     def _held(self) -> Sequence[Sequence[float]]:
         """By stage and place in its shard group, how many parameters a rank holds of a copy."""
-        found = []
-        for stage, form in enumerate(self.job.form.stages):
-            mine = [chunk for chunk in self.times.chunks if chunk.stage == stage]
-            listed = []
-            for member in range(form.shards):
-                held: dict[str, float] = {}
-                for chunk in mine:
-                    held |= held_elements(self.job, chunk, self.times.axes, member)
-                listed.append(sum(held.values()))
-            found.append(listed)
-        return found
+        return held_of_stages(self.job, self.times.chunks, self.times.axes)
 
     def _update_s(self, rank: int) -> float:
         copy, position = self.job.place_of(rank)

@@ -16,8 +16,18 @@ from tests.unit.test_stages import model
 from whale_train.errors import PlanError
 from whale_train.strategies.auto import Found, search, space_of
 from whale_train.strategies.calibration import Calibration, on_cores
-from whale_train.strategies.cluster import Cluster, Device, Kernel, Link, Node, Roofline
+from whale_train.strategies.cluster import (
+    Cluster,
+    Device,
+    Host,
+    HostShare,
+    Kernel,
+    Link,
+    Node,
+    Roofline,
+)
 from whale_train.strategies.findings import Findings
+from whale_train.strategies.offloading import host_bytes
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.resolve import consider, resolve
 from whale_train.strategies.sharing import Training
@@ -157,7 +167,7 @@ def test_every_family_has_its_reason() -> None:
     assert "the fastest there is" in first.reason
     assert {d.rejected for d in others} >= {"copies, ZeRO 1", "pipeline", "split"} - {first.chosen}
     for decision in others:
-        assert "slower" in decision.reason or "more than its devices hold" in decision.reason
+        assert "slower" in decision.reason or "more than there is memory for" in decision.reason
 
 
 def test_out_of_time_it_says_how_much_faster_another_might_be() -> None:
@@ -187,6 +197,24 @@ def test_at_once_the_most_promising_are_tried() -> None:
     assert longer.considered.step.spans.seconds <= seconds
 
 
+@pytest.mark.parametrize("known", [1.0, 0.4, 0.0])
+def test_hosts_hold_what_the_search_offloads(known: float) -> None:
+    """Each of two, whose memory is faster here than the devices', has room for so much of all."""
+    devices, train = cluster([FAST] * 2, [SLOW] * 2), training(16)
+    elements = sum(parameter.elements for parameter in gpt().parameters)
+    host = Host("host", known * host_bytes(3, ("optimizer",), train) * elements, 2e11, INSIDE)
+    share = HostShare(1e11, 1e11)
+    nodes = tuple(
+        Node(tuple(replace(each, host=share) for each in node.devices), node.link, host)
+        for node in devices.nodes
+    )
+    hosted = replace(devices, nodes=nodes)
+    found = found_for(gpt(), hosted, train)
+    assert ("offload" in str(found.written)) == (known == 1.0)
+    fastest = min(seconds for _, _, seconds in everything(gpt(), hosted, train))
+    assert found.considered.step.spans.seconds == pytest.approx(fastest, rel=2e-9)
+
+
 def test_nothing_fits() -> None:
     tiny = replace(FAST, memory_bytes=10.0)
     with pytest.raises(PlanError) as error:
@@ -195,7 +223,7 @@ def test_nothing_fits() -> None:
     assert "strategy=auto finds no strategy whose weights, gradients and optimizer fit" in str(
         fault
     )
-    assert "GB more than the devices of hardware=mine hold" in str(fault)
+    assert "GB more than hardware=mine has memory for" in str(fault)
 
 
 def test_devices_that_do_not_compute_the_precision_stay_idle() -> None:

@@ -10,6 +10,7 @@ from whale_train.strategies.cluster import (
     CPU_PROCESS,
     Cluster,
     Device,
+    HostShare,
     Kernel,
     Link,
     Node,
@@ -17,6 +18,7 @@ from whale_train.strategies.cluster import (
 )
 from whale_train.strategies.cost import (
     Times,
+    fetch_time_s,
     flops_rate,
     kernel_of,
     offloaded_update_time_s,
@@ -84,6 +86,16 @@ def test_the_update_is_memory_traffic(states: int, passes: int) -> None:
         1e9, states, DEVICE
     )
     assert offloaded_update_time_s(1e9, states, DEVICE, on_cpu=False) > 2 * 4e9 / 16e9
+
+
+def test_what_a_host_keeps_goes_over_its_link_and_is_updated_in_its_memory() -> None:
+    device = replace(DEVICE, host=HostShare(memory_bytes_s=5e10, link_bytes_s=2e10))
+    slower = replace(DEVICE, host=HostShare(memory_bytes_s=5e10, link_bytes_s=1e9))
+    # 4 GB of gradients down and of weights up; 8 fp32 values each over four fifths of 50 GB/s.
+    assert offloaded_update_time_s(1e9, 2, device, on_cpu=False) == pytest.approx(0.4 + 32e9 / 4e10)
+    assert fetch_time_s(4e9, [device, device], on_cpu=False) == pytest.approx(0.2)
+    assert fetch_time_s(4e9, [device, slower], on_cpu=False) == pytest.approx(4.0)
+    assert fetch_time_s(4e9, [device], on_cpu=True) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 from whale_train.errors import Fault
-from whale_train.strategies.cluster import Cluster, Device, Link
+from whale_train.strategies.calibration import Calibration, calibrated
+from whale_train.strategies.catalogue import DEVICES, HOSTS
+from whale_train.strategies.cluster import Cluster, Device, Host, HostShare, Link
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 
 CONF = Path(__file__).parents[2] / "conf" / "hardware"
@@ -122,6 +124,39 @@ def test_inline_device_and_link() -> None:
     assert cluster.network == cluster.nodes[0].link
 
 
+def test_what_is_known_of_hosts() -> None:
+    link = {"bandwidth_bytes_s": "2e10", "latency_s": 0}
+    host = {"memory_bytes": "1e12", "memory_bandwidth_bytes_s": 3e11, "link": link}
+    nodes = [node(count=2, host=host), node(device="h200_sxm_141gb", host="dgx_h200"), node()]
+    cluster = read({"nodes": nodes, "network": "ethernet_50g"})
+    inline = Host("host", 1e12, 3e11, Link("20 GB/s", 2e10, 0.0))
+    assert [each.host for each in cluster.nodes] == [inline, inline, HOSTS["dgx_h200"], None]
+    # Its memory serves two devices, each of which has a link of its own.
+    assert cluster.nodes[1].devices[0].host == HostShare(1.5e11, 2e10)
+    assert cluster.nodes[3].devices[0] == DEVICES["t4_16gb"]
+    # What remains where devices are idle, or measured, has its host still.
+    fewer = cluster.first(3)
+    assert [(len(each.devices), each.host) for each in fewer.nodes] == [(2, inline), (1, inline)]
+    known = Calibration("t4_16gb", 0, 2, {}, Link("measured", 1e9, 1e-5))
+    measured = calibrated(cluster, [known], 1)
+    assert [each.host for each in measured.nodes] == [each.host for each in cluster.nodes]
+    assert measured.nodes[0].link.name == "measured"
+
+
+def test_faults_of_hosts() -> None:
+    key = "hardware.nodes[0].host"
+    (unknown,) = refused({"nodes": [node(host="dgx_a10")]})
+    assert unknown.startswith(f"{key}=dgx_a10 is no host of the catalogue; did you mean dgx_a100?")
+    assert refused({"nodes": [node(host={"memory_bytes": 0, "memory_bandwidth_bytes_s": 1})]}) == [
+        f"{key}.link is missing; add it, for instance link: nvlink3",
+        f"{key}.memory_bytes=0 is not positive; use a number above 0",
+    ]
+    processes = node(device="cpu_process", link="shared_memory", host="dgx_a100")
+    assert refused({"nodes": [processes]}) == [
+        f"{key}=dgx_a100 is of CPU processes, whose memory is the machine's; leave it out"
+    ]
+
+
 def test_unknown_names_are_answered_with_the_nearest() -> None:
     nodes = [node(), node(device="v100_sxm2_32g", link="nvlnk2")]
     device, link, network = refused({"nodes": nodes, "network": "ethernet_50gb"})
@@ -140,7 +175,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 def test_unknown_and_missing_keys() -> None:
     assert refused({"nodes": [{"devces": 2, "device": "t4_16gb", "link": "nvlink2"}]}) == [
         "hardware.nodes[0].devces=2 is no key of a node; "
-        "did you mean devices? One of: count, device, devices, link",
+        "did you mean devices? One of: count, device, devices, host, link",
         "hardware.nodes[0].devices is missing; add it, for instance devices: 8",
     ]
     assert refused({"node": []}) == [
@@ -210,7 +245,7 @@ def test_wrong_shapes() -> None:
     )
     assert refused({"nodes": ["t4_16gb"]})[0] == (
         "hardware.nodes[0]=t4_16gb is not a mapping; "
-        "write a mapping with the keys devices, device, link, count"
+        "write a mapping with the keys devices, device, link, count, host"
     )
     assert refused({"nodes": [node(device=None)]})[0].startswith(
         "hardware.nodes[0].device=null is no device of the catalogue; "
