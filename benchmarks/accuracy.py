@@ -103,10 +103,31 @@ PAIRS: Mapping[str, tuple[int, tuple[str, ...]]] = {
             *("dp, 4 ranks", "dp by hardware", "dp even", "pipeline by hardware"),
         ),
     ),
-    "llama": (16, ("dp", "split", "pipeline", "dp by hardware")),
-    "bert": (16, ("dp", "zero1", "split", "pipeline", "dp even")),
-    "vit": (16, ("dp", "pipeline", "split")),
-    "classes": (256, ("dp", "split head", "zero1")),
+    "llama": (
+        16,
+        (
+            *("dp", "zero1", "zero3", "split", "pipeline", "zero_bubble", "pipeline of 4"),
+            *("dp, 4 ranks", "dp by hardware", "dp even"),
+        ),
+    ),
+    "bert": (
+        16,
+        (
+            *("dp", "zero1", "split", "pipeline", "pipeline of 4", "dp, 4 ranks"),
+            *("dp by hardware", "dp even"),
+        ),
+    ),
+    "vit": (
+        16,
+        (
+            *("dp", "zero1", "split", "pipeline", "pipeline of 4", "dp, 4 ranks"),
+            *("dp by hardware", "dp even"),
+        ),
+    ),
+    "classes": (
+        256,
+        ("dp", "zero1", "zero3", "split head", "dp, 4 ranks", "dp by hardware", "dp even"),
+    ),
 }
 
 
