@@ -16,8 +16,7 @@ from whale_train.strategies.cluster import Cluster, Device, Link
 from whale_train.strategies.cost import Times, offloaded_update_time_s, update_time_s
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.list_scheduling import in_flight_for
-from whale_train.strategies.memory import precision_bytes
-from whale_train.strategies.offloading import host_bytes
+from whale_train.strategies.memory_bound import MemoryBound
 from whale_train.strategies.schedule import spacing_of_equals
 from whale_train.strategies.segments import Line, Segments
 from whale_train.strategies.sharing import Training
@@ -40,50 +39,12 @@ class Bounds:
     _known: dict[object, Sequence["_End"]] = field(default_factory=dict)
     _timed: dict[object, Sequence["_Timed"]] = field(default_factory=dict)
     _pieces: dict[object, PieceTimes] = field(default_factory=dict)
-    _rooms: dict[tuple[int, str], float] = field(default_factory=dict)
-    _hosts: dict[int, float] = field(default_factory=dict)
     _costs: dict[object, list[float]] = field(default_factory=dict)
     _serials: dict[object, float] = field(default_factory=dict)
 
-    # --- Memory ---
-
     def shortfall_bytes(self, candidate: Candidate) -> float:
-        """By how much the weights, gradients and optimizer's state of one copy of the pipeline,
-        and what ZeRO 3 gathers of others at the least, are more than its devices hold together, or
-        what is offloaded is more than their hosts do; not positive where they may fit."""
-        shape, zero = candidate.arrangement, candidate.zero
-        copies = shape.copies * shape.widest
-        sizes = precision_bytes(self.training.precision, zero, candidate.offload == "all")
-        weights = sizes.weights * (1 / copies if zero == 3 else 1.0)
-        gradients = sizes.gradients * (1 / copies if zero >= 2 else 1.0)
-        states = 4 * self.training.optimizer_states + sizes.master
-        optimizer = states * (1 / copies if zero else 1.0)
-        offload = "none" if self.cluster.on_cpu else candidate.offload  # there it frees nothing
-        need = sizes.casts + (0.0 if offload == "all" else weights)
-        need += 0.0 if offload != "none" else optimizer
-        need += 0.0 if offload != "none" and zero >= 2 else gradients
-        room = sum(
-            part.stages * part.shards * self._memory_bytes(shape, part) for part in shape.parts
-        )
-        gathered = 0.0
-        if zero == 3 and copies > 1:
-            gathered = (sizes.weights + sizes.gradients) * self._most_elements
-        elements = self._elements(candidate.split_head)
-        short = need * elements + gathered - room
-        if offload == "none":
-            return short
-        kept = ("optimizer", "parameters") if offload == "all" else ("optimizer",)
-        on_hosts = host_bytes(zero, kept, self.training) * elements
-        return max(short, on_hosts - self._hosts_hold(shape.devices))
-
-    def _hosts_hold(self, devices: int) -> float:
-        """Bytes of the hosts of so many devices together; without bound where one is unknown."""
-        if devices not in self._hosts:
-            hosts = [node.host for node in self.cluster.first(devices).nodes]
-            self._hosts[devices] = sum(inf if host is None else host.memory_bytes for host in hosts)
-        return self._hosts[devices]
-
-    # --- Time ---
+        """By how much a copy's devices, or their hosts, have too little memory."""
+        return self._memory.shortfall_bytes(candidate)
 
     def least_of(self, opening: Opening) -> float:
         """Seconds that no candidate of it is faster than, whatever the cut, the number of
@@ -337,16 +298,9 @@ class Bounds:
             return self.arranged.stages(shape, schedule)
         most = self.findings.profile.parameter_elements
         whole = (0, self.segments.count)
-        return [StageCut(shape.parts[0], (whole,), self._trained_elements, most)]
+        return [StageCut(shape.parts[0], (whole,), self.findings.trained_elements, most)]
 
     # --- The hardware and the model's size ---
-
-    def _memory_bytes(self, shape: Arrangement, part: Part) -> float:
-        """Of the device with most of it that may hold the part."""
-        key = (shape.devices, part.kind)
-        if key not in self._rooms:
-            self._rooms[key] = max(d.memory_bytes for d in self.arranged.devices(shape, part))
-        return self._rooms[key]
 
     @cached_property
     def segments(self) -> Segments:
@@ -355,6 +309,10 @@ class Bounds:
     @cached_property
     def arranged(self) -> Arranged:
         return Arranged(self.segments, self.cluster, self.training, self.balance)
+
+    @cached_property
+    def _memory(self) -> MemoryBound:
+        return MemoryBound(self.findings, self.training, self.arranged)
 
     @cached_property
     def _fastest_memory(self) -> Device:
@@ -380,27 +338,8 @@ class Bounds:
 
     def _elements(self, without_head: bool) -> float:
         """Of the trained parameters."""
-        return self._trained_elements - (self._head_elements if without_head else 0)
-
-    @cached_property
-    def _trained_elements(self) -> float:
-        profile = self.findings.profile
-        left = sum(profile.parameter_by_path[path].elements for path in profile.unused_parameters)
-        return float(profile.parameter_elements - left)
-
-    @cached_property
-    def _most_elements(self) -> int:
-        """Of a parameter that is no head's, which may be split."""
-        heads = self.findings.heads if self.findings.profile.graph else ()
-        apart = {head.weight for head in heads}
-        listed = self.findings.profile.parameters
-        return max((p.elements for p in listed if p.path not in apart), default=0)
-
-    @cached_property
-    def _head_elements(self) -> int:
-        heads = self.findings.heads if self.findings.profile.graph else ()
-        by_path = self.findings.profile.parameter_by_path
-        return max((by_path[head.weight].elements for head in heads), default=0)
+        found = self.findings
+        return found.trained_elements - (found.head_elements if without_head else 0)
 
 
 @dataclass(frozen=True)

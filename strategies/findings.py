@@ -84,6 +84,19 @@ class Findings:
         return tuple(before[place] for place in self.order.places)
 
     @cached_property
+    def trained_elements(self) -> float:
+        """Of all parameters that are trained."""
+        left = (self.profile.parameter_by_path[path] for path in self.profile.unused_parameters)
+        return float(self.profile.parameter_elements - sum(each.elements for each in left))
+
+    @cached_property
+    def head_elements(self) -> int:
+        """Of the largest output projection; 0 where none is known."""
+        heads = self.heads if self.profile.graph else ()
+        by_path = self.profile.parameter_by_path
+        return max((by_path[head.weight].elements for head in heads), default=0)
+
+    @cached_property
     def heads(self) -> tuple[Head, ...]:
         return find_heads(self.profile)
 

@@ -1,6 +1,7 @@
 """What is kept on hosts instead of devices, and whether these have the memory for it."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from math import inf
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.cluster import Cluster
@@ -24,15 +25,14 @@ def kept_on_hosts(
     kept, each = [0.0] * len(cluster.nodes), host_bytes(node.zero, _offloaded(node), training)
     for number, elements in zip(cluster.node_of, owned(), strict=True):
         kept[number] += each * elements
-    over = [
-        (num_bytes - there.host.memory_bytes, -number)
-        for number, (num_bytes, there) in enumerate(zip(kept, cluster.nodes, strict=True))
-        if there.host is not None
+    short = [
+        num_bytes - (inf if there.host is None else there.host.memory_bytes)
+        for num_bytes, there in zip(kept, cluster.nodes, strict=True)
     ]
-    short, number = max(over, default=(0.0, 0))
-    if short > 0:
-        rule = f"keeps {_bytes(kept[-number])} on host {-number} of hardware={cluster.name}, "
-        rule += f"{_bytes(short)} more than its memory"
+    worst = max(range(len(short)), key=short.__getitem__)
+    if short[worst] > 0:
+        rule = f"keeps {_bytes(kept[worst])} on host {worst} of hardware={cluster.name}, "
+        rule += f"{_bytes(short[worst])} more than its memory"
         remedy = "use more hosts, or an optimizer with less state"
         raise PlanError([Fault(f"{node.path}.offload", "", rule, remedy)])
     return kept

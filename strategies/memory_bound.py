@@ -1,0 +1,76 @@
+"""Whether a candidate may fit: the memory its weights, gradients and optimizer take at the least.
+
+What is only known once tensors are laid and instructions are ordered is left out: activations,
+buckets, and which of a copy's devices holds what.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+
+from whale_train.strategies.arranged import Arranged
+from whale_train.strategies.findings import Findings
+from whale_train.strategies.memory import precision_bytes
+from whale_train.strategies.offloading import host_bytes
+from whale_train.strategies.sharing import Training
+from whale_train.strategies.space import Arrangement, Candidate, Part
+
+_OFFLOADED = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "parameters")}
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """Of candidates for a model on the devices that are `arranged`."""
+
+    findings: Findings
+    training: Training
+    arranged: Arranged
+    _rooms: dict[tuple[int, str], float] = field(default_factory=dict)
+
+    def shortfall_bytes(self, candidate: Candidate) -> float:
+        """By how much the weights, gradients and optimizer's state of one copy of the pipeline,
+        and what ZeRO 3 gathers of others at the least, are more than its devices hold together, or
+        what is offloaded is more than their hosts do; not positive where they may fit."""
+        shape, zero = candidate.arrangement, candidate.zero
+        copies = shape.copies * shape.widest
+        # Of what is offloaded, a CPU process keeps all.
+        offload = "none" if self.arranged.cluster.on_cpu else candidate.offload
+        sizes = precision_bytes(self.training.precision, zero, candidate.offload == "all")
+        weights = sizes.weights * (1 / copies if zero == 3 else 1.0)
+        gradients = sizes.gradients * (1 / copies if zero >= 2 else 1.0)
+        states = 4 * self.training.optimizer_states + sizes.master
+        optimizer = states * (1 / copies if zero else 1.0)
+        need = sizes.casts + (0.0 if offload == "all" else weights)
+        need += 0.0 if offload != "none" else optimizer
+        need += 0.0 if offload != "none" and zero >= 2 else gradients
+        gathered = 0.0
+        if zero == 3 and copies > 1:
+            gathered = (sizes.weights + sizes.gradients) * self._most_elements
+        room = sum(
+            part.stages * part.shards * self._room_bytes(shape, part) for part in shape.parts
+        )
+        elements = self.findings.trained_elements
+        elements -= self.findings.head_elements if candidate.split_head else 0
+        on_hosts = host_bytes(zero, _OFFLOADED[offload], self.training) * elements
+        return max(need * elements + gathered - room, on_hosts - self._hosts_bytes)
+
+    def _room_bytes(self, shape: Arrangement, part: Part) -> float:
+        """Of the device with most of it that may hold the part."""
+        key = (shape.devices, part.kind)
+        if key not in self._rooms:
+            self._rooms[key] = max(d.memory_bytes for d in self.arranged.devices(shape, part))
+        return self._rooms[key]
+
+    @cached_property
+    def _hosts_bytes(self) -> float:
+        """Of all hosts together; without bound where one is not known."""
+        hosts = [node.host for node in self.arranged.cluster.nodes]
+        return sum(inf if host is None else host.memory_bytes for host in hosts)
+
+    @cached_property
+    def _most_elements(self) -> int:
+        """Of a parameter that is no head's, which may be split."""
+        heads = self.findings.heads if self.findings.profile.graph else ()
+        apart = {head.weight for head in heads}
+        listed = self.findings.profile.parameters
+        return max((p.elements for p in listed if p.path not in apart), default=0)
