@@ -134,7 +134,7 @@ class Blocks(nn.Module):
         recompute: Callable[[str], SharedRandom | None],
     ) -> None:
         super().__init__()
-        self._order: dict[bool, list[tuple[str, Run, tuple[str, ...]]]] = {}
+        self._order: dict[bool, list[tuple[str, Run, tuple[str, ...], frozenset[str]]]] = {}
         self._arguments: dict[bool, tuple[list[str], tuple[str, ...]]] = {}
         self._gives: dict[bool, tuple[str, ...]] = {}
         runs: dict[bool, list[Run]] = {}
@@ -158,7 +158,10 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleDict()
         for training, listed in runs.items():
             self._order[training] = []
-            for run in listed:
+            last = {name: number for number, run in enumerate(listed) for name in run.takes}
+            for name in self._gives[training]:
+                last.pop(name, None)
+            for number, run in enumerate(listed):
                 key = run.name.replace(".", "__")
                 if key not in self.blocks:
                     held = own.get(run.name, {})
@@ -170,7 +173,8 @@ class Blocks(nn.Module):
                 # The tensors held here come last; those several blocks read are passed as values.
                 graph = _reordered(run.graph, (*run.takes, *passed, *here))
                 block.set_graph(training, graph, tuple(attribute[training][p] for p in here))
-                self._order[training].append((key, run, tuple(passed)))
+                done = frozenset(name for name in run.takes if last.get(name) == number)
+                self._order[training].append((key, run, tuple(passed), done))
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """`values` are the graph's arguments; of its tensors, those that several blocks read."""
@@ -181,8 +185,12 @@ class Blocks(nn.Module):
         for placeholder, name in zip(arguments[len(plain) :], names, strict=True):
             if name in self._kept:
                 known[placeholder] = next(shared)
-        for key, run, passed in self._order[self.training]:
-            given = self.blocks[key](*(known[name] for name in (*run.takes, *passed)))
+        for key, run, passed, done in self._order[self.training]:
+            # What nobody reads any more is let go of: an evaluation keeps nothing for a backward.
+            given = self.blocks[key](
+                *(known.pop(name) if name in done else known[name] for name in run.takes),
+                *(known[name] for name in passed),
+            )
             known |= dict(zip(run.gives, given, strict=True))
         return tuple(known[name] for name in self._gives[self.training])
 
