@@ -100,6 +100,15 @@ def whole_times(flops: float, device: Device, precision: str) -> Times:
     return Times(kernel.forward.seconds(flops, 0.0), half, half)
 
 
+def accumulation_time_s(elements: float, parameters: int, device: Device, precision: str) -> float:
+    """Of a backward's gradients where there are some already: so many `elements` of so many
+    `parameters` are added to these, in fp32, two read and one written. (Autograd keeps those of the
+    first backward as they are made.)"""
+    roofline = kernel_of(device, precision, Kind.POINTWISE).forward
+    width = 4 if precision == "fp32" else 8  # traffic of 16-bit values is counted as if of fp32
+    return parameters * roofline.overhead_s + 3 * width * elements / roofline.bytes_s
+
+
 def update_time_s(elements: float, states: int, device: Device) -> float:
     """An optimizer's update: every fp32 state and weight read and written, the gradient read for it
     and once before for the norm."""

@@ -11,6 +11,7 @@ from whale_train.strategies.batch_norm_sums import batch_norm_times
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cost import (
     Times,
+    accumulation_time_s,
     fetch_time_s,
     offloaded_update_time_s,
     update_time_s,
@@ -82,6 +83,8 @@ class FlatStep:
         for number, size in enumerate(self._sizes(rank)):
             times = self._times(rank, size)
             backward = times.backward_input + times.backward_weight
+            if number:
+                backward += self._accumulation_s(rank)
             for kind, seconds, summed, gathered in (
                 (Kind.FORWARD, times.forward, norms.forward, gathers[0]),
                 (Kind.BACKWARD, backward, norms.backward_input, gathers[1]),
@@ -90,6 +93,11 @@ class FlatStep:
                 table[kind, 0, number] = Cost(seconds + moved, moved)
                 instructions.append(Instruction(kind, 0, number))
         return Actor((rank,), 0, instructions, costs(table), self._update_s(rank))
+
+    def _accumulation_s(self, rank: int) -> float:
+        parameters = len(self.graph.task_graphs[0].parameters)
+        device, precision = self.cluster.devices[rank], self.training.precision
+        return accumulation_time_s(self.elements, parameters, device, precision)
 
     def _sizes(self, rank: int) -> Sequence[int]:
         pieces, share = self.training.accumulate, self.samples[rank]

@@ -5,10 +5,17 @@ stands for all of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from whale_train.strategies.batch_norm_sums import batch_norm_times
-from whale_train.strategies.cost import Times, fetch_time_s, offloaded_update_time_s, update_time_s
+from whale_train.strategies.cost import (
+    Times,
+    accumulation_time_s,
+    fetch_time_s,
+    offloaded_update_time_s,
+    update_time_s,
+)
 from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
 from whale_train.strategies.links import (
     Crowd,
@@ -24,11 +31,13 @@ from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.pricing import part_of
 from whale_train.strategies.sends import Sends
-from whale_train.strategies.stage_memory import held_of_stages
+from whale_train.strategies.stage_memory import held_elements, held_of_stages
 from whale_train.strategies.stage_sums import gradient_sums
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staging import Staging
 from whale_train.strategies.step_tasks import Actor, Cost, Step
+
+_MAKE_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # of weights
 
 
 class StagedStep:
@@ -98,13 +107,18 @@ class StagedStep:
         order, sizes = self.orders[copy][position], self._sizes[copy]
         owners = self.batches.owners[copy]
         known: dict[object, Cost] = {}
+        first = {x.chunk: x for x in reversed(order) if x.kind in _MAKE_GRADIENTS}
 
         def cost(each: Instruction) -> Cost:
             samples = sizes[each.micro_batch]
             if each.kind in COMPUTATIONS:
-                key = (each.kind, each.chunk, samples)
+                adds = each.kind in _MAKE_GRADIENTS and each != first[each.chunk]
+                key = (each.kind, each.chunk, samples, adds)
                 if key not in known:
                     known[key] = self._cost(copy, position, each, samples)
+                    if adds:
+                        seconds = known[key].seconds + self._accumulation_s(each.chunk, ranks)
+                        known[key] = replace(known[key], seconds=seconds)
                 return known[key]
             there = owners[each.peer][each.micro_batch]
             to = (each.kind, each.chunk, each.peer, there, samples)
@@ -115,6 +129,18 @@ class StagedStep:
             return known[to]
 
         return Actor(ranks, copy, order, cost, max(self._update_s(rank) for rank in ranks))
+
+    def _accumulation_s(self, number: int, ranks: Sequence[int]) -> float:
+        """What a backward of a chunk takes longer that is not its first, on the slowest of `ranks`,
+        the members of its shard group."""
+        chunk, axes = self.times.chunks[number], self.times.axes
+        slowest = 0.0
+        for member, rank in enumerate(ranks):
+            held = held_elements(self.job, chunk, axes, member)
+            device, precision = self.cluster.devices[rank], self.job.training.precision
+            seconds = accumulation_time_s(sum(held.values()), len(held), device, precision)
+            slowest = max(slowest, seconds)
+        return slowest
 
     @cached_property
     def _sizes(self) -> Sequence[Sequence[int]]:

@@ -10,9 +10,12 @@ from tests.unit.plan_requests import training as plain_training
 from tests.unit.test_sharing import FIXED, MODEL, ROOMY, cluster, refused, shared
 
 from whale_train.errors import PlanError
+from whale_train.strategies.cost import accumulation_time_s
+from whale_train.strategies.findings import Findings
+from whale_train.strategies.instructions import Kind
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import resolve
+from whale_train.strategies.resolve import consider, resolve
 from whale_train.strategies.sharing import Training
 
 
@@ -63,6 +66,32 @@ def test_a_rank_keeps_the_activations_of_a_micro_batch() -> None:
         size = -(-one.micro_batch_size // 2)
         assert b.activations == a.activations * size / one.micro_batch_size
         assert (a.parameters, a.gradients, a.optimizer) == (b.parameters, b.gradients, b.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("graph", "accumulate"),
+    [
+        ({"pipeline": {"stages": 2, "micro_batches": 4}}, 1),
+        ({"pipeline": {"stages": 2, "micro_batches": 4, "schedule": "zero_bubble"}}, 1),
+        ({"replicate": {}}, 4),
+    ],
+)
+def test_every_backward_but_the_first_adds_to_gradients(graph: object, accumulate: int) -> None:
+    devices, profile, train = mixed().first(2), gpt(), training(16, accumulate)
+    found = consider(strategy_of({"graph": graph}), devices, Findings(profile, "fp32"), train)
+    plan, made = found.plan(), (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    for rank in plan.ranks:
+        (held,) = (plan.task_graphs[number].parameters for number in rank.task_graphs)
+        elements = sum(profile.parameter_by_path[path].elements for path in held)
+        seconds = [
+            task.seconds
+            for task in found.step.spans.tasks
+            if rank.rank in task.ranks and task.instruction and task.instruction.kind in made
+        ]
+        if seconds:  # another rank stands for it
+            first, *others = seconds
+            added = accumulation_time_s(elements, len(held), devices.devices[rank.rank], "fp32")
+            assert others == pytest.approx([first + added] * 3)
 
 
 def test_a_split_head_sees_a_micro_batch_of_all_ranks() -> None:

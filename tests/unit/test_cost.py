@@ -18,6 +18,7 @@ from whale_train.strategies.cluster import (
 )
 from whale_train.strategies.cost import (
     Times,
+    accumulation_time_s,
     fetch_time_s,
     flops_rate,
     kernel_of,
@@ -86,6 +87,15 @@ def test_the_update_is_memory_traffic(states: int, passes: int) -> None:
         1e9, states, DEVICE
     )
     assert offloaded_update_time_s(1e9, states, DEVICE, on_cpu=False) > 2 * 4e9 / 16e9
+
+
+def test_gradients_are_added_to_those_there_are() -> None:
+    # 1e9 values of fp32 read twice and written once over four fifths of 100 GB/s, 3 operations.
+    found = accumulation_time_s(1e9, 3, DEVICE, "fp32")
+    assert found == pytest.approx(12e9 / 0.8e11 + 3 * 5e-6)
+    # Gradients are of fp32 whatever the precision, of which a device's bandwidth is as it is.
+    assert accumulation_time_s(1e9, 3, DEVICE, "bf16") == pytest.approx(found)
+    assert accumulation_time_s(20.0, 2, MEASURED, "fp32") == 2 * 1.0 + 240 / 5.0
 
 
 def test_what_a_host_keeps_goes_over_its_link_and_is_updated_in_its_memory() -> None:
