@@ -2,8 +2,9 @@
 
 What a zero-bubble schedule needs (Qi et al. 2023, arXiv 2401.10241): the stage before waits for
 the gradient of its output, nobody waits for a weight's. In a rewritten graph the products that
-have weights (linear, addmm) are replaced by functions whose backward gives the
-input's gradient and notes what the weight's needs.
+have weights (linear, addmm) are replaced by functions whose backward gives the input's gradient and
+notes what the weight's needs. They keep the weights themselves for that and no views of them, as is
+wanted where ZeRO 3 takes weights away meanwhile.
 """
 
 from collections import Counter

@@ -62,6 +62,7 @@ class StagedStep:
         norms = job.profile.batch_norm_modules
         self.synchronises = bool(norms) and job.training.sync_batchnorm
         self._of_norms: dict[int, Times] = {}
+        self._accumulations: dict[tuple[int, ...], float] = {}
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
         """The step of the copies that stand for all, and which rank stands for each. Where ranks
@@ -133,14 +134,17 @@ class StagedStep:
     def _accumulation_s(self, number: int, ranks: Sequence[int]) -> float:
         """What a backward of a chunk takes longer that is not its first, on the slowest of `ranks`,
         the members of its shard group."""
-        chunk, axes = self.times.chunks[number], self.times.axes
-        slowest = 0.0
-        for member, rank in enumerate(ranks):
-            held = held_elements(self.job, chunk, axes, member)
-            device, precision = self.cluster.devices[rank], self.job.training.precision
-            seconds = accumulation_time_s(sum(held.values()), len(held), device, precision)
-            slowest = max(slowest, seconds)
-        return slowest
+        devices = [self.cluster.devices[rank] for rank in ranks]
+        key = (number, *map(id, devices))
+        if key not in self._accumulations:
+            chunk, axes = self.times.chunks[number], self.times.axes
+            held = (held_elements(self.job, chunk, axes, member) for member in range(len(devices)))
+            precision = self.job.training.precision
+            self._accumulations[key] = max(
+                accumulation_time_s(sum(each.values()), len(each), device, precision)
+                for each, device in zip(held, devices, strict=True)
+            )
+        return self._accumulations[key]
 
     @cached_property
     def _sizes(self) -> Sequence[Sequence[int]]:
