@@ -236,8 +236,11 @@ class Space:
         shape = opening.arrangement
         if shape.stages == shape.widest == 1 and shape.copies <= self.global_batch:
             yield Batched(shape, 0)
+        copied = shape.stages == shape.widest == shape.shards == 1
         for micro_batches in self._micro_batches(shape) if self.exported else ():
-            yield Batched(shape, micro_batches, opening.rounds)
+            # Copies of the model that take their samples at once are no pipeline, and run as it is.
+            if not copied or micro_batches > 1:
+                yield Batched(shape, micro_batches, opening.rounds)
 
     def candidates(self, batched: Batched) -> Iterator[Candidate]:
         """Every candidate of those."""

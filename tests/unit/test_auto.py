@@ -161,6 +161,13 @@ def test_stages_are_put_on_kinds_of_devices() -> None:
     assert {stage["stage"]["device"] for stage in stages} == {"fast", "slow"}
 
 
+def test_copies_that_take_their_samples_at_once_run_the_model_as_it_is() -> None:
+    devices, train = cluster([FAST] * 2), training(4)
+    found = [candidate for candidate, _, _ in everything(gpt(), devices, train)]
+    whole = [c for c in found if c.arrangement.stages == c.arrangement.shards == 1]
+    assert {c.micro_batches for c in whole if c.arrangement.widest == 1} == {0, 2, 4}
+
+
 def test_every_family_has_its_reason() -> None:
     found = found_for(gpt(), cluster([FAST] * 2, [SLOW] * 2), training(16))
     first, *others = found.decisions
