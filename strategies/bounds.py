@@ -51,7 +51,7 @@ class Bounds:
         micro-batches, and, unless it is ordered, the order of its parts."""
         shape, copies = opening.arrangement, self.arranged.copies(opening.arrangement)
         alone = shape.stages == 1
-        elements = self._elements(without_head=alone)
+        elements = self.findings.copied_elements(split_head=alone)
         holders = shape.copies * shape.widest
         update = self._update_s(elements / (shape.stages * shape.shards * holders))
         if alone or len(copies) > 1:
@@ -152,7 +152,7 @@ class Bounds:
     def _flat_end(self, shape: Arrangement, split_head: bool) -> "_End":
         """Of copies that share the samples as they like; of a split head every device has its
         part."""
-        copies, elements = self.arranged.copies(shape), self._elements(split_head)
+        copies, elements = self.arranged.copies(shape), self.findings.copied_elements(split_head)
         lines = [self.segments.whole(each.devices[0], 1) for each in copies]
         if split_head:
             lines = [Line(Times(), line.each) for line in lines]
@@ -335,11 +335,6 @@ class Bounds:
     @cached_property
     def _least_in_node(self) -> int:
         return min(len(node.devices) for node in self.cluster.nodes)
-
-    def _elements(self, without_head: bool) -> float:
-        """Of the trained parameters."""
-        found = self.findings
-        return found.trained_elements - (found.head_elements if without_head else 0)
 
 
 @dataclass(frozen=True)

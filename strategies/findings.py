@@ -89,6 +89,10 @@ class Findings:
         left = (self.profile.parameter_by_path[path] for path in self.profile.unused_parameters)
         return float(self.profile.parameter_elements - sum(each.elements for each in left))
 
+    def copied_elements(self, split_head: bool) -> float:
+        """Of those, what copies have: all, or all but a head that is split."""
+        return self.trained_elements - (self.head_elements if split_head else 0)
+
     @cached_property
     def head_elements(self) -> int:
         """Of the largest output projection; 0 where none is known."""

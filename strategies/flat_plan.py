@@ -29,7 +29,7 @@ class FlatPlan:
     profile: ModelProfile
     training: Training
     sharing: Sharing
-    kept: Sequence[float] = ()
+    kept: Sequence[float]
 
     def written(self, predicted: Prediction, decisions: Sequence[Decision]) -> Plan:
         """The plan, `decisions` before those made here."""

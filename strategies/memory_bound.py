@@ -49,8 +49,7 @@ class MemoryBound:
         room = sum(
             part.stages * part.shards * self._room_bytes(shape, part) for part in shape.parts
         )
-        elements = self.findings.trained_elements
-        elements -= self.findings.head_elements if candidate.split_head else 0
+        elements = self.findings.copied_elements(candidate.split_head)
         on_hosts = host_bytes(zero, _OFFLOADED[offload], self.training) * elements
         return max(need * elements + gathered - room, on_hosts - self._hosts_bytes)
 
