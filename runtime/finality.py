@@ -13,18 +13,16 @@ from torch.utils.hooks import RemovableHandle
 
 from whale_train.runtime.chunk import Chunk
 from whale_train.runtime.reduction import Reduction
-from whale_train.strategies.instructions import Instruction, Kind
+from whale_train.strategies.instructions import ENDS, Instruction
 
 Added = Callable[[nn.Parameter], None]
-
-_ENDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # of a backward, in one part or two
 
 
 class Finality:
     """Tells the reductions of a rank's `chunks`, which `instructions` run, what is final."""
 
     def __init__(self, chunks: Mapping[int, Chunk], instructions: Sequence[Instruction]) -> None:
-        last = {x.chunk: i for i, x in enumerate(instructions) if x.kind in _ENDS}
+        last = {x.chunk: i for i, x in enumerate(instructions) if x.kind in ENDS}
         self._reduction: dict[nn.Parameter, Reduction] = {}
         # By the instruction that is the last to add to them: parameters, and how many parts of
         # its chunk read each.

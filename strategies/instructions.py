@@ -27,6 +27,8 @@ class Kind(StrEnum):
 
 
 COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+# Ends of a backward, in one part or two: those that make gradients of weights.
+ENDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 
 class Instruction(NamedTuple):
@@ -83,6 +85,6 @@ def in_flight(instructions: Iterable[Instruction]) -> int:
         if instruction.kind is Kind.FORWARD:
             held += 1
             most = max(most, held)
-        elif instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        elif instruction.kind in ENDS:
             held -= 1
     return most

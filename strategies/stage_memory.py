@@ -10,7 +10,7 @@ from functools import cached_property, partial
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.alive import Passing, passing, passing_again
-from whale_train.strategies.instructions import Instruction, Kind
+from whale_train.strategies.instructions import ENDS, Instruction, Kind
 from whale_train.strategies.kept import View, whole
 from whale_train.strategies.layouts import Layout, Shard
 from whale_train.strategies.memory import (
@@ -194,7 +194,7 @@ class Held:
         to them, and a sample's values. What is sent stays until all of the step's has left: a
         given value also when its backward has let go of it."""
         alone = sum(x.kind is Kind.FORWARD for x in order) == 1
-        last = {x.chunk: x for x in order if x.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
+        last = {x.chunk: x for x in order if x.kind in ENDS}
         values, sent = 0.0, {(x.chunk, x.micro_batch) for x in order if x.kind is Kind.SEND}
         done = set(self._passing) if alone and engine.are_buckets else set[int]()
         come = sum(self._passing[other].gradients for other in done)

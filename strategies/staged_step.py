@@ -16,7 +16,7 @@ from whale_train.strategies.cost import (
     offloaded_update_time_s,
     update_time_s,
 )
-from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
+from whale_train.strategies.instructions import COMPUTATIONS, ENDS, Instruction, Kind
 from whale_train.strategies.links import (
     Crowd,
     all_reduce_time_s,
@@ -36,8 +36,6 @@ from whale_train.strategies.stage_sums import gradient_sums
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staging import Staging
 from whale_train.strategies.step_tasks import Actor, Cost, Step
-
-_MAKE_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # of weights
 
 
 class StagedStep:
@@ -108,12 +106,12 @@ class StagedStep:
         order, sizes = self.orders[copy][position], self._sizes[copy]
         owners = self.batches.owners[copy]
         known: dict[object, Cost] = {}
-        first = {x.chunk: x for x in reversed(order) if x.kind in _MAKE_GRADIENTS}
+        first = {x.chunk: x for x in reversed(order) if x.kind in ENDS}
 
         def cost(each: Instruction) -> Cost:
             samples = sizes[each.micro_batch]
             if each.kind in COMPUTATIONS:
-                adds = each.kind in _MAKE_GRADIENTS and each != first[each.chunk]
+                adds = each.kind in ENDS and each != first[each.chunk]
                 key = (each.kind, each.chunk, samples, adds)
                 if key not in known:
                     known[key] = self._cost(copy, position, each, samples)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from whale_train.strategies.instructions import COMPUTATIONS, Instruction, Kind
+from whale_train.strategies.instructions import COMPUTATIONS, ENDS, Instruction, Kind
 from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
 from whale_train.strategies.simulator import UPDATE, Lane, Task
 
@@ -233,7 +233,7 @@ def _last_backwards(instructions: Sequence[Instruction]) -> set[int]:
     """Where the backwards are after which a chunk's gradients are final."""
     last: dict[int, int] = {}
     for place, instruction in enumerate(instructions):
-        if instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        if instruction.kind in ENDS:
             last[instruction.chunk] = place
     return set(last.values())
 
