@@ -6,21 +6,22 @@ Every round calibrates the machine (`mode=calibrate`, with its figures in a fold
 which runs no model, before each model, and then trains that model's pairs with the command. What
 the plans predicted for a step, the median of the rounds, is set beside the lower quartile of the
 steps of all rounds, as calibrating counts. A machine that others use as well is slower at one time
-than at another, by a third for seconds or minutes: hence a calibration for each model, the rounds,
-and the quartile.
+than at another, by two thirds for seconds or minutes: hence a calibration for each model, the
+rounds, the quartile, and what `quiet.py` repeats.
 """
 
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
+from quiet import Quiet
 from rich.console import Console
 from rich.table import Table
 
@@ -139,7 +140,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--rounds", type=int, default=3, help="of calibrating and training")
+    parser.add_argument("--patience", type=float, default=900, help="seconds of waiting for quiet")
     options = parser.parse_args()
+    quiet = Quiet(options.patience)
     pairs = [
         (model, strategy)
         for model in options.models
@@ -153,19 +156,19 @@ def main() -> None:
             measured_for = ""
             for model, strategy in pairs:
                 if model != measured_for:
-                    calibrate = Path(folder) / f"calibrate_{model}"
-                    command(["mode=calibrate", "hardware=cpu"], calibrate, where)
+                    quiet.measure(partial(calibrate, [], folder, where))
                     measured_for = model
                 asked = [*MODELS[model], *STRATEGIES[strategy]]
                 asked.append(f"train.global_batch={PAIRS[model][0]}")
-                run_dir = Path(folder) / re.sub("[^a-z0-9]+", "_", f"{model} {strategy}")
-                predicted, measured = run(asked, run_dir, where, options.steps)
+                asked.append(f"train.steps={options.steps}")
+                predicted, measured = quiet.measure(partial(run, asked, folder, where))
                 found.setdefault((model, strategy), []).append((predicted, measured))
                 Console(stderr=True, width=100).print(
                     f"round {number + 1}, {model}, {strategy}: {predicted * 1e3:.1f} ms predicted, "
                     f"{undisturbed(measured) * 1e3:.1f} ms measured"
                 )
     Console(width=100).print(table_of({pair: of_rounds(each) for pair, each in found.items()}))
+    Console(width=100).print(f"{quiet.repeated} measurements repeated.")
 
 
 def table_of(found: Mapping[tuple[str, str], tuple[float, float]]) -> Table:
@@ -208,12 +211,20 @@ def of_rounds(found: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, fl
     return median(predicted for predicted, _ in found), undisturbed(steps)
 
 
-def run(
-    asked: Sequence[str], run_dir: Path, where: Path, steps: int
-) -> tuple[float, Sequence[float]]:
+def run(asked: Sequence[str], folder: str, where: Path) -> tuple[float, Sequence[float]]:
     """Seconds of a step of the command, as predicted and as each took."""
-    command([*asked, f"train.steps={steps}"], run_dir, where)
+    run_dir = fresh(folder)
+    command(asked, run_dir, where)
     return times(run_dir)
+
+
+def calibrate(overrides: Sequence[str], folder: str, where: Path) -> None:
+    command(["mode=calibrate", "hardware=cpu", *overrides], fresh(folder), where)
+
+
+def fresh(folder: str) -> Path:
+    """What no run has used."""
+    return Path(tempfile.mkdtemp(dir=folder)) / "run"
 
 
 def times(run_dir: Path) -> tuple[float, Sequence[float]]:

@@ -14,9 +14,11 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from accuracy import MODELS, PAIRS, command, of_rounds, times
+from accuracy import MODELS, PAIRS, calibrate, command, fresh, of_rounds, times
+from quiet import Quiet
 from rich.console import Console
 from rich.table import Table
 
@@ -34,7 +36,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--devices", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=1, help="of training with every strategy")
+    parser.add_argument("--patience", type=float, default=900, help="seconds of waiting for quiet")
     options = parser.parse_args()
+    quiet = Quiet(options.patience)
     table = Table(title="Steps, measured", title_justify="left")
     columns = ("auto", "predicted", "the fastest file", "predicted", "times as fast")
     for name in ("model", "devices", *columns):
@@ -42,27 +46,32 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
         where = Path(folder) / "calibrations"
         for count in to_calibrate(options.devices):
-            asked = ["mode=calibrate", "hardware=cpu", f"hardware.devices={count}"]
-            command(asked, Path(folder) / f"calibrate_{count}", where)
+            quiet.measure(partial(calibrate, [f"hardware.devices={count}"], folder, where))
         for model in options.models:
             for devices in options.devices:
                 found: dict[str, list[tuple[float, Sequence[float]]]] = {}
                 for _ in range(options.rounds):
                     for name in (AUTO, *FILES):
-                        run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
                         asked = [*MODELS[model], f"strategy={name}", "hardware=cpu"]
                         asked += [f"hardware.devices={devices}", f"train.steps={options.steps}"]
                         asked.append(f"train.global_batch={PAIRS[model][0]}")
-                        if command(asked, run_dir, where, refusable=True):
-                            predicted, measured = times(run_dir)
+                        ran = quiet.measure(partial(allowed, asked, folder, where))
+                        if ran is not None:
+                            predicted, measured = times(ran)
                             found.setdefault(name, []).append((predicted, measured))
-                            said = f"{model}, {devices} devices, {chosen_of(name, run_dir)}: "
+                            said = f"{model}, {devices} devices, {chosen_of(name, ran)}: "
                             said += f"{milliseconds(predicted)} predicted, "
                             said += f"{milliseconds(undisturbed(measured))} measured"
                             Console(stderr=True, width=100).print(said)
                 counted = {name: of_rounds(each) for name, each in found.items()}
                 table.add_row(model, str(devices), *cells_of(counted))
     Console(width=100).print(table)
+
+
+def allowed(asked: Sequence[str], folder: str, where: Path) -> Path | None:
+    """The run directory of what the command does; None where it refuses."""
+    run_dir = fresh(folder)
+    return run_dir if command(asked, run_dir, where, refusable=True) else None
 
 
 def to_calibrate(devices: Sequence[int]) -> Sequence[int]:

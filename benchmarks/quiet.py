@@ -1,0 +1,57 @@
+"""Measures while the machine is as fast as it was: others may use its cores as well.
+
+Where they do, products take two thirds longer for seconds or minutes, and figures of one such time
+say nothing of another. A product on all cores before and after a measurement tells.
+"""
+
+import time
+from collections.abc import Callable
+from math import inf
+from typing import TypeVar
+
+import torch
+
+from whale_train.runtime.clock import undisturbed
+
+SIZE, TIMES = 1024, 100  # of the products that tell: about a second together
+SLOWER = 1.12  # times the fastest so far that counts as disturbed
+TRIES = 3  # of a measurement
+PAUSE_S = 2.0  # between looks
+
+T = TypeVar("T")
+
+
+class Quiet:
+    """Has what is measured wait and be repeated, `patience_s` seconds of it in all."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._left_s = patience_s
+        self._factors = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)
+        self._least_s = inf
+        self.repeated = 0
+        self._undisturbed()
+
+    def measure(self, measurement: Callable[[], T]) -> T:
+        """What the first measurement finds that nobody disturbed, or the last of `TRIES`."""
+        for again in range(TRIES):
+            while not self._undisturbed() and self._left_s > 0:
+                time.sleep(PAUSE_S)
+                self._left_s -= PAUSE_S
+            began = time.monotonic()
+            found = measurement()
+            if self._undisturbed() or self._left_s <= 0:
+                break
+            if again + 1 < TRIES:
+                self.repeated += 1
+                self._left_s -= time.monotonic() - began
+        return found
+
+    def _undisturbed(self) -> bool:
+        times = []
+        for _ in range(TIMES):
+            began = time.perf_counter()
+            torch.mm(*self._factors)
+            times.append(time.perf_counter() - began)
+        seconds = undisturbed(times)
+        self._least_s = min(self._least_s, seconds)
+        return seconds <= SLOWER * self._least_s
