@@ -12,10 +12,10 @@ from whale_train.config import Request
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.calibrations import keep
-from whale_train.launcher.quantities import in_seconds
 from whale_train.launcher.resolve import Resolved
 from whale_train.launcher.terminal import Portable
 from whale_train.models.options import ModelOptions
+from whale_train.quantities import in_seconds
 from whale_train.strategies.calibration import Calibration
 from whale_train.strategies.cluster import Cluster, Link
 

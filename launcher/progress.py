@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from whale_train.launcher.quantities import in_rate, in_seconds
 from whale_train.launcher.terminal import Portable
+from whale_train.quantities import in_rate, in_seconds
 
 # Seconds between plain lines when steps are slow.
 _PATIENCE_S = 10.0

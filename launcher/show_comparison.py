@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from whale_train.errors import RequestError
-from whale_train.launcher.quantities import in_bytes, in_rate, in_seconds
 from whale_train.launcher.resolve import Resolved
 from whale_train.launcher.terminal import Portable
+from whale_train.quantities import in_bytes, in_rate, in_seconds
 from whale_train.strategies.plan import Plan
 
 

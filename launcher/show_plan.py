@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from whale_train.launcher.quantities import (
+from whale_train.launcher.terminal import Portable
+from whale_train.quantities import (
     fold_modules,
     fold_numbers,
     in_bytes,
@@ -26,7 +27,6 @@ from whale_train.launcher.quantities import (
     in_seconds,
     of_all,
 )
-from whale_train.launcher.terminal import Portable
 from whale_train.strategies.calibration import is_measured
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.operations import ModelProfile

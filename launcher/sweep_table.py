@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whale_train.launcher.quantities import in_bytes, in_rate, in_seconds
 from whale_train.launcher.terminal import Portable
+from whale_train.quantities import in_bytes, in_rate, in_seconds
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any
 
 from whale_train.errors import Fault, PlanError
+from whale_train.quantities import in_bytes, in_seconds
 from whale_train.strategies.calibration import is_measured
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.considered import Considered
@@ -294,13 +295,13 @@ class _Search:
 
     def decisions(self, chosen: Candidate, bound: float) -> Iterator[Decision]:
         """Why this one, and of every other family why not."""
-        step = _seconds(self.best_s)
+        step = in_seconds(self.best_s)
         reason = f"{step} a step, the fastest there is; {len(self.tried)} strategies resolved, "
         reason += "the others bounded"
         if bound < self.best_s * _SAME:
             limit = f" in {self.asked.time_limit_s:g} s" if self.asked.time_limit_s else ""
             reason = f"{step} a step, the fastest of {len(self.tried)} strategies resolved{limit}; "
-            reason += f"none is faster than {_seconds(bound)}"
+            reason += f"none is faster than {in_seconds(bound)}"
             reason += "" if limit else "; strategy.time_limit_s=60 looks further"
         if chosen.arrangement.devices < self.space.available:
             reason += ", on fewer devices and on all"
@@ -324,15 +325,15 @@ class _Search:
     def why_not(self, family: _Family) -> str:
         known = min(family.best_s, family.bound_s)
         if known < self.best_s * _SAME:
-            return f"not looked at further: not under {_seconds(known)} a step"
+            return f"not looked at further: not under {in_seconds(known)} a step"
         if known < inf:
             more = f"{100 * (known / self.best_s - 1):.0f}% slower"
             if family.best_s <= family.bound_s:
-                return f"{_seconds(family.best_s)} a step at best, {more}"
-            return f"not under {_seconds(known)} a step, {more}, whatever the details"
+                return f"{in_seconds(family.best_s)} a step at best, {more}"
+            return f"not under {in_seconds(known)} a step, {more}, whatever the details"
         if family.fault is not None:
             return str(family.fault)
-        return f"{_bytes(family.short_bytes)} more than there is memory for, at least"
+        return f"{in_bytes(family.short_bytes)} more than there is memory for, at least"
 
     def nothing_fits(self) -> Fault:
         """Why there is no strategy: by how much memory falls short, or what is said against the
@@ -343,7 +344,7 @@ class _Search:
         if said is None and short < inf:
             name = min(self.families, key=lambda name: self.families[name].short_bytes)
             rule = f"finds no strategy whose weights, gradients and optimizer fit: {name} comes "
-            rule += f"nearest, {_bytes(short)} more than hardware={self.cluster.name} has memory "
+            rule += f"nearest, {in_bytes(short)} more than hardware={self.cluster.name} has memory "
             rule += "for in a copy"
             remedy = "use more devices, a smaller model, bf16, or an optimizer with less state"
             return Fault(key, value, rule, remedy)
@@ -353,11 +354,3 @@ class _Search:
         rule = f"finds no strategy that can be; the most promising: {said.key}"
         rule += f"{'=' if said.value else ''}{said.value} {said.rule}"
         return Fault(key, value, rule, said.remedy)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def _bytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
 
 from whale_train.errors import Fault, PlanError
+from whale_train.quantities import in_bytes
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.memory import precision_bytes
@@ -31,8 +32,8 @@ def kept_on_hosts(
     ]
     worst = max(range(len(short)), key=short.__getitem__)
     if short[worst] > 0:
-        rule = f"keeps {_bytes(kept[worst])} on host {worst} of hardware={cluster.name}, "
-        rule += f"{_bytes(short[worst])} more than its memory"
+        rule = f"keeps {in_bytes(kept[worst])} on host {worst} of hardware={cluster.name}, "
+        rule += f"{in_bytes(short[worst])} more than its memory"
         remedy = "use more hosts, or an optimizer with less state"
         raise PlanError([Fault(f"{node.path}.offload", "", rule, remedy)])
     return kept
@@ -44,10 +45,10 @@ def offload_decisions(
     """How much the hosts keep, as `kept_on_hosts` has it."""
     if node is None or not kept:
         return
-    reason = f"{' and '.join(_offloaded(node))} on the hosts: {_bytes(sum(kept))} in all"
+    reason = f"{' and '.join(_offloaded(node))} on the hosts: {in_bytes(sum(kept))} in all"
     if len(kept) > 1:
         most = "at most " if max(kept) > min(kept) else ""
-        reason += f", {most}{_bytes(max(kept))} on each of {len(kept)}"
+        reason += f", {most}{in_bytes(max(kept))} on each of {len(kept)}"
     if any(there.host is None for there in cluster.nodes):
         reason += f", of whose memory hardware={cluster.name} says nothing"
     yield Decision(f"{node.path}.offload", "cpu", "", reason)
@@ -67,10 +68,3 @@ def host_bytes(zero: int, offloaded: Collection[str], training: Training) -> flo
     if "parameters" in offloaded:
         found += precision_bytes(training.precision, zero, apart=True).weights
     return found
-
-
-def _bytes(num_bytes: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:,.1f} {name}"
-    return f"{num_bytes / 1e3:.1f} kB"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whale_train.errors import Fault
+from whale_train.quantities import in_bytes
 from whale_train.strategies.alive import Passing, passing
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cost import flops_rate
@@ -211,9 +212,9 @@ def _no_room_for_one(
     tight = min(range(len(cluster.devices)), key=lambda rank: cluster.devices[rank].memory_bytes)
     device = cluster.devices[tight]
     rule = (
-        f"needs {_gb(need)} on rank {tight} ({device.name}) for one sample"
+        f"needs {in_bytes(need)} on rank {tight} ({device.name}) for one sample"
         f"{' and one class' if graph.head else ''}, "
-        f"{_gb(need - device.memory_bytes)} more than its {_gb(device.memory_bytes)}"
+        f"{in_bytes(need - device.memory_bytes)} more than its {in_bytes(device.memory_bytes)}"
     )
     remedy = _fitting_zero(graph, cluster, profile, training)
     return Fault("strategy", strategy.name, rule, remedy)
@@ -227,7 +228,7 @@ def _no_room_for_head(
     missing = graph.head.classes - most
     rule = (
         f"has {graph.head.classes} classes, {missing} more than the devices of hardware="
-        f"{cluster.name} have memory for ({_gb(missing * each)} short)"
+        f"{cluster.name} have memory for ({in_bytes(missing * each)} short)"
     )
     remedy = f"use more devices, a smaller train.global_batch, or at most {most} classes"
     return Fault(f"{graph.task_graphs[1].node.path}.modules", "head", rule, remedy)
@@ -239,7 +240,7 @@ def _no_room_for_batch(
     most = _most(strategy, caps)
     missing = training.global_batch - most
     rule = (
-        f"is {missing} samples ({_gb(missing * sample)}) more than the memory of "
+        f"is {missing} samples ({in_bytes(missing * sample)}) more than the memory of "
         f"hardware={cluster.name} holds under strategy={strategy.name}"
     )
     return Fault(
@@ -273,9 +274,5 @@ def _fitting_zero(
         needed = BackboneMemory(other, profile, training, cluster).of(1).total
         fits = all(needed <= device.memory_bytes for device in cluster.devices)
         if fits and count > 1 and not profile.perhaps_unused:
-            return f"use strategy={name}, which needs {_gb(needed)}"
+            return f"use strategy={name}, which needs {in_bytes(needed)}"
     return "no ZeRO stage makes it fit: use more devices or a smaller model"
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from whale_train.errors import Fault, PlanError
+from whale_train.quantities import in_bytes
 from whale_train.strategies.alive import Passing, passing, passing_again
 from whale_train.strategies.instructions import ENDS, Instruction, Kind
 from whale_train.strategies.kept import View, whole
@@ -273,8 +274,8 @@ def refuse_memory(job: Staging, memory: Mapping[int, MemoryEstimate]) -> None:
         return
     need = memory[worst]
     rule = (
-        f"needs {need.total / 1e9:.1f} GB on rank {worst} ({devices[worst].name}), "
-        f"{over[worst] / 1e9:.1f} GB more than its {devices[worst].memory_bytes / 1e9:.1f} GB"
+        f"needs {in_bytes(need.total)} on rank {worst} ({devices[worst].name}), "
+        f"{in_bytes(over[worst])} more than its {in_bytes(devices[worst].memory_bytes)}"
     )
     if need.activations > need.total / 2:
         remedy = "use more micro-batches, recompute: full, or a smaller train.global_batch"

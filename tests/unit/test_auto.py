@@ -230,7 +230,7 @@ def test_nothing_fits() -> None:
     assert "strategy=auto finds no strategy whose weights, gradients and optimizer fit" in str(
         fault
     )
-    assert "GB more than hardware=mine has memory for" in str(fault)
+    assert "B more than hardware=mine has memory for" in str(fault)
 
 
 def test_devices_that_do_not_compute_the_precision_stay_idle() -> None:

@@ -7,6 +7,7 @@ from tests.unit.operation_graphs import classifier
 from tests.unit.plan_requests import mixed, shipped, strategy_of, training
 
 from whale_train.errors import PlanError
+from whale_train.quantities import in_bytes
 from whale_train.strategies.cluster import Cluster, Device, Host, Link, Node
 from whale_train.strategies.plan import Decision
 from whale_train.strategies.resolve import resolve
@@ -39,10 +40,10 @@ def offload_of(strategy: object, cluster: Cluster) -> list[Decision]:
 )
 def test_how_much_hosts_keep(graph: object, whats: str, each: int) -> None:
     (decision,) = offload_of(strategy_of({"graph": graph}), mixed())
-    in_all = f"{ELEMENTS * each / 1e3:.1f} kB"
+    in_all = in_bytes(ELEMENTS * each)
     assert (decision.key, decision.chosen) == ("strategy.graph.replicate.offload", "cpu")
     assert decision.reason == (
-        f"{whats} on the hosts: {in_all} in all, {ELEMENTS * each / 2e3:.1f} kB on each of 2, "
+        f"{whats} on the hosts: {in_all} in all, {in_bytes(ELEMENTS * each / 2)} on each of 2, "
         "of whose memory hardware=v100_p100_mix says nothing"
     )
 
@@ -65,12 +66,12 @@ GRAPHS: list[object] = [
 def test_hosts_hold_what_is_offloaded(graph: object) -> None:
     half = ELEMENTS * 12 / 2  # on each of two hosts: momentum, the optimizer's copy, the gradient
     (decision,) = offload_of(strategy_of({"graph": graph}), hosted(half, half))
-    assert decision.reason == "optimizer on the hosts: 1.0 kB in all, 0.5 kB on each of 2"
+    assert decision.reason == "optimizer on the hosts: 1.03 kB in all, 516 B on each of 2"
     with pytest.raises(PlanError) as error:
         offload_of(strategy_of({"graph": graph}), hosted(half, half - 100))
     (fault,) = error.value.faults
     assert str(fault) == (
-        "strategy.graph.replicate.offload keeps 0.5 kB on host 1 of hardware=mine, 0.1 kB more "
+        "strategy.graph.replicate.offload keeps 516 B on host 1 of hardware=mine, 100 B more "
         "than its memory; use more hosts, or an optimizer with less state"
     )
     (decision,) = offload_of(strategy_of({"graph": graph}), hosted(half, None))
@@ -83,7 +84,7 @@ def test_hosts_of_unlike_numbers_of_devices() -> None:
         whole, nodes=(whole.nodes[0], replace(whole.nodes[1], devices=whole.devices[:1]))
     )
     (decision,) = offload_of(strategy_of({"graph": GRAPHS[0]}), cluster)
-    assert decision.reason == "optimizer on the hosts: 1.0 kB in all, at most 0.7 kB on each of 2"
+    assert decision.reason == "optimizer on the hosts: 1.03 kB in all, at most 688 B on each of 2"
 
 
 def test_cpu_processes_are_on_their_host() -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.unit.operation_graphs import classifier, conv1d_head, gpt
 
 from whale_train.errors import Fault
+from whale_train.quantities import in_bytes
 from whale_train.strategies.cluster import Cluster, Device, Link, Node
 from whale_train.strategies.grammar import read_strategy
 from whale_train.strategies.graph import bind
@@ -105,7 +106,7 @@ def test_optimizer_states_take_room() -> None:
     assert shared("replicate", MODEL, on, training(30)).samples == (15, 15)
     assert shared("replicate", MODEL, on, training(30, momentum=0.9)).samples == (10, 20)
     adam = replace(training(30), optimizer="adam")
-    assert refused("replicate", MODEL, on, adam).startswith("strategy=mine needs 5.1 GB on rank 0")
+    assert refused("replicate", MODEL, on, adam).startswith("strategy=mine needs 5.10 GB on rank 0")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_a_batch_that_is_too_large_by_how_much() -> None:
     on = cluster((1e12, FIXED + 4.5e8), (1e12, FIXED + 7e8))
     assert shared("replicate", MODEL, on, training(11)).samples == (4, 7)
     assert refused("replicate", MODEL, on, training(15)) == (
-        "train.global_batch=15 is 4 samples (0.4 GB) more than the memory of hardware=cluster "
+        "train.global_batch=15 is 4 samples (400 MB) more than the memory of hardware=cluster "
         "holds under strategy=mine; use at most 11, or more ZeRO"
     )
 
@@ -131,11 +132,12 @@ def test_evenly_the_smallest_device_limits_all() -> None:
     # One share may be one larger where there is room: 4, 5 and 5.
     assert shared("replicate", MODEL, on, training(14), balance="even").samples == (4, 5, 5)
     assert refused("replicate", MODEL, on, training(15), balance="even") == (
-        "train.global_batch=15 is 1 samples (0.1 GB) more than the memory of hardware=cluster "
+        "train.global_batch=15 is 1 samples (100 MB) more than the memory of hardware=cluster "
         "holds under strategy=mine; use at most 14, or more ZeRO"
     )
 
 
+NOTHING_FITS = "no ZeRO stage makes it fit: use more devices or a smaller model"
 # Of 100 parameters instead of one, which ZeRO 3 fetches one at a time.
 FINE = replace(MODEL, parameters=tuple(Parameter(f"w{i}", (2500, 1000)) for i in range(100)))
 
@@ -146,20 +148,19 @@ FINE = replace(MODEL, parameters=tuple(Parameter(f"w{i}", (2500, 1000)) for i in
         # Adam on 4 devices: 1 + 1 + 2 GB, the gradient before its bucket, and sample. ZeRO 1 keeps
         # a quarter of 3 GB of state and master weights, and of the gradient.
         (MODEL, 4, 3.5e9, {"adam": True},
-         (5.1, 1.6, 3.5, "use strategy=zero1, which needs 3.1 GB")),
+         (5.1e9, 1.6e9, 3.5e9, "use strategy=zero1, which needs 3.05 GB")),
         # Momentum on 2: 1 + 1 + 1 + 1. ZeRO 1: 1 + 1 + 0.5 + 1; ZeRO 2, whose part of the
         # gradient is put together for the update: 1 + 2 x 0.5 + 1.
         (MODEL, 2, 3.2e9, {"momentum": 0.9},
-         (4.1, 0.9, 3.2, "use strategy=zero2, which needs 3.0 GB")),
+         (4.1e9, 0.9e9, 3.2e9, "use strategy=zero2, which needs 3.00 GB")),
         # ZeRO 3: half of parameters and gradients, four buckets and 20 MB on the way.
-        (FINE, 2, 1.9e9, {}, (2.1, 0.2, 1.9, "use strategy=zero3, which needs 1.2 GB")),
-        (FINE, 2, 0.8e9, {}, (2.1, 1.3, 0.8, "use strategy=zero3_offload, which needs 0.2 GB")),
-        (MODEL, 2, 1e9, {}, (3.1, 2.1, 1.0, "no ZeRO stage makes it fit: use more devices or a "
-         "smaller model")),
-        (FINE, 1, 1.9e9, {}, (2.1, 0.2, 1.9, "no ZeRO stage makes it fit: use more devices or a "
-         "smaller model")),
+        (FINE, 2, 1.9e9, {}, (2.11e9, 0.21e9, 1.9e9, "use strategy=zero3, which needs 1.22 GB")),
+        (FINE, 2, 0.8e9, {},
+         (2.11e9, 1.31e9, 0.8e9, "use strategy=zero3_offload, which needs 225 MB")),
+        (MODEL, 2, 1e9, {}, (3.1e9, 2.1e9, 1e9, NOTHING_FITS)),
+        (FINE, 1, 1.9e9, {}, (2.1e9, 0.2e9, 1.9e9, NOTHING_FITS)),
         (replace(FINE, perhaps_unused=("w0",)), 2, 1.9e9, {},
-         (2.1, 0.2, 1.9, "no ZeRO stage makes it fit: use more devices or a smaller model")),
+         (2.11e9, 0.21e9, 1.9e9, NOTHING_FITS)),
     ],
 )  # fmt: skip
 def test_a_device_too_small_for_one_sample(
@@ -174,8 +175,8 @@ def test_a_device_too_small_for_one_sample(
     train = replace(training(4, **options), optimizer="adam" if adam else "sgd")
     needs, more, has, remedy = fault
     assert refused("replicate", profile, on, train) == (
-        f"strategy=mine needs {needs:.1f} GB on rank {count - 1} (device_{count - 1}) for one "
-        f"sample, {more:.1f} GB more than its {has:.1f} GB; {remedy}"
+        f"strategy=mine needs {in_bytes(needs)} on rank {count - 1} (device_{count - 1}) for one "
+        f"sample, {in_bytes(more)} more than its {in_bytes(has)}; {remedy}"
     )
 
 
@@ -187,8 +188,8 @@ def test_the_remedy_is_a_strategy_as_it_ships() -> None:
     graph = {"replicate": {"zero": 3, "offload": offload}}
     on = cluster((1e12, 2.5e9), (1e12, 2.5e9))
     assert refused(graph, MODEL, on, training(4)) == (
-        "strategy=mine needs 3.2 GB on rank 0 (device_0) for one sample, 0.7 GB more than its "
-        "2.5 GB; use strategy=zero2, which needs 2.5 GB"
+        "strategy=mine needs 3.20 GB on rank 0 (device_0) for one sample, 705 MB more than its "
+        "2.50 GB; use strategy=zero2, which needs 2.50 GB"
     )
 
 
@@ -229,7 +230,7 @@ def test_room_to_the_byte() -> None:
     one_each = Sharing((1, 1), (1, 1))
     assert shared(HYBRID, headed(2), cluster((1, fits), (1, fits)), training(2)) == one_each
     fault = refused(HYBRID, headed(2), cluster((1, fits), (1, short)), training(2))
-    assert fault.startswith("strategy=mine needs 0.0 GB on rank 1 (device_1) for one sample and ")
+    assert fault.startswith("strategy=mine needs 1.57 kB on rank 1 (device_1) for one sample and ")
 
 
 # Two samples, one each beside as many classes: 48 bytes a class.
@@ -239,7 +240,7 @@ TWO = cluster((3e12, held(2_000_000, 2)), (1e12, held(5_000_000, 2)))
 def test_a_head_that_is_too_large_by_how_much() -> None:
     assert refused(HYBRID, headed(10_000_000), TWO, training(2)) == (
         "strategy.graph[1].split.modules=head has 10000000 classes, 3000000 more than the devices "
-        "of hardware=cluster have memory for (0.1 GB short); use more devices, a smaller "
+        "of hardware=cluster have memory for (144 MB short); use more devices, a smaller "
         "train.global_batch, or at most 7000000 classes"
     )
     found = shared(HYBRID, headed(7_000_000), TWO, training(2))
@@ -249,7 +250,7 @@ def test_a_head_that_is_too_large_by_how_much() -> None:
 def test_evenly_the_smallest_device_limits_the_classes() -> None:
     assert refused(HYBRID, headed(10_000_000), TWO, training(2), balance="even") == (
         "strategy.graph[1].split.modules=head has 10000000 classes, 5999999 more than the devices "
-        "of hardware=cluster have memory for (0.3 GB short); use more devices, a smaller "
+        "of hardware=cluster have memory for (288 MB short); use more devices, a smaller "
         "train.global_batch, or at most 4000001 classes"
     )
     found = shared(HYBRID, headed(4_000_001), TWO, training(2), balance="even")
@@ -260,8 +261,8 @@ def test_a_device_too_small_for_one_class() -> None:
     """Not the fault of the number of classes, and said otherwise."""
     on = cluster((1e12, ROOMY), (1e12, 1.5e9))
     assert refused(HYBRID, headed(1000, sample_bytes=2e9), on, training(4)) == (
-        "strategy=mine needs 2.0 GB on rank 1 (device_1) for one sample and one class, 0.5 GB "
-        "more than its 1.5 GB; no ZeRO stage makes it fit: use more devices or a smaller model"
+        "strategy=mine needs 2.00 GB on rank 1 (device_1) for one sample and one class, 500 MB "
+        "more than its 1.50 GB; no ZeRO stage makes it fit: use more devices or a smaller model"
     )
 
 

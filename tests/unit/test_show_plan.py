@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from whale_train.launcher.quantities import (
+from whale_train.launcher.show_plan import banner_emulated, plan_view
+from whale_train.launcher.terminal import open_console
+from whale_train.quantities import (
     fold_modules,
     fold_numbers,
     in_bytes,
@@ -20,8 +22,6 @@ from whale_train.launcher.quantities import (
     in_rate,
     in_seconds,
 )
-from whale_train.launcher.show_plan import banner_emulated, plan_view
-from whale_train.launcher.terminal import open_console
 from whale_train.strategies.cluster import Cluster, Device, Link, Node
 from whale_train.strategies.operations import ModelProfile, Parameter
 from whale_train.strategies.plan import (

@@ -227,7 +227,7 @@ def test_recompute_is_chosen_where_activations_do_not_fit() -> None:
             cluster(1, 1, memory=1e6),
             replace(model([1.0] * 6), activation_bytes=80e6),
             [
-                "strategy=mine needs 0.2 GB on rank 0 (gpu_1), 0.2 GB more than its 0.0 GB; use "
+                "strategy=mine needs 163 MB on rank 0 (gpu_1), 162 MB more than its 1.00 MB; use "
                 "more micro-batches, recompute: full, or a smaller train.global_batch"
             ],
         ),
