@@ -37,6 +37,7 @@ _LOOKED_AT = 30_000  # or fewer, when so many tasks have been simulated
 # Tasks simulated and stages bounded for a proof, where a search may take no time: on one device,
 # and on many as often less.
 _AT_ONCE = 200_000
+_NEAR = 1.25  # times the shortest step is one that may be shortest with stages of other sizes
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ class _Search:
         self.best: tuple[Candidate, Considered] | None = None
         self.best_s = inf
         self.tried: set[Candidate] = set()
+        self.steps: list[tuple[float, Candidate]] = []
+        self.is_moved = False
         self.work = 0  # tasks simulated, and stages bounded
 
     def run(self) -> Found | None:
@@ -197,6 +200,7 @@ class _Search:
                 self.resolve(item)
             else:
                 self.open(item, bound)
+        self.move_ends(end, most)
         return self.found() if self.best is not None else None
 
     def push(self, bound: float, item: Opening | Batched | Candidate) -> None:
@@ -252,11 +256,30 @@ class _Search:
             family.fault = family.fault or error.faults[0]
             return
         seconds = found.step.spans.seconds
-        self.work += len(found.step.spans.tasks)
+        self.steps.append((seconds, candidate))
+        self.work += found.work
         family.best_s = min(family.best_s, seconds)
         faster = seconds < self.best_s * _SAME
         if faster or (self.best and seconds * _SAME <= self.best_s and candidate < self.best[0]):
             self.best, self.best_s = (candidate, found), seconds  # of equals the simplest
+
+    def move_ends(self, end: float, most: float) -> None:
+        """Of the fastest pipelines, at least one, until stages end where simulation says: bounds
+        are of balanced ones."""
+        near = [
+            (seconds, candidate)
+            for seconds, candidate in self.steps
+            if candidate.arrangement.stages > 1 and seconds <= _NEAR * self.best_s
+        ]
+        for number, (_, candidate) in enumerate(sorted(near)):
+            if number and (self.clock() > end or self.work > most):
+                break
+            strategy = self.read(candidate)
+            found = consider(strategy, self.cluster, self.findings, self.training, moving=True)
+            self.work += found.work
+            if found.step.spans.seconds < self.best_s * _SAME:
+                self.best, self.best_s = (candidate, found), found.step.spans.seconds
+                self.is_moved = True
 
     def read(self, candidate: Candidate) -> Strategy:
         faults: list[Fault] = []
@@ -303,6 +326,8 @@ class _Search:
             reason = f"{step} a step, the fastest of {len(self.tried)} strategies resolved{limit}; "
             reason += f"none is faster than {in_seconds(bound)}"
             reason += "" if limit else "; strategy.time_limit_s=60 looks further"
+        if self.is_moved:
+            reason += "; then the ends of its stages were moved"
         if chosen.arrangement.devices < self.space.available:
             reason += ", on fewer devices and on all"
         yield Decision("strategy.graph", chosen.described, "", reason)

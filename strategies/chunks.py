@@ -4,7 +4,7 @@ A chunk is what one stage runs of the model in one go. Which devices hold it is 
 it runs `schedule.py`'s.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -32,10 +32,12 @@ from whale_train.strategies.staging import Axes, Chunk, Staging
 
 @dataclass(frozen=True)
 class Chunked:
-    """A model in `chunks`, in the order they run. `edges` says which sends to which, and whether a
-    gradient comes back; `axes` how what is cut is dealt out to the members of shard groups;
-    `shared` which stages hold the parameters that several do."""
+    """A model in `chunks`, in the order they run, that begin and end at `places` (indices into
+    those of the order of operations). `edges` says which sends to which, and whether a gradient
+    comes back; `axes` how what is cut is dealt out to the members of shard groups; `shared` which
+    stages hold the parameters that several do."""
 
+    places: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     edges: Mapping[tuple[int, int], bool]
     axes: Axes
@@ -43,8 +45,9 @@ class Chunked:
     decisions: tuple[Decision, ...]
 
 
-def chunked(job: Staging) -> Chunked:
-    """The model of `job`, cut. Raises PlanError."""
+def chunked(job: Staging, places: tuple[int, ...] | None = None) -> Chunked:
+    """The model of `job`, cut: at `places`, or so that the slowest stage is done first. Raises
+    PlanError."""
     stages = range(len(job.form.stages))
     speeds = _speeds(job)
     key = (
@@ -52,13 +55,16 @@ def chunked(job: Staging) -> Chunked:
         tuple(tuple(job.member_speeds(stage)) for stage in stages),
         tuple((stage.path, stage.modules, stage.split, stage.body) for stage in job.form.stages),
         job.strategy.balance,
+        places,
     )
-    return job.findings.once(("chunked", key), lambda: _chunked(job, speeds))
+    return job.findings.once(("chunked", key), lambda: _chunked(job, speeds, places))
 
 
-def _chunked(job: Staging, speeds: tuple[float, ...]) -> Chunked:
-    findings, stages, decisions = job.findings, len(job.form.stages), list[Decision]()
-    ends = _ends(job, speeds, decisions)
+def _chunked(job: Staging, speeds: tuple[float, ...], moved: tuple[int, ...] | None) -> Chunked:
+    findings, stages = job.findings, len(job.form.stages)
+    places = moved or _balanced(job, speeds)
+    decisions = list(_explained(job, places, moved is not None))
+    ends = tuple(findings.order.places[place] for place in places)
     slices = findings.once(("slices", ends), lambda: sliced(job.profile, findings.order, ends))
     shared = _shared_parameters(slices, stages)
     chunks = tuple(
@@ -67,7 +73,7 @@ def _chunked(job: Staging, speeds: tuple[float, ...]) -> Chunked:
     edges = findings.once(("edges", ends), lambda: _edges(job, slices))
     axes = _axes(job, chunks)
     _check_shapes(job, chunks, axes)
-    return Chunked(chunks, edges, axes, shared, tuple(decisions))
+    return Chunked(places, chunks, edges, axes, shared, tuple(decisions))
 
 
 def _speeds(job: Staging) -> tuple[float, ...]:
@@ -77,12 +83,11 @@ def _speeds(job: Staging) -> tuple[float, ...]:
     return tuple(slowest * (job.chunk_count // len(slowest)))
 
 
-def _ends(job: Staging, speeds: tuple[float, ...], decisions: list[Decision]) -> tuple[int, ...]:
-    """Where chunks begin and the last ends: positions in the order of operations."""
-    order = job.findings.order
-    count = job.chunk_count
+def _balanced(job: Staging, speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """The places where chunks begin and the last ends, the slowest being done first."""
+    order, count = job.findings.order, job.chunk_count
     if count == 1:
-        return (0, len(order.operations))
+        return (0, len(order.places) - 1)
     stages = job.form.stages
     faults: list[Fault] = []
     asked = [(stage.path, stage.modules) for stage in stages]
@@ -102,20 +107,23 @@ def _ends(job: Staging, speeds: tuple[float, ...], decisions: list[Decision]) ->
         path = job.form.pipeline.path if job.form.pipeline else "strategy"
         remedy = f"use at most {places} stages" if places < count else "name other modules"
         raise PlanError([Fault(f"{path}.stages", str(len(stages)), rule, remedy)])
-    for chunk, (first, last) in enumerate(pairwise(found)):
+    return found
+
+
+def _explained(job: Staging, places: tuple[int, ...], moved: bool) -> Iterator[Decision]:
+    """What every chunk is, and why."""
+    order, stages, count = job.findings.order, job.form.stages, job.chunk_count
+    why = "the simulated step is shortest" if moved else "the slowest stage is done first"
+    for chunk, (first, last) in enumerate(pairwise(places) if count > 1 else ()):
         work = (order.flops[last] - order.flops[first]) / (order.flops[-1] or 1.0)
         modules = modules_of(job.graph, order.operations[order.places[first] : order.places[last]])
-        decisions.append(
-            Decision(
-                f"{stages[chunk % len(stages)].path}.modules",
-                f"{_span(modules)} ({100 * work:.0f}% of the work)",
-                "",
-                f"chunk {chunk} of {count}: the slowest stage is done first"
-                if not stages[chunk % len(stages)].modules
-                else "as the strategy says",
-            )
+        asked = stages[chunk % len(stages)]
+        yield Decision(
+            f"{asked.path}.modules",
+            f"{_span(modules)} ({100 * work:.0f}% of the work)",
+            "",
+            "as the strategy says" if asked.modules else f"chunk {chunk} of {count}: {why}",
         )
-    return tuple(order.places[i] for i in found)
 
 
 def cut_by_speed(

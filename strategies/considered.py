@@ -11,8 +11,9 @@ from whale_train.strategies.prediction import Simulated
 @dataclass(frozen=True)
 class Considered:
     """Its `step` on the devices it uses, and its plan, when asked for. `on` simulates the same step
-    on other devices, one for each."""
+    on other devices, one for each. `work` counts the tasks simulated for it."""
 
     step: Simulated
     plan: Callable[[], Plan]
     on: Callable[[Cluster], Simulated]
+    work: int

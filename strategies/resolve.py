@@ -50,7 +50,7 @@ def resolve_and_simulate(
     """The plan, and its step simulated: on `stand_ins`, a device for each of those the strategy
     uses, where there are any, for which the plan then has a prediction as well. Raises PlanError
     with all faults."""
-    found = consider(strategy, cluster, findings, training)
+    found = consider(strategy, cluster, findings, training, moving=True)
     plan = found.plan()
     if stand_ins is None:
         return plan, found.step
@@ -59,10 +59,15 @@ def resolve_and_simulate(
 
 
 def consider(
-    strategy: Strategy, cluster: Cluster, findings: Findings, training: Training
+    strategy: Strategy,
+    cluster: Cluster,
+    findings: Findings,
+    training: Training,
+    *,
+    moving: bool = False,
 ) -> Considered:
-    """`strategy` resolved as far as its step on the devices of `cluster`. Raises PlanError with all
-    faults."""
+    """`strategy` resolved as far as its step on the devices of `cluster`; `moving` the ends of
+    stages to where that is shortest. Raises PlanError with all faults."""
     faults: list[Fault] = []
     decisions: list[Decision] = []
     refuse_without_model(strategy, cluster, training, faults)
@@ -71,7 +76,7 @@ def consider(
     cluster = _used_devices(strategy, cluster, faults, decisions)
     if not is_nested(strategy):
         return _consider_flat(strategy, cluster, findings, training, decisions)
-    found = consider_nested(strategy, cluster, findings, training)
+    found = consider_nested(strategy, cluster, findings, training, moving=moving)
 
     def plan() -> Plan:
         inside = found.plan()
@@ -116,7 +121,7 @@ def _consider_flat(
         decided = FlatPlan(graph, cluster, profile, training, sharing, kept)
         return decided.written(step.prediction(), decisions)
 
-    return Considered(step, plan, on)
+    return Considered(step, plan, on, len(step.spans.tasks))
 
 
 def refuse_without_model(

@@ -259,10 +259,10 @@ def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set
     return found
 
 
-def fits(job: Staging, memory: Mapping[int, MemoryEstimate]) -> bool:
-    """Whether every rank's device has what it needs."""
+def shortfall_bytes(job: Staging, memory: Mapping[int, MemoryEstimate]) -> float:
+    """By how much the rank that is shortest of it has too little; not positive where all fit."""
     devices = job.cluster.devices
-    return all(need.total <= devices[rank].memory_bytes for rank, need in memory.items())
+    return max(need.total - devices[rank].memory_bytes for rank, need in memory.items())
 
 
 def refuse_memory(job: Staging, memory: Mapping[int, MemoryEstimate]) -> None:

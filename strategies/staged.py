@@ -6,9 +6,12 @@ over its shard group, what that needs of memory. All on the operation graph; no 
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
 
 from whale_train.errors import Fault, PlanError
+from whale_train.quantities import in_bytes, in_seconds
 from whale_train.strategies.chunks import Chunked, chunked
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.considered import Considered
@@ -21,6 +24,7 @@ from whale_train.strategies.micro_batches import (
     refuse_batch_norm,
     share_batch,
 )
+from whale_train.strategies.moved_cuts import Look, move_ends
 from whale_train.strategies.offloading import kept_on_hosts, offload_decisions
 from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.prediction import Simulated
@@ -29,11 +33,11 @@ from whale_train.strategies.schedule import schedule
 from whale_train.strategies.sends import Sends
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.stage_memory import (
-    fits,
     held_of_stages,
     memory_of_ranks,
     recomputed_stages,
     refuse_memory,
+    shortfall_bytes,
 )
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staged_plan import Decided, simulated_step, written
@@ -41,25 +45,98 @@ from whale_train.strategies.staging import Chunk, Staging, nested_form
 
 _Edges = Mapping[tuple[int, int], bool]
 
+_MOVING = 8_000  # tasks simulated, and ranks laid out, for a better cut
+
 
 def consider_nested(
-    strategy: Strategy, cluster: Cluster, findings: Findings, training: Training
+    strategy: Strategy,
+    cluster: Cluster,
+    findings: Findings,
+    training: Training,
+    *,
+    moving: bool = False,
 ) -> Considered:
-    """A nested strategy, resolved. Raises PlanError with all faults of a stage."""
+    """A nested strategy, resolved; `moving` the ends of its stages to where its step is shortest.
+    Raises PlanError with all faults of a stage."""
     job, decisions = _staging(strategy, cluster, findings, training), list[Decision]()
     micro_batches = count_micro_batches(job, decisions)
     refuse_batch_norm(job, micro_batches)
     _refuse_pieces(job, job.form.copies * micro_batches)
     cut = chunked(job)
     batches = share_batch(job, micro_batches)
+    look = _look(job, cut, batches)
+    if moving and _may_move(job):
+        look = _moved(job, batches, look, decisions)
+    return _considered(job, batches, look, decisions)
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """What a cut comes to; no step where that does not fit."""
+
+    cut: Chunked
+    decided: Decided
+    step: Simulated | None
+
+
+def _look(job: Staging, cut: Chunked, batches: Batches) -> Look[_Resolved]:
     decided = _decided(job, cut, batches)
+    short = shortfall_bytes(job, decided.memory)
+    step = simulated_step(job, decided) if short <= 0 else None
+    tasks = len(step.spans.tasks) if step else 0
+    seconds = step.spans.seconds if step else inf
+    return Look(_Resolved(cut, decided, step), short, seconds, tasks + len(job.cluster.devices))
+
+
+def _may_move(job: Staging) -> bool:
+    """Whether the strategy leaves it to us where stages end, and wants them as devices are."""
+    named = any(stage.modules for stage in job.form.stages)
+    return job.chunk_count > 1 and job.strategy.balance == "hardware" and not named
+
+
+def _moved(
+    job: Staging, batches: Batches, first: Look[_Resolved], decisions: list[Decision]
+) -> Look[_Resolved]:
+    """The stages ending where the step is shortest."""
+    weights, balanced = job.findings.order.weights, first.found.cut
+
+    def look(places: tuple[int, ...]) -> Look[_Resolved] | None:
+        if any(weights[a] == weights[b] for a, b in pairwise(places)):
+            return None  # nothing to train
+        try:
+            return _look(job, chunked(job, places), batches)
+        except PlanError:
+            return None
+
+    places, best = move_ends(balanced.places, first, look, _MOVING)
+    if places != balanced.places and job.form.pipeline is not None:
+        reason = f"{in_seconds(best.seconds)} a step, simulated, and {in_seconds(first.seconds)} "
+        reason += "if the slowest stage were done first"
+        if first.short_bytes > 0:
+            reason = f"cut by speed alone it were {in_bytes(first.short_bytes)} short of memory"
+        chosen, rejected = (_parts(job, cut) for cut in (best.found.cut, balanced))
+        decisions.append(Decision(f"{job.form.pipeline.path}.stages", chosen, rejected, reason))
+    return best
+
+
+def _parts(job: Staging, cut: Chunked) -> str:
+    """Of the work that every chunk has."""
+    flops = job.findings.order.flops
+    each = (flops[last] - flops[first] for first, last in pairwise(cut.places))
+    return ", ".join(f"{100 * part / (flops[-1] or 1.0):.0f}%" for part in each)
+
+
+def _considered(
+    job: Staging, batches: Batches, look: Look[_Resolved], decisions: Sequence[Decision]
+) -> Considered:
+    cut, decided, step = look.found.cut, look.found.decided, look.found.step
     refuse_memory(job, decided.memory)
-    kept = kept_on_hosts(job.form.keeper, lambda: _owned(job, cut), cluster, training)
-    step = simulated_step(job, decided)
+    assert step is not None
+    kept = kept_on_hosts(job.form.keeper, lambda: _owned(job, cut), job.cluster, job.training)
 
     def plan() -> Plan:
         explained = [*decisions, *cut.decisions, *_explained(job, cut.chunks, decided.recomputed)]
-        explained += offload_decisions(job.form.keeper, kept, cluster)
+        explained += offload_decisions(job.form.keeper, kept, job.cluster)
         return written(job, decided, step.prediction(), explained)
 
     def on(others: Cluster) -> Simulated:
@@ -67,7 +144,7 @@ def consider_nested(
         taken = ChunkTimes(there, cut.chunks, cut.axes, frozenset(decided.recomputed))
         return simulated_step(there, replace(decided, times=taken))
 
-    return Considered(step, plan, on)
+    return Considered(step, plan, on, look.work)
 
 
 def _owned(job: Staging, cut: Chunked) -> Sequence[float]:
@@ -124,7 +201,7 @@ def _decided(job: Staging, cut: Chunked, batches: Batches) -> Decided:
 def _in_memory(job: Staging, cut: Chunked, batches: Batches, recomputed: Set[int]) -> Decided:
     """With more in flight for what is on its way, or, where that does not fit, without."""
     found = _ordered(job, cut, batches, recomputed)
-    if any(found.transits) and not fits(job, found.memory):
+    if any(found.transits) and shortfall_bytes(job, found.memory) > 0:
         return _ordered(job, cut, batches, recomputed, in_transit=False)
     return found
 

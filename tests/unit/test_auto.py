@@ -110,9 +110,10 @@ def test_the_search_finds_what_trying_all_does(
             found_for(profile, devices, train)
         return
     found = found_for(profile, devices, train)
-    fastest = min(seconds for _, _, seconds in tried)
-    assert found.considered.step.spans.seconds == pytest.approx(fastest, rel=2e-9)
-    assert found.bound_s == found.considered.step.spans.seconds
+    fastest, step = min(seconds for _, _, seconds in tried), found.considered.step.spans.seconds
+    is_moved = "ends of its stages were moved" in found.decisions[0].reason
+    assert step < fastest if is_moved else step == pytest.approx(fastest, rel=2e-9)
+    assert found.bound_s == step
     again = found_for(profile, devices, train)
     assert (again.written, again.decisions) == (found.written, found.decisions)
     at_once = found_for(profile, devices, train, replace(AUTO, time_limit_s=0.0))

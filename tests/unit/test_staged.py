@@ -13,9 +13,10 @@ from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
 from whale_train.strategies.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.findings import Findings
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import resolve
+from whale_train.strategies.resolve import consider, resolve
 
 LINK = Link("link", 1e10, 1e-6)
 
@@ -115,10 +116,10 @@ def test_every_plan_is_whole(
 def test_faster_copies_and_faster_stages_take_more() -> None:
     plan = planned({"replicate": {"of": PIPELINE}}, cluster(3, 3, 1, 1), batch=16)
     assert [t.shares for t in plan.task_graphs] == [(12, 4), (12, 4)]
-    uneven = planned(PIPELINE, cluster(2, 1), model([1.0] * 6))
-    assert [t.flops for t in uneven.task_graphs] == [4.0, 2.0]
-    even = planned(PIPELINE, cluster(2, 1), model([1.0] * 6), balance="even")
-    assert [t.flops for t in even.task_graphs] == [3.0, 3.0]
+    uneven = planned(PIPELINE, cluster(2, 1), model([1e9] * 6))
+    assert [t.flops for t in uneven.task_graphs] == [4e9, 2e9]
+    even = planned(PIPELINE, cluster(2, 1), model([1e9] * 6), balance="even")
+    assert [t.flops for t in even.task_graphs] == [3e9, 3e9]
 
 
 def test_a_faster_member_holds_more_of_a_split() -> None:
@@ -153,7 +154,7 @@ def test_a_split_stage_of_nothing_but_a_tied_weight_is_refused() -> None:
 def test_a_split_stage_is_cut_where_it_has_something_to_shard() -> None:
     """By work alone the first stage would hold the first block and nothing else, whose weight is
     tied to the last one's."""
-    profile = model([9.0, 1.0, 1.0, 1.0], tied=True)
+    profile = model([9e9, 1e9, 1e9, 1e9], tied=True)
     plan = planned({"pipeline": {"stages": [SPLIT, SPLIT]}}, cluster(1, 1, 1, 1), profile)
     first, last = plan.task_graphs
     assert (first.modules, last.modules) == (
@@ -168,7 +169,7 @@ def test_a_split_stage_is_cut_where_it_has_something_to_shard() -> None:
 def test_recompute_is_chosen_where_activations_do_not_fit() -> None:
     profile = replace(model([1.0] * 8), activation_bytes=80e6)
     graph = {"pipeline": {"stages": [{"stage": {"recompute": "auto"}}, {"stage": {}}]}}
-    tight = planned(graph, cluster(1, 1, memory=150e6), profile)
+    tight = planned(graph, cluster(1, 1, memory=100e6), profile)
     roomy = planned(graph, cluster(1, 1), profile)
     assert tight.pipeline is not None
     assert roomy.pipeline is not None
@@ -227,7 +228,7 @@ def test_recompute_is_chosen_where_activations_do_not_fit() -> None:
             cluster(1, 1, memory=1e6),
             replace(model([1.0] * 6), activation_bytes=80e6),
             [
-                "strategy=mine needs 163 MB on rank 0 (gpu_1), 162 MB more than its 1.00 MB; use "
+                "strategy=mine needs 110 MB on rank 1 (gpu_1), 109 MB more than its 1.00 MB; use "
                 "more micro-batches, recompute: full, or a smaller train.global_batch"
             ],
         ),
@@ -262,7 +263,8 @@ def test_more_is_in_flight_where_memory_allows() -> None:
         inside, slow = Link("inside", 1e9, 1e-6), Link("slow", 1e6, 1e-5)
         devices = Cluster("mine", (Node((device,), inside),) * 2, slow)
         pipeline = {"stages": 2, "micro_batches": 8, "schedule": "1f1b"}
-        plan = resolve(strategy_of({"graph": {"pipeline": pipeline}}), devices, gpt(), training(64))
+        strategy = strategy_of({"graph": {"pipeline": pipeline}})
+        plan = consider(strategy, devices, Findings(gpt(), "fp32"), training(64)).plan()
         assert plan.pipeline is not None
         first = plan.ranks[0].memory_bytes.activations
         return plan.pipeline["copies"][0]["transits"], first
