@@ -24,7 +24,7 @@ from whale_train.launcher.resolve import resolve_request
 from whale_train.models.class_head import ClassHead
 from whale_train.runtime import worker
 from whale_train.runtime.assemble import assemble
-from whale_train.runtime.groups import make_groups
+from whale_train.runtime.groups import make_channels, make_groups
 from whale_train.runtime.seat import Seat
 from whale_train.runtime.trace import Trace
 from whale_train.runtime.train import Batches, Loop, Metrics
@@ -48,7 +48,7 @@ class Ours:
         trace: Trace | None = None,
     ) -> None:
         request = prepared.request
-        seat = Seat(rank, CPU, make_groups(plan, rank))
+        seat = Seat(rank, CPU, make_groups(plan, rank), make_channels(plan, rank, CPU))
         torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
         program = assemble(request, plan, prepared.module, prepared.graph, seat)
         batches = Batches(request, plan, prepared.dataset, rank, CPU)

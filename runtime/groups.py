@@ -4,6 +4,7 @@ A group is described by the plan's name for it (torch's `group_desc`, which NCCL
 `runtime/hangs.py` has what the plan says of a group.
 """
 
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout, _world
 
-from whale_train.runtime import paced_group, shared_memory
+from whale_train.runtime import paced_group, shared_memory, shared_messages
 from whale_train.runtime.hangs import group_name
 from whale_train.runtime.links import Links
 from whale_train.runtime.pace import Pace
 from whale_train.runtime.paced_group import PacedGroup
 from whale_train.runtime.shared_memory import SharedMemoryGroup
+from whale_train.runtime.shared_messages import SharedMessages
 from whale_train.strategies.plan import Plan
 
 # A rank that ends is noticed by its host; this only bounds a wait for one that hangs.
@@ -65,7 +67,7 @@ def make_groups(
     made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
     if dist.group.WORLD is not None:
         made[world, False] = dist.group.WORLD
-    homes = _homes(plan)
+    homes = _homes(plan) if _has_splits(plan) else []
     mine: dict[str, dist.ProcessGroup] = {}
     for name, lists in plan.groups.items():
         for ranks in lists:
@@ -80,13 +82,59 @@ def make_groups(
     return mine
 
 
+def make_channels(
+    plan: Plan, rank: int, device: torch.device, timeout: timedelta = TIMEOUT
+) -> dict[tuple[int, int, int], dist.ProcessGroup]:
+    """Groups of two for the messages of a pipeline that `rank` sends or receives, by (source rank,
+    target rank, channel). NCCL matches messages by their order: there is one for each edge and
+    direction between ranks that talk, as the order holds on each of them and not across. CPU ranks
+    that can share memory have one between any two; others' messages go through the world."""
+    if plan.pipeline is None:
+        return {}
+    found: dict[tuple[int, int, int], dist.ProcessGroup] = {}
+    pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+    homes = [] if device.type == "cuda" else _homes(plan)
+    for source, target, channel in _messages(plan):
+        if device.type == "cuda":
+            group = dist.new_group([source, target], timeout=timeout)
+        elif homes[source] == homes[target]:
+            ends = (min(source, target), max(source, target))
+            if ends not in pairs:
+                pairs[ends] = shared_messages.new_group(list(ends), timeout, "messages")
+            group = pairs[ends]
+        else:
+            continue
+        if rank in (source, target):
+            found[source, target, channel] = group
+    return found
+
+
+def _messages(plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """(source, target, channel) of all that ranks of a pipeline say to each other: an edge's values
+    and, the other way, their gradients."""
+    assert plan.pipeline is not None
+    for copy in plan.pipeline["copies"]:
+        for number, (start, end, _) in enumerate(plan.pipeline["edges"]):
+            talking = set(zip(copy["owners"][start], copy["owners"][end], strict=True))
+            for a, b in sorted(talking):
+                here, there = copy["positions"][a], copy["positions"][b]
+                width = max(len(here), len(there)) if a != b else 0
+                pairs = {(here[j % len(here)], there[j % len(there)]) for j in range(width)}
+                for source, target in sorted(pairs):
+                    yield source, target, 2 * number
+                    yield target, source, 2 * number + 1
+
+
 def _homes(plan: Plan) -> list[str]:
     """Whose memory each rank can share; none of two ranks are equal where nobody can."""
-    splits = any(_is_split(name, ranks) for name, lists in plan.groups.items() for ranks in lists)
     homes: list[str] = [str(rank) for rank in range(plan.world_size)]
-    if splits and dist.get_backend() == "gloo":
+    if dist.get_backend() == "gloo":
         dist.all_gather_object(homes, shared_memory.home() or homes[dist.get_rank()])
     return homes
+
+
+def _has_splits(plan: Plan) -> bool:
+    return any(_is_split(name, ranks) for name, lists in plan.groups.items() for ranks in lists)
 
 
 def _is_split(name: str, ranks: tuple[int, ...]) -> bool:
@@ -99,7 +147,7 @@ def limit_waits(timeout: timedelta) -> None:
     for group in _world.pg_map:
         if isinstance(group, PacedGroup):
             _set_pg_timeout(timeout, group.inner)
-        elif not isinstance(group, SharedMemoryGroup):  # only make_groups makes these
+        elif not isinstance(group, (SharedMemoryGroup, SharedMessages)):  # they have their limit
             _set_pg_timeout(timeout, group)
 
 

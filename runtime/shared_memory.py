@@ -152,7 +152,7 @@ class _Slots:
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._rank = rank
-        self._peers = _meet(store, rank, size, timeout)
+        self._peers = meet(store, rank, size, timeout)
         self._memory = _shared_memory(self._peers, rank, 2 * size * SLOT_BYTES)
         self._turn = 0
 
@@ -209,17 +209,23 @@ def _combine(combine: _Combine, parts: Tensor, out: Tensor) -> None:
         combine(out, part, out=out)
 
 
-def _meet(store: Store, rank: int, size: int, timeout: timedelta) -> dict[int, socket.socket]:
-    """A socket to every other member. A name that begins with a null is no file: it ends with its
-    socket."""
+def meet(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    kind: socket.SocketKind = socket.SOCK_STREAM,
+) -> dict[int, socket.socket]:
+    """A socket to every other member, by their ranks. A name that begins with a null is no file: it
+    ends with its socket."""
     peers: dict[int, socket.socket] = {}
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX, kind) as listener:
         listener.settimeout(timeout.total_seconds())
         listener.bind(f"\0whale-train {uuid4()}")
         listener.listen(size)
         store.set(str(rank), listener.getsockname())
         for member in range(rank):
-            peer = socket.socket(socket.AF_UNIX)
+            peer = socket.socket(socket.AF_UNIX, kind)
             peer.settimeout(timeout.total_seconds())
             peer.connect(store.get(str(member)))
             peer.sendall(rank.to_bytes(4, "big"))

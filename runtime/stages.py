@@ -119,7 +119,7 @@ def assemble_stages(
         seat.rank,
         chunks,
         loss,
-        Transport(seat.device, _channels(plan, seat)),
+        Transport(seat.device, seat.channels),
         counts,
         deferred,
     )
@@ -162,26 +162,3 @@ def _has_one_backward(plan: Plan, module: Segments, rank: int) -> bool:
     assert plan.pipeline is not None
     one_part = len(module.parts) == 1 and len(plan.pipeline["chunks"]) == 1
     return one_part and plan.ranks[rank].micro_batches == 1
-
-
-def _channels(plan: Plan, seat: Seat) -> dict[tuple[int, int, int], dist.ProcessGroup]:
-    """Groups of two for NCCL, which matches messages by their order: one for each edge and
-    direction between ranks that talk, as the order holds on each of them and not across."""
-    if seat.device.type != "cuda":
-        return {}
-    assert plan.pipeline is not None
-    found = {}
-    for copy in plan.pipeline["copies"]:
-        for number, (start, end, _) in enumerate(plan.pipeline["edges"]):
-            talking = set(zip(copy["owners"][start], copy["owners"][end], strict=True))
-            for a, b in sorted(talking):
-                here, there = copy["positions"][a], copy["positions"][b]
-                width = max(len(here), len(there)) if a != b else 0
-                pairs = {(here[j % len(here)], there[j % len(there)]) for j in range(width)}
-                for source, target in sorted(pairs):
-                    for backward in (False, True):
-                        group = dist.new_group([source, target])
-                        ends = (target, source) if backward else (source, target)
-                        if seat.rank in ends:
-                            found[(*ends, 2 * number + backward)] = group
-    return found

@@ -35,9 +35,9 @@ class Wire:
 
 
 class Transport:
-    """Point-to-point messages of this rank. Where messages are matched by order alone (NCCL),
-    `groups` has a group for each (source rank, target rank, channel): on one channel, values
-    arrive in the order they are sent."""
+    """Point-to-point messages of this rank: in `groups` by (source rank, target rank, channel), or
+    in that of all ranks. Where messages are matched by order alone (NCCL), every channel has its
+    own: values arrive in the order they are sent."""
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class Transport:
         group = self._groups.get((dist.get_rank(), target, wire.channel))
         work = dist.isend(tensor, target, group=group, tag=tag)
         assert work is not None
-        self._sent.append((work, tensor))  # the tensor must live until it has left
+        if not work.is_completed():
+            self._sent.append((work, tensor))  # the tensor must live until it has left
 
     def _post_receive(self, buffer: Tensor, source: int, wire: Wire, tag: int) -> dist.Work:
         group = self._groups.get((source, dist.get_rank(), wire.channel))

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from whale_train.config import Request
+from whale_train.runtime import shared_messages
 from whale_train.runtime.failure import CollectiveTimeout, is_timeout
 from whale_train.runtime.hangs import Wait, group_name, plan_path
 from whale_train.runtime.train import Loop
@@ -69,6 +70,8 @@ def _whom(frames: Sequence[FrameType], plan: Plan, rank: int) -> tuple[str, str,
     """
     ranks = tuple(range(plan.world_size))
     for frame in frames:
+        if frame.f_globals["__name__"] == shared_messages.__name__:
+            continue  # its group is of two ranks and has no name in the plan: see the Transport
         owner = frame.f_locals.get("self")
         if isinstance(owner, Transport) and isinstance(frame.f_locals.get("source"), int):
             return _between(plan, frame.f_locals["source"], rank)

@@ -19,7 +19,14 @@ from whale_train.models.export import export_model, with_constants
 from whale_train.models.loss import LossModule
 from whale_train.runtime.assemble import assemble
 from whale_train.runtime.calibrate import calibrate
-from whale_train.runtime.groups import file_rendezvous, join, leave, limit_waits, make_groups
+from whale_train.runtime.groups import (
+    file_rendezvous,
+    join,
+    leave,
+    limit_waits,
+    make_channels,
+    make_groups,
+)
 from whale_train.runtime.kernels import load_cpu_adam
 from whale_train.runtime.links import Links
 from whale_train.runtime.optimizers import make_optimizer
@@ -130,7 +137,9 @@ def train_as_planned(
     assert world_size == plan.world_size, (world_size, plan.world_size)
     timeout = timedelta(seconds=request.launcher.timeout_s)
     device, links = _joined(run_dir, rank, world_size, rendezvous, request)
-    seat = Seat(rank, device, make_groups(plan, rank, timeout))
+    seat = Seat(
+        rank, device, make_groups(plan, rank, timeout), make_channels(plan, rank, device, timeout)
+    )
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
     program = assemble(request, plan, prepared.module, prepared.graph, seat)

@@ -143,7 +143,7 @@ class Arranged:
                 pair = (here[a], there[b])
                 if pair not in known:
                     ends = [seated.positions[copy][position][0] for position in pair]
-                    known[pair] = group_link(self.cluster, ends, crowd)
+                    known[pair] = group_link(self.cluster, ends, crowd, by_memory=True)
                 links[a, b] = known[pair]
             yield Hop(sent, links)
 

@@ -24,8 +24,8 @@ Kernels = Mapping[str, Mapping[str, Kernel]]  # by precision and kind
 @dataclass(frozen=True)
 class Calibration:
     """`device` is the catalogue's name; `threads` those of a process that is one (0: a GPU),
-    `ranks` how many measured at once. `link` joins them, `shared_memory` those of a shard group;
-    None where one rank alone measured."""
+    `ranks` how many measured at once. `link` joins them, `shared_memory` those of a shard
+    group, and stages; None where one rank alone measured."""
 
     device: str
     threads: int

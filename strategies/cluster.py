@@ -95,7 +95,8 @@ class Node:
 class Cluster:
     """All nodes of an inventory, and the network that joins them. Where its devices are processes
     of one host, `processors` are what they share to compute on, and `shared_memory` joins those of
-    a shard group; `fewer` are so many of them alone, where each then has other threads."""
+    a shard group, and stages; `fewer` are so many of them alone, where each then has other
+    threads."""
 
     name: str
     nodes: tuple[Node, ...]

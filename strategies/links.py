@@ -29,12 +29,13 @@ def crowd_of(cluster: Cluster, groups: Iterable[Sequence[int]]) -> Crowd:
 
 
 def group_link(
-    cluster: Cluster, ranks: Sequence[int], crowd: Crowd | None = None, is_split: bool = False
+    cluster: Cluster, ranks: Sequence[int], crowd: Crowd | None = None, by_memory: bool = False
 ) -> Link:
     """What a ring over `ranks` waits for: the network where it leaves a node, else the node's own
-    link. `is_split`: they are a shard group, which goes through shared memory where it can."""
+    link. `by_memory`: through shared memory where that can be, as shard groups go and messages of
+    a pipeline."""
     nodes = {cluster.node_of[rank] for rank in ranks}
-    if len(nodes) == 1 and is_split and cluster.shared_memory is not None:
+    if len(nodes) == 1 and by_memory and cluster.shared_memory is not None:
         return cluster.shared_memory
     links = [cluster.nodes[node].link for node in nodes]
     if len(nodes) > 1:

@@ -200,7 +200,7 @@ class Segments:
         if len(names) < 2 or len([n for n in self._blocks if n == self._blocks[number]]) > 1:
             return Times()  # no repetition, or a block in several segments
         first = self.cluster.devices.index(device)
-        link = group_link(self.cluster, range(first, first + shards), is_split=True)
+        link = group_link(self.cluster, range(first, first + shards), by_memory=True)
         one, two = (
             cast_times(
                 self.findings.graph,

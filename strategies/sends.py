@@ -21,7 +21,7 @@ class Sends:
         """From one position to another."""
         seats = self._job.seats.positions[copy]
         ends = [seats[position][0] for position in positions]
-        return group_link(self._job.cluster, ends, self._senders)
+        return group_link(self._job.cluster, ends, self._senders, by_memory=True)
 
     def num_bytes(self, sender: int, receiver: int, samples: int) -> float:
         """Of a micro-batch, from one chunk to another: of values, or, to an earlier chunk, of the

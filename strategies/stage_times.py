@@ -31,7 +31,7 @@ class ChunkTimes:
     def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:
         """(all, and the part of it that is transfers) of a micro-batch of chunk `number`."""
         ranks = self.job.seats.positions[copy][position]
-        link = group_link(self.job.cluster, ranks, is_split=True)
+        link = group_link(self.job.cluster, ranks, by_memory=True)
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
         chunk = self.chunks[number]
         again, cut = chunk.stage in self.recomputed, tuple(self.axes[x] for x in chunk.axes)

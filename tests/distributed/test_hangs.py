@@ -89,7 +89,7 @@ IN_COPIES = STAGES.replace("graph.pipeline", "graph.replicate.of.pipeline")
             "strategy.graph.pipeline.stages[1].stage to strategy.graph.pipeline.stages[0].stage",
         ),
         (
-            ["strategy=3d", IN_COPIES],
+            ["strategy=3d", IN_COPIES, "strategy.balance=even"],
             *(4, 3, (1, 2), ["stage_1 to stage_0", "stage_1.data_parallel"]),
             "strategy.graph.replicate.of.pipeline.stages[1].stage",
         ),

@@ -164,6 +164,6 @@ def test_a_shard_group_of_one_host_shares_memory() -> None:
     memory = Link("memory", 1e10, 1e-5)
     nodes = (Node((DEVICE,) * 2, LINK),) * 2
     cluster = Cluster("two", nodes, NETWORK, shared_memory=memory)
-    assert group_link(cluster, (0, 1), is_split=True) == memory
+    assert group_link(cluster, (0, 1), by_memory=True) == memory
     assert group_link(cluster, (0, 1)) == LINK
-    assert group_link(cluster, (0, 2), is_split=True) == NETWORK
+    assert group_link(cluster, (0, 2), by_memory=True) == NETWORK
