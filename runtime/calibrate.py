@@ -16,7 +16,6 @@ from statistics import median
 import torch
 from torch import distributed as dist
 
-from whale_train.runtime import shared_memory
 from whale_train.runtime.block_probes import BLOCKS, SMALLEST, Block, run_block
 from whale_train.runtime.clock import agreed, now, undisturbed
 from whale_train.runtime.engine import autocast
@@ -24,6 +23,7 @@ from whale_train.runtime.norms import total_norm
 from whale_train.runtime.optimizers import MakeOptimizer
 from whale_train.runtime.partition_probes import partition_kernels
 from whale_train.runtime.probes import Measured, Probe, probes
+from whale_train.runtime.shared_memory import SharedMemoryGroup, home
 from whale_train.strategies.cluster import Kernel, Link, Roofline
 from whale_train.strategies.work import BY_FLOPS, Kind
 
@@ -88,10 +88,10 @@ def _shared_memory_group() -> dist.ProcessGroup | None:
     """As shard groups have it, where all ranks can share memory."""
     ranks = dist.get_world_size()
     homes: list[str | None] = [None] * ranks
-    dist.all_gather_object(homes, shared_memory.home())
+    dist.all_gather_object(homes, home())
     if ranks == 1 or dist.get_backend() != "gloo" or homes[0] is None or len(set(homes)) > 1:
         return None
-    return shared_memory.new_group(list(range(ranks)), timedelta(minutes=5), "calibrate")
+    return SharedMemoryGroup.new(list(range(ranks)), timedelta(minutes=5), "calibrate")
 
 
 def _median_link(links: Sequence[Link]) -> Link | None:

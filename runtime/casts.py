@@ -35,7 +35,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from whale_train.runtime import shared_memory
+from whale_train.runtime.shared_memory import SharedMemoryGroup
 
 
 @dataclass(frozen=True)
@@ -301,4 +301,4 @@ def _scatters_well(group: dist.ProcessGroup) -> bool:
     It moves half the bytes of an all-reduce, but gloo's took about 2.6 times as long as its
     all-reduce on large tensors (torch 2.13, two processes of one host).
     """
-    return dist.get_backend(group) in ("nccl", shared_memory.BACKEND)
+    return dist.get_backend(group) in ("nccl", SharedMemoryGroup.BACKEND)

@@ -12,12 +12,12 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout, _world
 
-from whale_train.runtime import paced_group, shared_memory, shared_messages
+from whale_train.runtime import paced_group
 from whale_train.runtime.hangs import group_name
 from whale_train.runtime.links import Links
 from whale_train.runtime.pace import Pace
 from whale_train.runtime.paced_group import PacedGroup
-from whale_train.runtime.shared_memory import SharedMemoryGroup
+from whale_train.runtime.shared_memory import SharedMemoryGroup, home
 from whale_train.runtime.shared_messages import SharedMessages
 from whale_train.strategies.plan import Plan
 
@@ -73,7 +73,7 @@ def make_groups(
         for ranks in lists:
             shared = _is_split(name, ranks) and len({homes[member] for member in ranks}) == 1
             if (ranks, shared) not in made:
-                new_group = shared_memory.new_group if shared else dist.new_group
+                new_group = SharedMemoryGroup.new if shared else dist.new_group
                 description = group_name(plan, ranks)
                 group = new_group(list(ranks), timeout=timeout, group_desc=description)
                 made[ranks, shared] = group
@@ -100,7 +100,7 @@ def make_channels(
         elif homes[source] == homes[target]:
             ends = (min(source, target), max(source, target))
             if ends not in pairs:
-                pairs[ends] = shared_messages.new_group(list(ends), timeout, "messages")
+                pairs[ends] = SharedMessages.new(list(ends), timeout, "messages")
             group = pairs[ends]
         else:
             continue
@@ -129,7 +129,7 @@ def _homes(plan: Plan) -> list[str]:
     """Whose memory each rank can share; none of two ranks are equal where nobody can."""
     homes: list[str] = [str(rank) for rank in range(plan.world_size)]
     if dist.get_backend() == "gloo":
-        dist.all_gather_object(homes, shared_memory.home() or homes[dist.get_rank()])
+        dist.all_gather_object(homes, home() or homes[dist.get_rank()])
     return homes
 
 

@@ -1,13 +1,29 @@
 """What torch.distributed wants of a process group that is written in Python."""
 
+from datetime import timedelta
+from typing import ClassVar
+
 from torch import distributed as dist
 
 
 class NamedGroup(dist.ProcessGroup):
-    """One that keeps its name: torch keeps it only of those written in C++ (2.13)."""
+    """One that keeps its name: torch keeps it only of those written in C++ (2.13). `BACKEND` is
+    what torch is told to call its kind."""
+
+    BACKEND: ClassVar[str]
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stubs know one constructor
+
+    @classmethod
+    def new(cls, ranks: list[int], timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
+        """As `dist.new_group`, of CPU ranks. Every rank of the job calls it."""
+        if cls.BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(cls.BACKEND, cls, devices=["cpu"])
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=timeout, backend=cls.BACKEND, group_desc=group_desc
+        )
+        return group
 
     def _set_group_name(self, name: str) -> None:
         self._name = name

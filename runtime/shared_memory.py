@@ -29,7 +29,6 @@ from whale_train.runtime.named_group import NamedGroup
 # caches, and the memory shared does not grow with the model.
 SLOT_BYTES = 1 << 20
 
-BACKEND = "shared_memory"
 _Combine = Callable[..., Tensor]
 _Take = Callable[[Tensor, int], None]
 
@@ -43,19 +42,11 @@ def home() -> str | None:
     return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
 
 
-def new_group(ranks: list[int], timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
-    """As `dist.new_group`, for ranks of one home. Every rank of the job calls it."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, SharedMemoryGroup, devices=["cpu"])
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=timeout, backend=BACKEND, group_desc=group_desc
-    )
-    return group
-
-
 class SharedMemoryGroup(NamedGroup):
     """The collectives. Sums are made in the order of the members, so that all have the same bits;
     one that was begun is done by its `wait`, or by the next one's beginning."""
+
+    BACKEND = "shared_memory"
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)

@@ -27,25 +27,16 @@ from torch.distributed.distributed_c10d import Store
 from whale_train.runtime.named_group import NamedGroup
 from whale_train.runtime.shared_memory import meet
 
-BACKEND = "shared_messages"
 _RECORD = struct.Struct("=Bqqq")  # what it says, tag, slot, bytes
 _VALUE, _NEW_SLOT, _FREE = range(3)
 _PAGE = 4096
 
 
-def new_group(ranks: list[int], timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
-    """As `dist.new_group`, for two ranks of one home. Every rank of the job calls it."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, SharedMessages, devices=["cpu"])
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=timeout, backend=BACKEND, group_desc=group_desc
-    )
-    return group
-
-
 class SharedMessages(NamedGroup):
     """Two ranks that send each other tensors, told apart by their tags. A send never waits for the
     other side to receive; of a receive, `wait` does."""
+
+    BACKEND = "shared_messages"
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)

@@ -130,13 +130,13 @@ MODEL = (
     Case(
         "memory_all",
         f"model.width=32768 model.depth=8 model.heads=64 {ON_P100}",
-        "strategy=dp needs {any} GB on rank 0 (p100_pcie_16gb) for one sample, {any} GB more "
+        "strategy=dp needs {any} TB on rank 0 (p100_pcie_16gb) for one sample, {any} TB more "
         "than its 16.0 GB; no ZeRO stage makes it fit: use more devices or a smaller model",
     ),
     Case(
         "batch_too_large",
         f"train.global_batch=1000000 {ON_P100}",
-        "train.global_batch=1000000 is {any} samples ({any} GB) more than the memory of "
+        "train.global_batch=1000000 is {any} samples ({any} TB) more than the memory of "
         "hardware=v100_p100_mix holds under strategy=dp; use at most {any}, or more ZeRO",
     ),
 )

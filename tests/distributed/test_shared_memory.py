@@ -10,17 +10,18 @@ from tests.distributed.harness import RankError, run_ranks
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.runtime import casts, shared_memory
+from whale_train.runtime import casts
 from whale_train.runtime.casts import ShardGroup
+from whale_train.runtime.shared_memory import SLOT_BYTES, SharedMemoryGroup
 
 # Elements of fp32: nothing, less than a slot, exactly one, several and a part of one.
-LENGTHS = [0, 5, shared_memory.SLOT_BYTES // 4, 3 * shared_memory.SLOT_BYTES // 4 + 7]
+LENGTHS = [0, 5, SLOT_BYTES // 4, 3 * SLOT_BYTES // 4 + 7]
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
 
 def group_of_all(timeout_s: float = 60.0) -> dist.ProcessGroup:
     ranks = list(range(dist.get_world_size()))
-    return shared_memory.new_group(ranks, timedelta(seconds=timeout_s), "all")
+    return SharedMemoryGroup.new(ranks, timedelta(seconds=timeout_s), "all")
 
 
 def given(rank: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,14 +9,14 @@ from tests.distributed.harness import run_ranks
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.runtime import shared_messages
+from whale_train.runtime.shared_messages import SharedMessages
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
 SHAPES = [(), (1,), (0, 3), (7, 5), (3, 400, 500)]
 
 
 def group_of_two(timeout_s: float = 60.0) -> dist.ProcessGroup:
-    return shared_messages.new_group([0, 1], timedelta(seconds=timeout_s), "two")
+    return SharedMessages.new([0, 1], timedelta(seconds=timeout_s), "two")
 
 
 def given(number: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
