@@ -14,10 +14,10 @@ import mmap
 import os
 import socket
 import struct
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
-from select import select
+from select import POLLIN, POLLOUT, poll
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ _PAGE = 4096
 
 
 class SharedMessages(NamedGroup):
-    """Two ranks that send each other tensors, told apart by their tags. A send never waits for the
-    other side to receive; of a receive, `wait` does."""
+    """Two ranks that send each other tensors, told apart by their tags. A send does not wait for
+    the other side to receive, unless its queue is full; of a receive, `wait` does."""
 
     BACKEND = "shared_messages"
 
@@ -45,7 +45,8 @@ class SharedMessages(NamedGroup):
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # of these, by size
         self._theirs: dict[int, Tensor] = {}
         self._read: list[int] = []  # of these, what the other side has not been told of
-        self._come: dict[int, tuple[int, int]] = {}  # (slot, bytes) of what has come, by tag
+        # (slot, bytes) of what has come, by tag: in the order it came, of one tag as well.
+        self._come: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
@@ -64,9 +65,9 @@ class SharedMessages(NamedGroup):
 
         Raises RuntimeError after the group's time limit, ConnectionError if the other has ended.
         """
-        while tag not in self._come:
+        while not self._come[tag]:
             self._hear()
-        slot, count = self._come.pop(tag)
+        slot, count = self._come[tag].popleft()
         assert count == tensor.numel() * tensor.element_size(), (count, tensor.shape)
         tensor.view(-1).view(torch.uint8)[:] = self._theirs[slot][:count]
         self._read.append(slot)
@@ -78,14 +79,14 @@ class SharedMessages(NamedGroup):
     def _give_back(self) -> None:
         """The slots that were read, as far as the other side's queue has room: it may be done with
         its messages, and wait elsewhere for this one."""
-        while self._read and self._listens():
+        while self._read and self._is_ready(POLLOUT):
             self._say(_FREE, 0, self._read.pop(), 0)
 
     def _slot(self, num_bytes: int) -> int:
         """One that is free and has room; a new one where there is none."""
         self._give_back()
         size = max(_PAGE, 1 << (num_bytes - 1).bit_length()) if num_bytes else _PAGE
-        while not self._free[size] and select([self._peer], [], [], 0)[0]:
+        while not self._free[size] and self._is_ready(POLLIN):
             self._hear()
         if self._free[size]:
             return self._free[size].pop()
@@ -100,17 +101,18 @@ class SharedMessages(NamedGroup):
         """Without waiting for the other side to listen: while its queue is full, this one hears
         what it says."""
         record = _RECORD.pack(what, tag, slot, num_bytes)
-        while not self._listens():
-            heard, listens, _ = select([self._peer], [self._peer], [], self._peer.gettimeout())
-            if heard:
-                self._hear()
-            elif not listens:
+        while not self._is_ready(POLLOUT):
+            if not self._is_ready(POLLIN | POLLOUT, self._peer.gettimeout()):
                 raise self._late()
+            if self._is_ready(POLLIN):
+                self._hear()
         socket.send_fds(self._peer, [record], list(files))
 
-    def _listens(self) -> bool:
-        """Whether the other side's queue has room."""
-        return bool(select([], [self._peer], [], 0)[1])
+    def _is_ready(self, event: int, within_s: float | None = 0.0) -> bool:
+        """Whether there is something to hear (POLLIN), or room to say something (POLLOUT)."""
+        look = poll()
+        look.register(self._peer, event)
+        return bool(look.poll(None if within_s is None else 1e3 * within_s))
 
     def _hear(self) -> None:
         """One record, when it has come."""
@@ -122,7 +124,7 @@ class SharedMessages(NamedGroup):
             raise ConnectionResetError(f"connection closed by peer, member {1 - self.rank()}")
         what, tag, slot, num_bytes = _RECORD.unpack(record)
         if what == _VALUE:
-            self._come[tag] = slot, num_bytes
+            self._come[tag].append((slot, num_bytes))
         elif what == _FREE:
             self._free[self._mine[slot].numel()].append(slot)
         else:

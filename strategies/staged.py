@@ -109,11 +109,12 @@ def _moved(
             return None
 
     places, best = move_ends(balanced.places, first, look, _MOVING)
-    if places != balanced.places and job.form.pipeline is not None:
+    if places != balanced.places:
+        assert job.form.pipeline is not None
         reason = f"{in_seconds(best.seconds)} a step, simulated, and {in_seconds(first.seconds)} "
         reason += "if the slowest stage were done first"
         if first.short_bytes > 0:
-            reason = f"cut by speed alone it were {in_bytes(first.short_bytes)} short of memory"
+            reason = f"by speed alone, memory is {in_bytes(first.short_bytes)} short"
         chosen, rejected = (_parts(job, cut) for cut in (best.found.cut, balanced))
         decisions.append(Decision(f"{job.form.pipeline.path}.stages", chosen, rejected, reason))
     return best

@@ -73,6 +73,26 @@ def test_nobody_waits_to_send_and_slots_are_used_again(count: int, rounds: int) 
         assert slots <= count if count < COUNT else slots < rounds * count
 
 
+def of_one_tag() -> list[float]:
+    group, rank = group_of_two(), dist.get_rank()
+    if rank == 0:
+        for number in range(5):
+            dist.isend(torch.tensor([float(number)]), 1, group=group, tag=7)
+    found = []
+    for _ in range(5 * rank):
+        value = torch.empty(1)
+        work = dist.irecv(value, 0, group=group, tag=7)
+        assert work is not None
+        work.wait()
+        found.append(value.item())
+    dist.barrier()
+    return found
+
+
+def test_messages_of_one_tag_keep_their_order() -> None:
+    assert run_ranks(of_one_tag, 2)[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 def changed_after() -> Tensor:
     """What was sent is what it was then."""
     group, rank = group_of_two(), dist.get_rank()

@@ -134,7 +134,7 @@ def test_a_stage_has_less_where_its_device_has_no_room_for_more() -> None:
     assert stages_of(plan) == [4, 2]
     assert plan.ranks[1].memory_bytes.total <= small.memory_bytes
     (decision,) = [each for each in plan.decisions if each.key == "strategy.graph.pipeline.stages"]
-    assert decision.reason == "cut by speed alone it were 1 B short of memory"
+    assert decision.reason == "by speed alone, memory is 1 B short"
 
 
 @pytest.mark.parametrize(
