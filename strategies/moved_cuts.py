@@ -34,8 +34,8 @@ def move_ends(
 ) -> tuple[Cut, Look[T]]:
     """The cut that no move of one end makes better, from `cut`, of which comes `first`, and what
     comes of it. `look` gives None for what cannot be cut so. A cut is better that is short of less
-    memory, or, short of none, takes less time by a thousandth. No more looks once they have taken
-    `work` together, which the answer says; that is the same every time."""
+    memory, or, short of none, takes less time by a thousandth. Looks take no more than `work`
+    together, each taken for the first; the answer, which says how much, is the same every time."""
     best, looked, done = first, {cut}, first.work
     while True:
         before = cut
@@ -43,7 +43,7 @@ def move_ends(
             other = (*cut[:end], cut[end] + far, *cut[end + 1 :])
             if other in looked or not cut[end - 1] < other[end] < cut[end + 1]:
                 continue
-            if done >= work:
+            if done + first.work > work:
                 return cut, replace(best, work=done)
             looked.add(other)
             found = look(other)
