@@ -72,20 +72,23 @@ def consider_nested(
 
 @dataclass(frozen=True)
 class _Resolved:
-    """What a cut comes to; no step where that does not fit."""
+    """What a cut comes to, and the bytes `kept` on hosts; no step where that does not fit."""
 
     cut: Chunked
     decided: Decided
     step: Simulated | None
+    kept: Sequence[float]
 
 
 def _look(job: Staging, cut: Chunked, batches: Batches) -> Look[_Resolved]:
     decided = _decided(job, cut, batches)
     short = shortfall_bytes(job, decided.memory)
-    step = simulated_step(job, decided) if short <= 0 else None
-    tasks = len(step.spans.tasks) if step else 0
-    seconds = step.spans.seconds if step else inf
-    return Look(_Resolved(cut, decided, step), short, seconds, tasks + len(job.cluster.devices))
+    ranks = len(job.cluster.devices)
+    if short > 0:
+        return Look(_Resolved(cut, decided, None, ()), short, inf, ranks)
+    kept = kept_on_hosts(job.form.keeper, lambda: _owned(job, cut), job.cluster, job.training)
+    spans = (step := simulated_step(job, decided)).spans
+    return Look(_Resolved(cut, decided, step, kept), short, spans.seconds, len(spans.tasks) + ranks)
 
 
 def _may_move(job: Staging) -> bool:
@@ -133,11 +136,10 @@ def _considered(
     cut, decided, step = look.found.cut, look.found.decided, look.found.step
     refuse_memory(job, decided.memory)
     assert step is not None
-    kept = kept_on_hosts(job.form.keeper, lambda: _owned(job, cut), job.cluster, job.training)
 
     def plan() -> Plan:
         explained = [*decisions, *cut.decisions, *_explained(job, cut.chunks, decided.recomputed)]
-        explained += offload_decisions(job.form.keeper, kept, job.cluster)
+        explained += offload_decisions(job.form.keeper, look.found.kept, job.cluster)
         return written(job, decided, step.prediction(), explained)
 
     def on(others: Cluster) -> Simulated:

@@ -14,12 +14,13 @@ from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
 from whale_train.quantities import in_seconds
-from whale_train.strategies.cluster import Cluster, Device, Node
+from whale_train.strategies.cluster import Cluster, Device, Host, HostShare, Node
 from whale_train.strategies.considered import Considered
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.moved_cuts import Cut, Look, move_ends
+from whale_train.strategies.offloading import host_bytes
 from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import consider
+from whale_train.strategies.resolve import consider, resolve
 
 PLACES = 12
 NEIGHBOURS = (-2, -1, 1, 2)
@@ -149,3 +150,28 @@ def test_what_the_strategy_says_stays(keys: dict[str, Any], stages: list[int]) -
     strategy = {"graph": PIPELINE, **keys}
     plan = planned(strategy.pop("graph"), UNLIKE, PROFILE, **strategy)
     assert stages_of(plan) == stages
+
+
+def test_a_stage_has_no_more_than_its_host_has_room_for() -> None:
+    stages = [{"stage": {"device": name}} for name in ("narrow", "wide")]
+    pipeline = {"pipeline": {"micro_batches": 8, "stages": stages}}
+    keeping = {"degree": 2, "zero": 1, "offload": {"optimizer": "cpu"}}
+    graph = {"replicate": {**keeping, "of": pipeline}}
+    train = training(32)
+    block = 64 * host_bytes(1, ("optimizer",), train)
+
+    def planned_on(blocks: float) -> Plan:
+        """With room on the host of the wide devices for so many blocks."""
+        nodes = []
+        for device, room in ((NARROW, 6.0), (WIDE, blocks)):
+            host = Host("host", room * block, 1e11, LINK)
+            share = HostShare(host.memory_bandwidth_bytes_s / 2, LINK.bandwidth_bytes_s)
+            nodes.append(Node((replace(device, host=share),) * 2, LINK, host=host))
+        return resolve(
+            strategy_of({"graph": graph}), Cluster("mine", tuple(nodes), LINK), PROFILE, train
+        )
+
+    assert stages_of(planned_on(6.0)) == [2, 4]
+    assert stages_of(planned_on(3.0)) == [3, 3]
+    with pytest.raises(PlanError):
+        planned_on(1.0)
