@@ -8,39 +8,44 @@ its size then that another module has just left. What a plan counts anyway, by t
 update's roofline, is taken off.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 from whale_train.runtime.clock import agreed, now, undisturbed
 from whale_train.runtime.deepspeed_engine import DeepSpeedEngine
-from whale_train.runtime.engine import Copies, autocast
+from whale_train.runtime.engine import Copies
+from whale_train.runtime.optimizers import make_optimizer
+from whale_train.runtime.torch_engine import TorchEngine
 from whale_train.strategies.cluster import Kernel, Link, Roofline
 from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
 from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.links import all_reduce_time_s, gather_time_s
 from whale_train.strategies.work import Kind
 
-# The widths of what each module reads and the last one makes; and of a batch's rows.
+_Point = tuple[int, float, float]  # overheads, bytes, and the seconds they took
+# The widths of what each module reads and the last one makes; and of a batch's rows, few beside
+# whose parameters, as what they compute is no part of what is looked for.
 _SMALL = (8,) * 49, 8
-_LARGE = (384, *(1536, 384, 384) * 6), 512
-_STEPS, _WARM_UP = 5, 2
+_LARGE = (384, *(1536, 384, 384) * 6), 128
+_STEPS, _WARM_UP = 7, 2
 _LEAST_S = 1e-9  # where what is counted anyway is more than all that was measured
 _UNBOUND = 1e30  # a rate whose limit nothing reached
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """Seconds of a step of modules with parameters of `num_bytes` in fp32, those of the same
-    modules without an engine taken off."""
+    """Seconds of a step's parts, of `modules` with parameters of `num_bytes` in fp32."""
 
+    modules: int
     num_bytes: float
     forward_s: float
-    rest_s: float
+    backward_s: float
+    update_s: float
 
 
 def partition_kernels(
@@ -50,35 +55,29 @@ def partition_kernels(
     step and the bytes of all gradients; of Kind.GATHER an overhead a module and the bytes of its
     parameters, in the forward and in the backward. `update` is an optimizer's roofline."""
     ranks = dist.get_world_size()
-
-    def kernel(
-        stage: int, moves: Callable[[float], tuple[float, float]], count: Callable[[int], int]
-    ) -> Kernel:
-        """`moves` says what sending so many bytes takes, in the forward and after it; `count` how
-        many overheads there are of so many modules."""
-        forward, rest = [], []
-        for widths, rows in (_SMALL, _LARGE):
-            found = _measured(stage, widths, rows, device, precision)
-            modules, moved = len(widths) - 1, moves(found.num_bytes)
-            updated = update.seconds(0.0, 4 * found.num_bytes / ranks)  # SGD has no states
-            point = (count(modules), found.num_bytes)
-            forward.append((*point, found.forward_s - moved[0]))
-            rest.append((*point, found.rest_s - moved[1] - updated))
-        return Kernel(through(forward), through(rest))
-
-    def gathered(num_bytes: float) -> float:
-        return gather_time_s(num_bytes, ranks, link)
-
-    partition = kernel(
-        1, lambda size: (0.0, all_reduce_time_s(size, ranks, link) + gathered(size)), lambda _: 1
-    )
-    gather = kernel(3, lambda size: (gathered(size), 2 * gathered(size)), lambda modules: modules)
-    return {Kind.PARTITION: Kernel(partition.backward, partition.backward), Kind.GATHER: gather}
+    partition, forward, backward = list[_Point](), list[_Point](), list[_Point]()
+    for widths, rows in (_SMALL, _LARGE):
+        # The modules alone first: what they leave free later would be room for the engine.
+        alone = _measured(0, widths, rows, device, precision)
+        modules, size = alone.modules, alone.num_bytes
+        gathered = gather_time_s(size, ranks, link)
+        updated = update.seconds(0.0, 4 * size / ranks)  # SGD has no states
+        # Under stage 1 all that is sent is sent after the backward.
+        after = _measured(1, widths, rows, device, precision).update_s - updated
+        partition.append((1, size, after - all_reduce_time_s(size, ranks, link) - gathered))
+        stops = _measured(3, widths, rows, device, precision)
+        after = stops.backward_s - alone.backward_s + stops.update_s - updated
+        forward.append((modules, size, stops.forward_s - alone.forward_s - gathered))
+        backward.append((modules, size, after - 2 * gathered))
+    whole = through(partition)
+    return {
+        Kind.PARTITION: Kernel(whole, whole),
+        Kind.GATHER: Kernel(through(forward), through(backward)),
+    }
 
 
-def through(points: Sequence[tuple[int, float, float]]) -> Roofline:
-    """The roofline through (overheads, bytes, seconds) of two runs, of which the first has hardly
-    any bytes."""
+def through(points: Sequence[_Point]) -> Roofline:
+    """The roofline through two, of which the first has hardly any bytes."""
     (first, _, small_s), (count, num_bytes, large_s) = points
     overhead = max(small_s, _LEAST_S) / first
     left = large_s - count * overhead
@@ -88,58 +87,37 @@ def through(points: Sequence[tuple[int, float, float]]) -> Roofline:
 def _measured(
     stage: int, widths: Sequence[int], rows: int, device: torch.device, precision: str
 ) -> _Measured:
-    """An engine of that stage, and its modules alone, one after the other: what those leave free
-    would be room for the engine. Like most, each module has a weight and a bias."""
-    value = torch.randn(rows, widths[0], device=device)
-    plain = _stack(widths, device)
-
-    def forward(read: Tensor) -> Tensor:
-        with autocast(precision, device):
-            made: Tensor = plain(read)
-        return made
-
-    def backward(result: Tensor) -> None:
-        torch.autograd.backward([result], [torch.ones_like(result)])
-        plain.zero_grad(set_to_none=True)
-
-    alone = _steps(forward, value, backward, device)
-    owned = _stack(widths, device)
+    """Steps of an engine of that stage, at 0 of the modules alone. Like most, each module has a
+    weight and a bias."""
+    owned = nn.Sequential(*(nn.Linear(*each, device=device) for each in pairwise(widths)))
     size = 4.0 * sum(parameter.numel() for parameter in owned.parameters())
-    optimizer = deepspeed_optimizer("sgd", {"lr": 1e-3}, offloaded=False)
-    node, on_cpu = Replicate("", zero=stage), device.type == "cpu"
-    config = deepspeed_config(node, rows, precision, 0.0, optimizer, on_cpu)
-    assert config is not None
-    engine = DeepSpeedEngine(owned, Copies(dist.group.WORLD), config, device, precision)
-
-    def backward_and_update(result: Tensor) -> None:
-        engine.backward([result], [torch.ones_like(result)])
-        engine.finish_backward()
-        engine.step(lambda norm: norm)
-
-    beside = _steps(engine, value, backward_and_update, device)
-    return _Measured(size, beside[0] - alone[0], beside[1] - alone[1])
-
-
-def _steps(
-    forward: Callable[[Tensor], Tensor],
-    value: Tensor,
-    after: Callable[[Tensor], None],
-    device: torch.device,
-) -> tuple[float, float]:
-    """Seconds of a forward, and of what comes `after` it, as all ranks have them."""
-    taken = list[tuple[float, float]]()
+    engine = _engine(stage, owned, rows, device, precision)
+    value, taken = torch.randn(rows, widths[0], device=device), list[tuple[float, ...]]()
     for _ in range(_WARM_UP + _STEPS):
         dist.barrier()
         started = now(device)
-        result = forward(value)
-        between = now(device)
-        after(result)
-        taken.append((between - started, now(device) - between))
-    first, second = (
-        agreed(undisturbed(each[part] for each in taken[_WARM_UP:])) for part in range(2)
-    )
-    return first, second
+        result = engine(value)
+        forward = now(device)
+        engine.backward([result], [torch.ones_like(result)])
+        backward = now(device)
+        if isinstance(engine, DeepSpeedEngine):
+            engine.finish_backward()
+            engine.step(lambda norm: norm)
+        taken.append((forward - started, backward - forward, now(device) - backward))
+        owned.zero_grad(set_to_none=True)
+    parts = (undisturbed(part) for part in zip(*taken[_WARM_UP:], strict=True))
+    return _Measured(len(widths) - 1, size, *(agreed(part) for part in parts))
 
 
-def _stack(widths: Sequence[int], device: torch.device) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(read, made, device=device) for read, made in pairwise(widths)))
+def _engine(
+    stage: int, owned: nn.Module, rows: int, device: torch.device, precision: str
+) -> TorchEngine | DeepSpeedEngine:
+    """Its learning rate is 0: where gradients have grown beyond numbers, DeepSpeed leaves out the
+    update and all that follows it."""
+    optimizer = deepspeed_optimizer("sgd", {"lr": 0.0}, offloaded=False)
+    on_cpu = device.type == "cpu"
+    config = deepspeed_config(Replicate("", zero=stage), rows, precision, 0.0, optimizer, on_cpu)
+    if config is not None:
+        return DeepSpeedEngine(owned, Copies(dist.group.WORLD), config, device, precision)
+    make = make_optimizer("sgd", {"lr": 0.0})
+    return TorchEngine(owned, Copies(None), make, precision, device, may_skip_parameters=False)

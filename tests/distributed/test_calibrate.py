@@ -13,11 +13,12 @@ from tests.distributed.harness import run_ranks
 from torch import distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from whale_train.runtime import block_probes
+from whale_train.runtime import block_probes, partition_probes
 from whale_train.runtime import calibrate as calibrating
 from whale_train.runtime.block_probes import BLOCKS, SMALLEST, Block, run_block
 from whale_train.runtime.calibrate import RESULT, calibrate, fitted, measured_kernels
 from whale_train.runtime.clock import undisturbed
+from whale_train.runtime.deepspeed_engine import DeepSpeedEngine
 from whale_train.runtime.optimizers import make_optimizer
 from whale_train.runtime.partition_probes import through
 from whale_train.runtime.probes import Measured, Probe, probes
@@ -134,7 +135,16 @@ def test_of_every_run_the_slowest_rank_counts() -> None:
     assert run_ranks(runs_of, 2, (1.0, 1.5)) == [[[1.5, 3.0], [3.0]]] * 2
 
 
-def measured(folder: str) -> None:
+def measured(folder: str) -> list[int]:
+    """How many steps each of DeepSpeed's engines left out."""
+    engines = list[Any]()
+
+    class Noted(DeepSpeedEngine):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            engines.append(self._engine)
+
+    vars(partition_probes)["DeepSpeedEngine"] = Noted
     first_of_each: dict[Kind, list[Probe]] = {}
     for probe in probes():
         first_of_each.setdefault(probe.kind, []).append(probe)
@@ -144,10 +154,12 @@ def measured(folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     make = make_optimizer("adamw", {"lr": 0.1, "fused": True})
     calibrate(Path(folder), CPU, "fp32", make, few, [Block(64, 16, 32)])
+    return [engine.skipped_steps for engine in engines]
 
 
 def test_ranks_measure_together(tmp_path: Path) -> None:
-    run_ranks(measured, 2, str(tmp_path))
+    # Small and larger modules under stage 1 and 3: all of their steps end in an update.
+    assert run_ranks(measured, 2, str(tmp_path)) == [[0] * 4] * 2
     written: dict[str, Any] = json.loads((tmp_path / RESULT).read_text())
     found = Calibration.from_mapping({"device": "cpu_process", **written})
     assert found.ranks == 2
