@@ -66,6 +66,7 @@ def main() -> None:
                 counted = {name: of_rounds(each) for name, each in found.items()}
                 table.add_row(model, str(devices), *cells_of(counted))
     Console(width=100).print(table)
+    Console(width=100).print(f"{quiet.repeated} measurements repeated.")
 
 
 def allowed(asked: Sequence[str], folder: str, where: Path) -> Path | None:

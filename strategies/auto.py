@@ -29,6 +29,7 @@ from whale_train.strategies.promising import Promising
 from whale_train.strategies.resolve import consider, refuse_precision
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Batched, Candidate, Opening, Space
+from whale_train.strategies.stage_memory import ShortOfMemoryError
 from whale_train.strategies.used_bounds import UsedBounds
 
 _SAME = 1 - 1e-9  # steps closer than this are equally long
@@ -180,6 +181,8 @@ class _Search:
         self.best_s = inf
         self.tried: set[Candidate] = set()
         self.steps: list[tuple[float, Candidate]] = []
+        # Pipelines whose stages, balanced, are so many bytes short of memory.
+        self.short: list[tuple[float, Candidate]] = []
         self.is_moved = False
         self.work = 0  # tasks simulated, and stages bounded
 
@@ -254,6 +257,8 @@ class _Search:
             found = consider(self.read(candidate), self.cluster, self.findings, self.training)
         except PlanError as error:
             family.fault = family.fault or error.faults[0]
+            if isinstance(error, ShortOfMemoryError) and candidate.arrangement.stages > 1:
+                self.short.append((error.short_bytes, candidate))
             return
         seconds = found.step.spans.seconds
         self.steps.append((seconds, candidate))
@@ -264,22 +269,37 @@ class _Search:
             self.best, self.best_s = (candidate, found), seconds  # of equals the simplest
 
     def move_ends(self, end: float, most: float) -> None:
-        """Of the fastest pipelines, at least one, until stages end where simulation says: bounds
-        are of balanced ones."""
-        near = [
+        """Of the fastest pipelines, at least one, and of those that might be faster if their
+        stages had room, until stages end where simulation says: bounds are of balanced ones. Where
+        nothing fits, of those that are short of the least."""
+        near = sorted(
             (seconds, candidate)
             for seconds, candidate in self.steps
             if candidate.arrangement.stages > 1 and seconds <= _NEAR * self.best_s
-        ]
-        for number, (_, candidate) in enumerate(sorted(near)):
-            if number and (self.clock() > end or self.work > most):
+        )
+        short = [(self.bounds.least(candidate), candidate) for _, candidate in self.short]
+        rest = sorted((*near[1:], *(each for each in short if each[0] < self.best_s * _SAME)))
+        listed, at_least = (*near[:1], *rest), 1
+        if self.best is None:
+            listed, at_least = tuple(sorted(self.short)), _TRIED
+        for number, (_, candidate) in enumerate(listed):
+            if number >= at_least and (self.clock() > end or self.work > most):
                 break
-            strategy = self.read(candidate)
+            self.move_ends_of(candidate)
+
+    def move_ends_of(self, candidate: Candidate) -> None:
+        strategy = self.read(candidate)
+        try:
             found = consider(strategy, self.cluster, self.findings, self.training, moving=True)
-            self.work += found.work
-            if found.step.spans.seconds < self.best_s * _SAME:
-                self.best, self.best_s = (candidate, found), found.step.spans.seconds
-                self.is_moved = True
+        except PlanError as error:
+            self.work += error.work if isinstance(error, ShortOfMemoryError) else 0
+            return
+        seconds, family = found.step.spans.seconds, self.family_of(candidate)
+        self.work += found.work
+        family.best_s = min(family.best_s, seconds)
+        if seconds < self.best_s * _SAME:
+            self.best, self.best_s = (candidate, found), seconds
+            self.is_moved = True
 
     def read(self, candidate: Candidate) -> Strategy:
         faults: list[Fault] = []

@@ -265,8 +265,17 @@ def shortfall_bytes(job: Staging, memory: Mapping[int, MemoryEstimate]) -> float
     return max(need.total - devices[rank].memory_bytes for rank, need in memory.items())
 
 
-def refuse_memory(job: Staging, memory: Mapping[int, MemoryEstimate]) -> None:
-    """Raise PlanError where some rank needs more than its device has: by how much, what helps."""
+class ShortOfMemoryError(PlanError):
+    """Some rank needs `short_bytes` more than its device has, which took `work` to find out."""
+
+    def __init__(self, fault: Fault, short_bytes: float, work: int) -> None:
+        super().__init__([fault])
+        self.short_bytes, self.work = short_bytes, work
+
+
+def refuse_memory(job: Staging, memory: Mapping[int, MemoryEstimate], work: int) -> None:
+    """Raise ShortOfMemoryError where some rank needs more than its device has: by how much, what
+    helps. `work` is what it says."""
     devices = job.cluster.devices
     over = {r: m.total - devices[r].memory_bytes for r, m in memory.items()}
     worst = max(over, key=lambda rank: (over[rank], -rank))
@@ -281,7 +290,7 @@ def refuse_memory(job: Staging, memory: Mapping[int, MemoryEstimate]) -> None:
         remedy = "use more micro-batches, recompute: full, or a smaller train.global_batch"
     else:
         remedy = "use more stages or a wider split, or zero: 1 among copies"
-    raise PlanError([Fault("strategy", job.strategy.name, rule, remedy)])
+    raise ShortOfMemoryError(Fault("strategy", job.strategy.name, rule, remedy), over[worst], work)
 
 
 def _fraction(layout: Layout | None, axes: Axes, index: int) -> float:

@@ -134,7 +134,7 @@ def _considered(
     job: Staging, batches: Batches, look: Look[_Resolved], decisions: Sequence[Decision]
 ) -> Considered:
     cut, decided, step = look.found.cut, look.found.decided, look.found.step
-    refuse_memory(job, decided.memory)
+    refuse_memory(job, decided.memory, look.work)
     assert step is not None
 
     def plan() -> Plan:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from math import inf
 from typing import Any
 
 import pytest
@@ -221,6 +222,27 @@ def test_hosts_hold_what_the_search_offloads(known: float) -> None:
     assert ("offload" in str(found.written)) == (known == 1.0)
     fastest = min(seconds for _, _, seconds in everything(gpt(), hosted, train))
     assert found.considered.step.spans.seconds == pytest.approx(fastest, rel=2e-9)
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["else nothing", "else more slowly"])
+def test_stages_that_fit_with_moved_ends_alone_are_found(another: bool) -> None:
+    """Of six blocks, on two devices as fast as each other with room for four and for two; and on a
+    slow one with room for all."""
+    profile, train = model([1e9] * 6), training(1, momentum=0.9)
+    block = 3 * 4 * 64  # weights, gradients, momentum
+    rooms = [replace(FAST, memory_bytes=blocks * block) for blocks in (4.7, 2.7)]
+    slow = replace(SLOW, flops={"fp32": 1e8})
+    devices = cluster([*rooms, *[slow] * another])
+    tried = [seconds for _, _, seconds in everything(profile, devices, train)]
+    assert bool(tried) == another
+    for asked in (AUTO, replace(AUTO, time_limit_s=0.0)):
+        found = found_for(profile, devices, train, asked)
+        assert found.considered.step.spans.seconds < min(tried, default=inf)
+        assert "; then the ends of its stages were moved" in found.decisions[0].reason
+        plan = resolve(found.strategy, devices, profile, train)
+        assert sorted(len(each.parameters) for each in plan.task_graphs) == [2, 4]
+        for rank in plan.ranks:
+            assert rank.memory_bytes.total <= devices.devices[rank.rank].memory_bytes
 
 
 def test_nothing_fits() -> None:
