@@ -9,6 +9,7 @@ from whale_train.runtime.batch_norm import synchronise_batch_norm
 from whale_train.runtime.chunk import Chunk, Segments, parts_of
 from whale_train.runtime.engine import Copies, Engine
 from whale_train.runtime.engines import make_engine
+from whale_train.runtime.groups import sums_of
 from whale_train.runtime.loss_means import Pieces, target_counter
 from whale_train.runtime.own_tensors import own_tensors, tensor_paths
 from whale_train.runtime.programs import CutModel, Program, WholeModel
@@ -48,7 +49,7 @@ def _whole_model(
     own_copy(module.buffers(), seat.device)  # ranks update them (BatchNorm's statistics)
     if task_graph.zero != 3:  # ZeRO 3 reads its partition straight out of the shared copy
         own_copy(module.parameters(), seat.device)
-    copies = Copies(group)
+    copies = Copies(group, sums=seat.groups.get(sums_of(task_graph)))
     may_skip = not plan.exported
     engine = make_engine(
         request, plan, task_graph, module, copies, seat, may_skip_parameters=may_skip
@@ -106,7 +107,10 @@ def _cut_model(
     engines: dict[int, Engine] = {}
     for number, task_graph in enumerate(plan.task_graphs):
         mine = Segments([x for segments in chunks for owner, x in segments if owner == number])
-        copies = Copies(seat.groups.get(f"{task_graph.name}.data_parallel"))
+        copies = Copies(
+            seat.groups.get(f"{task_graph.name}.data_parallel"),
+            sums=seat.groups.get(sums_of(task_graph)),
+        )
         if task_graph.primitive == "split":
             of_head = {id(tensors[path]) for path in task_graph.shards}
             sharded = frozenset(p for p in mine.parameters() if id(p) in of_head)

@@ -1,9 +1,9 @@
 """The engine of one TaskGraph on one rank: gradients reduced over its copies, then the update.
 
 ZeRO 0 is torch's DistributedDataParallel and optimizer (`runtime/torch_engine.py`), ZeRO 1 to 3 a
-DeepSpeed engine (`runtime/deepspeed_engine.py`; docs/adr/003). Both average gradients over their
-copies, so a loss is scaled by the number of copies first; `backward` hides that. Where a step has
-several backwards, a gradient is summed over the copies once, when it is final
+DeepSpeed engine (`runtime/deepspeed_engine.py`; docs/adr/003). Where they average gradients over
+their copies, a loss is scaled by the number of copies first; `backward` hides that. Where a step
+has several backwards, a gradient is summed over the copies once, when it is final
 (`runtime/reduction.py`). The global gradient norm spans the engines of a job, so an update is a
 matter of all of a rank's engines at once (`runtime/update.py`).
 """
@@ -25,8 +25,9 @@ class Copies:
     """Whom an engine shares its parameters with, and what this rank counts of them.
 
     `group` joins the ranks that hold the same shards (None: this one alone), `shard_group` those
-    that hold the other shards of the same copy. `sharded` are the parameters of which this rank
-    has a shard; the others are whole on every member of the shard group. `shared` are parameters
+    that hold the other shards of the same copy. `sums` joins those of `group` for sums that nothing
+    goes on beside (None: `group` sums). `sharded` are the parameters of which this rank has a
+    shard; the others are whole on every member of the shard group. `shared` are parameters
     other TaskGraphs hold as well: the group of all their holders, by parameter; `counted_elsewhere`
     those of them that another TaskGraph counts.
     """
@@ -36,6 +37,7 @@ class Copies:
     sharded: frozenset[nn.Parameter] = frozenset()
     shared: Mapping[nn.Parameter, dist.ProcessGroup] = field(default_factory=dict)
     counted_elsewhere: frozenset[nn.Parameter] = frozenset()
+    sums: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:

@@ -19,7 +19,7 @@ from whale_train.runtime.pace import Pace
 from whale_train.runtime.paced_group import PacedGroup
 from whale_train.runtime.shared_memory import SharedMemoryGroup, home
 from whale_train.runtime.shared_messages import SharedMessages
-from whale_train.strategies.plan import Plan
+from whale_train.strategies.plan import Plan, TaskGraph
 
 # A rank that ends is noticed by its host; this only bounds a wait for one that hangs.
 TIMEOUT = timedelta(minutes=30)
@@ -62,16 +62,22 @@ def make_groups(
     plan: Plan, rank: int, timeout: timedelta = TIMEOUT
 ) -> dict[str, dist.ProcessGroup]:
     """The groups `rank` is in, by the plan's names. Equal lists of ranks share one group; the
-    members of a split that can share memory have one of their own for it."""
+    members of a split that can share memory have one of their own for it, and copies that torch
+    keeps have another one beside theirs (`sums_of`)."""
     world = tuple(range(plan.world_size))
     made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
     if dist.group.WORLD is not None:
         made[world, False] = dist.group.WORLD
-    homes = _homes(plan) if _has_splits(plan) else []
+    copied = list(_copied(plan))
+    homes = _homes(plan) if copied or _has_splits(plan) else []
+
+    def share(ranks: tuple[int, ...]) -> bool:
+        return len({homes[member] for member in ranks}) == 1
+
     mine: dict[str, dist.ProcessGroup] = {}
     for name, lists in plan.groups.items():
         for ranks in lists:
-            shared = _is_split(name, ranks) and len({homes[member] for member in ranks}) == 1
+            shared = _is_split(name, ranks) and share(ranks)
             if (ranks, shared) not in made:
                 new_group = SharedMemoryGroup.new if shared else dist.new_group
                 description = group_name(plan, ranks)
@@ -79,6 +85,11 @@ def make_groups(
                 made[ranks, shared] = group
             if rank in ranks:
                 mine[name] = made[ranks, shared]
+    for name, copies in copied:
+        for ranks in filter(share, copies):
+            group = SharedMemoryGroup.new(list(ranks), timeout, group_name(plan, ranks))
+            if rank in ranks:
+                mine[name] = group
     return mine
 
 
@@ -131,6 +142,19 @@ def _homes(plan: Plan) -> list[str]:
     if dist.get_backend() == "gloo":
         dist.all_gather_object(homes, home() or homes[dist.get_rank()])
     return homes
+
+
+def sums_of(task_graph: TaskGraph) -> str:
+    """The name of the group through which copies sum gradients in shared memory."""
+    return f"{task_graph.name}.data_parallel.sums"
+
+
+def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    """The ranks of copies whose gradients DistributedDataParallel sums, and their groups' name."""
+    for task_graph in plan.task_graphs if plan.pipeline is None else ():
+        lists = plan.groups.get(f"{task_graph.name}.data_parallel", ())
+        if task_graph.zero == 0 and task_graph.primitive == "replicate":
+            yield sums_of(task_graph), [ranks for ranks in lists if len(ranks) > 1]
 
 
 def _has_splits(plan: Plan) -> bool:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from whale_train.runtime.engine import Copies, autocast, set_learning_rate, without_scale
@@ -60,7 +62,12 @@ class TorchEngine:
                 find_unused_parameters=may_skip_parameters,
                 init_sync=False,  # the same seed made them everywhere
             )
-        self._scale = self.copies if self._run is not module else 1  # what averaging undoes
+            if copies.sums is not None:
+                self._run.register_comm_hook((copies.sums, precision == "fp16"), _sum)
+        # What averaging undoes. fp16 has it in any case: gradients are then as large, when they
+        # are made, as they would be on one device.
+        averages = copies.sums is None or precision == "fp16"
+        self._scale = self.copies if self._run is not module and averages else 1
         self.optimizer = optimizer(self.parameters, copies) if self.parameters else None
         self._precision, self._device = precision, device
 
@@ -140,3 +147,16 @@ class TorchEngine:
 
 
 _CLIP_EPS = 1e-6  # that of torch's own clipping, and of DeepSpeed's
+
+
+def _sum(
+    how: tuple[dist.ProcessGroup, bool],
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # which torch's checks ask for
+) -> Future[Tensor]:
+    """A bucket of DistributedDataParallel's over a group, averaged or not, in the backward that
+    filled it."""
+    group, averages = how
+    gradients, done = bucket.buffer(), Future[Tensor]()
+    dist.all_reduce(gradients, group=group)
+    done.set_result(gradients.div_(group.size()) if averages else gradients)
+    return done

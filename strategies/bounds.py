@@ -322,6 +322,8 @@ class Bounds:
     @cached_property
     def _fastest_link(self) -> Link:
         links = [node.link for node in self.cluster.nodes]
+        if self.cluster.shared_memory is not None:
+            links.append(self.cluster.shared_memory)
         return Link(
             "",
             max(link.bandwidth_bytes_s for link in links),

@@ -108,14 +108,14 @@ def stand_ins(
 ) -> Cluster:
     """The CPU processes that stand for the devices of `cluster`, as `measured`: each takes `paces`
     seconds for a second of computing (None: as fast as it can, `processors` of them at once). All
-    are on one host, whatever nodes they stand for."""
+    are on one host, whatever nodes they stand for; those that keep a pace share no memory."""
     first = Device(CPU_PROCESS, {}, 0.0, 1.0, measured.kernels)
     slowed = {pace: _slowed(first, pace) for pace in set(paces or (1.0,))}
     devices = tuple(slowed[pace] for pace in paces or (1.0,) * len(cluster.devices))
     link = measured.link or cluster.network
     return Cluster(
         cluster.name, (Node(devices, link),), link,
-        processors if paces is None else float("inf"), measured.shared_memory,
+        *((processors, measured.shared_memory) if paces is None else (float("inf"), None)),
     )  # fmt: skip
 
 

@@ -174,7 +174,8 @@ class FlatStep:
         members = tuple(range(actors))
         pieces = sum_pieces(self.elements)
         if zero == 0:
-            seconds = sum_time_s(self.cluster, range(self.count), num_bytes)
+            ranks, link = range(self.count), group_link(self.cluster, range(self.count), None, True)
+            seconds = sum_time_s(self.cluster, ranks, num_bytes, by_memory=True)
             return [Sync(members, seconds, pieces, True, link.busy)]
         gathers = gather_time_s(self.weights_bytes * self.elements, self.count, link)
         if zero == 3:

@@ -32,8 +32,8 @@ def group_link(
     cluster: Cluster, ranks: Sequence[int], crowd: Crowd | None = None, by_memory: bool = False
 ) -> Link:
     """What a ring over `ranks` waits for: the network where it leaves a node, else the node's own
-    link. `by_memory`: through shared memory where that can be, as shard groups go and messages of
-    a pipeline."""
+    link. `by_memory`: through shared memory where that can be, as shard groups go, messages of a
+    pipeline, and sums over copies that are no engine's of DeepSpeed's."""
     nodes = {cluster.node_of[rank] for rank in ranks}
     if len(nodes) == 1 and by_memory and cluster.shared_memory is not None:
         return cluster.shared_memory
@@ -57,14 +57,19 @@ def all_reduce_time_s(num_bytes: float, members: int, link: Link) -> float:
 
 
 def sum_time_s(
-    cluster: Cluster, ranks: Sequence[int], num_bytes: float, crowd: Crowd | None = None
+    cluster: Cluster,
+    ranks: Sequence[int],
+    num_bytes: float,
+    crowd: Crowd | None = None,
+    by_memory: bool = False,
 ) -> float:
-    """An all-reduce over `ranks`. Where these are several on each of some nodes, GPUs sum inside of
-    the nodes while the nodes exchange their sums, so that a node's way out is taken by one value
-    and not by a ring of all ranks (NCCL's trees are chains inside of nodes and trees between them;
-    github.com/NVIDIA/nccl-tests/issues/22 has 16 GPUs on two nodes sum 1 GB in half a ring's time).
-    Gloo, between CPU processes, goes in a ring of all."""
-    link = group_link(cluster, ranks, crowd)
+    """An all-reduce over `ranks`, `by_memory` as in `group_link`. Where these are several on each
+    of some nodes, GPUs sum inside of the nodes while the nodes exchange their sums, so that a
+    node's way out is taken by one value and not by a ring of all ranks (NCCL's trees are chains
+    inside of nodes and trees between them; github.com/NVIDIA/nccl-tests/issues/22 has 16 GPUs on
+    two nodes sum 1 GB in half a ring's time). Gloo, between CPU processes, goes in a ring of
+    all."""
+    link = group_link(cluster, ranks, crowd, by_memory)
     flat = all_reduce_time_s(num_bytes, len(ranks), link)
     of_node = Counter(cluster.node_of[rank] for rank in ranks)
     if len(of_node) == 1 or cluster.on_cpu:

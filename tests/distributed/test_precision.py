@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import nn
 
 from whale_train.runtime.engine import Copies
 from whale_train.runtime.optimizers import make_optimizer
+from whale_train.runtime.shared_memory import SharedMemoryGroup
 from whale_train.runtime.torch_engine import TorchEngine
 from whale_train.runtime.update import update
 
@@ -262,11 +264,13 @@ def test_infinite_gradients_move_nothing() -> None:
         assert weights == [1.0, 1.0, 1.0]
 
 
-def reduced_when() -> list[float]:
+def reduced_when(by_memory: bool) -> list[float]:
     """The gradient a rank holds after each of two backwards, of which the first accumulates."""
     module = nn.Linear(1, 1, bias=False)
+    ranks = list(range(dist.get_world_size()))
+    sums = SharedMemoryGroup.new(ranks, timedelta(seconds=60), "sums") if by_memory else None
     engine = TorchEngine(
-        module, Copies(dist.group.WORLD), make_optimizer("sgd", {"lr": 1.0}), "fp32",
+        module, Copies(dist.group.WORLD, sums=sums), make_optimizer("sgd", {"lr": 1.0}), "fp32",
         torch.device("cpu"), may_skip_parameters=False,
     )  # fmt: skip
     x = torch.full((1, 1), float(dist.get_rank() + 1))
@@ -280,8 +284,10 @@ def reduced_when() -> list[float]:
     return found
 
 
-def test_accumulated_gradients_are_reduced_once_by_the_last_backward() -> None:
-    first, second = run_ranks(reduced_when, 2)
-    # Twice their own (averaging will halve it), then 2 x (1 + 2) on both.
-    assert first == [2.0, 6.0]
-    assert second == [4.0, 6.0]
+@pytest.mark.parametrize("by_memory", [False, True])
+def test_accumulated_gradients_are_reduced_once_by_the_last_backward(by_memory: bool) -> None:
+    first, second = run_ranks(reduced_when, 2, by_memory)
+    # Their own, twice where averaging will halve it, then 2 x (1 + 2) on both.
+    times = 1.0 if by_memory else 2.0
+    assert first == [times, 6.0]
+    assert second == [2 * times, 6.0]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.unit.plan_requests import strategy_of, training
+from tests.unit.test_stages import model
 
 from whale_train.errors import ConfigError
 from whale_train.launcher.calibrate import at_once
@@ -19,7 +21,13 @@ from whale_train.strategies.calibration import (
 )
 from whale_train.strategies.catalogue import DEVICES
 from whale_train.strategies.cluster import Cluster, Device, Kernel, Link, Node, Roofline
-from whale_train.strategies.links import gather_stops_s, modules_of, partitioned_sum_time_s
+from whale_train.strategies.links import (
+    all_reduce_time_s,
+    gather_stops_s,
+    modules_of,
+    partitioned_sum_time_s,
+)
+from whale_train.strategies.resolve import resolve
 from whale_train.strategies.work import Kind
 
 FORWARD, BACKWARD = Roofline(1e-6, 1e9, 2e9), Roofline(2e-6, 5e8, 1e9)
@@ -123,7 +131,25 @@ def test_stand_ins_are_as_slow_as_they_are_made() -> None:
     assert slow.backward == Roofline(6e-6, 5e8 / 3, 1e9 / 3)
     # They sleep, and so there is always a processor; all are on this host.
     assert (found.processors, found.network, len(found.nodes)) == (inf, LINK, 1)
-    assert stand_ins(gpus, MEASURED, None, processors=2.0).processors == 2.0
+    assert found.shared_memory is None
+    unslowed = stand_ins(gpus, MEASURED, None, processors=2.0)
+    assert (unslowed.processors, unslowed.shared_memory) == (2.0, MEMORY)
+
+
+@pytest.mark.parametrize(("zero", "is_faster"), [(0, True), (1, False), (3, False)])
+def test_copies_that_torch_keeps_sum_through_shared_memory(zero: int, is_faster: bool) -> None:
+    """And pay no more for it than for the same sum through gloo, less what the link takes longer;
+    DeepSpeed's go through gloo."""
+    profile, strategy = model([1e6] * 4), strategy_of({"graph": {"replicate": {"zero": zero}}})
+    through_gloo = Cluster("cpu", (Node((CPU, CPU), LINK),), LINK)
+
+    def step_s(cluster: Cluster) -> float:
+        return resolve(strategy, cluster, profile, training(8)).predicted.step_time_s
+
+    num_bytes = 4.0 * sum(parameter.elements for parameter in profile.parameters)
+    by_gloo, by_memory = (all_reduce_time_s(num_bytes, 2, link) for link in (LINK, MEMORY))
+    faster = step_s(through_gloo) - step_s(replace(through_gloo, shared_memory=MEMORY))
+    assert faster == pytest.approx(is_faster * (by_gloo - by_memory), abs=1e-9)
 
 
 def test_what_zero_does_beside_sending_is_as_measured() -> None:

@@ -167,3 +167,4 @@ def test_a_shard_group_of_one_host_shares_memory() -> None:
     assert group_link(cluster, (0, 1), by_memory=True) == memory
     assert group_link(cluster, (0, 1)) == LINK
     assert group_link(cluster, (0, 2), by_memory=True) == NETWORK
+    assert sum_time_s(cluster, (0, 1), 4e8, by_memory=True) == all_reduce_time_s(4e8, 2, memory)
