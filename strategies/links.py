@@ -36,7 +36,7 @@ def group_link(
     pipeline, and sums over copies that are no engine's of DeepSpeed's."""
     nodes = {cluster.node_of[rank] for rank in ranks}
     if len(nodes) == 1 and by_memory and cluster.shared_memory is not None:
-        return cluster.shared_memory
+        return _among(cluster.shared_memory, len(ranks))
     links = [cluster.nodes[node].link for node in nodes]
     if len(nodes) > 1:
         crossing = max((crowd or {}).get(node, 1) for node in nodes)
@@ -44,6 +44,14 @@ def group_link(
         bandwidth = network.bandwidth_bytes_s / max(1, crossing)
         links.append(replace(network, bandwidth_bytes_s=bandwidth))
     return min(links, key=lambda link: link.bandwidth_bytes_s)
+
+
+def _among(memory: Link, members: int) -> Link:
+    """What `memory`, measured of a pair, is for more members: none of them go in a ring. Each
+    writes its value and adds up all of theirs, in 3 n - 2 passes over it, of which a pair has 4."""
+    passes, moved = 3 * members - 2, 2 * (members - 1) / members
+    slower = moved * 4 / passes
+    return replace(memory, bandwidth_bytes_s=memory.bandwidth_bytes_s * slower)
 
 
 def all_reduce_time_s(num_bytes: float, members: int, link: Link) -> float:

@@ -168,3 +168,11 @@ def test_a_shard_group_of_one_host_shares_memory() -> None:
     assert group_link(cluster, (0, 1)) == LINK
     assert group_link(cluster, (0, 2), by_memory=True) == NETWORK
     assert sum_time_s(cluster, (0, 1), 4e8, by_memory=True) == all_reduce_time_s(4e8, 2, memory)
+
+
+def test_members_that_share_memory_add_up_all_of_theirs() -> None:
+    memory = Link("memory", 1e10, 0.0)
+    cluster = Cluster("one", (Node((DEVICE,) * 8, LINK),), NETWORK, shared_memory=memory)
+    two, four, eight = (sum_time_s(cluster, range(n), 4e8, by_memory=True) for n in (2, 4, 8))
+    # A pass to write theirs, then two read and one written for each of the others.
+    assert (four, eight) == (pytest.approx(two * 10 / 4), pytest.approx(two * 22 / 4))
