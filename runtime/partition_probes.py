@@ -28,8 +28,8 @@ from whale_train.strategies.links import all_reduce_time_s, gather_time_s
 from whale_train.strategies.work import Kind
 
 _Point = tuple[int, float, float]  # overheads, bytes, and the seconds they took
-# The widths of what each module reads and the last one makes; and of a batch's rows, few beside
-# whose parameters, as what they compute is no part of what is looked for.
+# The widths of what each module reads and the last one makes; and the rows of a batch, which are
+# few, as what the modules compute is no part of what is looked for.
 _SMALL = (8,) * 49, 8
 _LARGE = (384, *(1536, 384, 384) * 6), 128
 _STEPS, _WARM_UP = 7, 2

@@ -179,13 +179,16 @@ def limits(plan: Plan) -> dict[str, tuple[float, float, str]]:
     from torch import distributed as dist
 
     from whale_train.runtime.groups import limit_waits, make_groups
+    from whale_train.runtime.shared_memory import SharedMemoryGroup
 
     def limit(group: dist.ProcessGroup) -> float:
         backend = group._get_backend(torch.device("cpu"))
         return float(backend.options._timeout.total_seconds())
 
     groups = make_groups(plan, dist.get_rank(), timedelta(seconds=7))
-    groups = {name: group for name, group in groups.items() if not name.endswith(".sums")}
+    # Its time limit is its own, from the beginning.
+    sums = groups.pop("front.data_parallel.sums", None)
+    assert isinstance(sums, SharedMemoryGroup) == (dist.get_rank() < 2)
     groups["another"] = dist.new_group()
     made = {name: limit(group) for name, group in groups.items()}
     limit_waits(timedelta(seconds=9))
