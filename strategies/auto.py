@@ -272,16 +272,16 @@ class _Search:
         """Of the fastest pipelines, at least one, and of those that might be faster if their
         stages had room, until stages end where simulation says: bounds are of balanced ones. Where
         nothing fits, of those that are short of the least."""
-        near = sorted(
-            (seconds, candidate)
-            for seconds, candidate in self.steps
-            if candidate.arrangement.stages > 1 and seconds <= _NEAR * self.best_s
-        )
-        short = [(self.bounds.least(candidate), candidate) for _, candidate in self.short]
-        rest = sorted((*near[1:], *(each for each in short if each[0] < self.best_s * _SAME)))
-        listed, at_least = (*near[:1], *rest), 1
-        if self.best is None:
-            listed, at_least = tuple(sorted(self.short)), _TRIED
+        listed, at_least = sorted(self.short), _TRIED
+        if self.best is not None:
+            near = sorted(
+                (seconds, candidate)
+                for seconds, candidate in self.steps
+                if candidate.arrangement.stages > 1 and seconds <= _NEAR * self.best_s
+            )
+            short = ((self.bounds.least(candidate), candidate) for _, candidate in listed)
+            rest = sorted((*near[1:], *(each for each in short if each[0] < self.best_s * _SAME)))
+            listed, at_least = [*near[:1], *rest], 1
         for number, (_, candidate) in enumerate(listed):
             if number >= at_least and (self.clock() > end or self.work > most):
                 break

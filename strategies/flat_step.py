@@ -174,9 +174,10 @@ class FlatStep:
         members = tuple(range(actors))
         pieces = sum_pieces(self.elements)
         if zero == 0:
-            ranks, link = range(self.count), group_link(self.cluster, range(self.count), None, True)
+            ranks = range(self.count)
             seconds = sum_time_s(self.cluster, ranks, num_bytes, by_memory=True)
-            return [Sync(members, seconds, pieces, True, link.busy)]
+            busy = group_link(self.cluster, ranks, by_memory=True).busy
+            return [Sync(members, seconds, pieces, True, busy)]
         gathers = gather_time_s(self.weights_bytes * self.elements, self.count, link)
         if zero == 3:
             seconds = gather_time_s(num_bytes, self.count, link)

@@ -286,13 +286,15 @@ def processes(
     count: int = 4,
     bandwidth_bytes_s: float = 1e9,
     busy: float = 0.5,
+    shares_memory: bool = False,
 ) -> Cluster:
     """So many CPU processes on so many cores, measured with some numbers of threads: the rate of
-    each such process."""
+    each such process. Memory that they share is faster than their link."""
     process = Device("cpu_process", {"fp32": 1e9}, 1e9, 4e9)
     link = Link("measured", bandwidth_bytes_s, 1e-5, busy)
+    memory = Link("measured", 20 * bandwidth_bytes_s, 1e-6, 1.0) if shares_memory else None
     known = [
-        Calibration("cpu_process", threads, 1, {"fp32": kernels(rate)}, link)
+        Calibration("cpu_process", threads, 1, {"fp32": kernels(rate)}, link, memory)
         for threads, rate in of_threads.items()
     ]
     node = Node((process,) * count, INSIDE)
@@ -308,10 +310,11 @@ def kernels(rate: float) -> dict[str, Kernel]:
 
 @pytest.mark.parametrize("rates", [{1: 1e9, 2: 1.9e9}, {1: 1e9, 2: 0.9e9}, {1: 1e9}, {}])
 @pytest.mark.parametrize(("bandwidth_bytes_s", "busy"), [(1e6, 0.3), (1e7, 0.5), (1e10, 0.9)])
+@pytest.mark.parametrize("shares_memory", [False, True])
 def test_the_search_finds_what_trying_all_does_on_processes(
-    rates: Mapping[int, float], bandwidth_bytes_s: float, busy: float
+    rates: Mapping[int, float], bandwidth_bytes_s: float, busy: float, shares_memory: bool
 ) -> None:
-    devices = processes(2, rates, bandwidth_bytes_s=bandwidth_bytes_s, busy=busy)
+    devices = processes(2, rates, 4, bandwidth_bytes_s, busy, shares_memory)
     tried = list(everything(gpt(), devices, training(16)))
     for candidate, least, seconds in tried:
         assert least <= seconds * (1 + 1e-9), candidate.described

@@ -138,8 +138,7 @@ def test_stand_ins_are_as_slow_as_they_are_made() -> None:
 
 @pytest.mark.parametrize(("zero", "is_faster"), [(0, True), (1, False), (3, False)])
 def test_copies_that_torch_keeps_sum_through_shared_memory(zero: int, is_faster: bool) -> None:
-    """And pay no more for it than for the same sum through gloo, less what the link takes longer;
-    DeepSpeed's go through gloo."""
+    """A step is shorter by what the sum is; DeepSpeed's go through gloo."""
     profile, strategy = model([1e6] * 4), strategy_of({"graph": {"replicate": {"zero": zero}}})
     through_gloo = Cluster("cpu", (Node((CPU, CPU), LINK),), LINK)
 
