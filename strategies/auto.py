@@ -12,14 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from itertools import count
 from math import inf
 from time import monotonic
 from typing import Any
 
 from whale_train.errors import Fault, PlanError
 from whale_train.quantities import in_bytes, in_seconds
-from whale_train.strategies.calibration import is_measured
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.considered import Considered
 from whale_train.strategies.findings import Findings
@@ -28,7 +27,7 @@ from whale_train.strategies.plan import Decision
 from whale_train.strategies.promising import Promising
 from whale_train.strategies.resolve import consider, refuse_precision
 from whale_train.strategies.sharing import Training
-from whale_train.strategies.space import Batched, Candidate, Opening, Space
+from whale_train.strategies.space import Batched, Candidate, Opening, Space, space_of
 from whale_train.strategies.stage_memory import ShortOfMemoryError
 from whale_train.strategies.used_bounds import UsedBounds
 
@@ -114,37 +113,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-def space_of(
-    cluster: Cluster, findings: Findings, training: Training, can_offload: bool = True
-) -> Space:
-    """What there is to choose from."""
-    profile = findings.profile
-    exported = profile.graph is not None
-    normed = bool(profile.batch_norm_modules) and training.sync_batchnorm
-    measured = is_measured(cluster, training.precision)
-    unlike = (
-        number
-        for number, each in cluster.fewer.items()
-        if is_measured(each, training.precision) != measured
-    )
-    return Space(
-        cluster,
-        places=_stages_at_most(findings) if exported else 1,
-        global_batch=training.global_batch,
-        exported=exported and training.accumulate == 1,
-        zero=training.optimizer != "lamb" and not profile.perhaps_unused,
-        offload=can_offload,
-        split_head=exported and bool(findings.heads),
-        sole_micro_batch=normed,
-        unlike=frozenset(unlike),
-    )
-
-
-def _stages_at_most(findings: Findings) -> int:
-    """Into so many parts the model can be cut that each has a parameter to train."""
-    return sum(before < after for before, after in pairwise(findings.order.weights))
 
 
 @dataclass

@@ -13,7 +13,10 @@ from itertools import pairwise, permutations, product
 from math import gcd, inf
 from typing import Any
 
+from whale_train.strategies.calibration import is_measured
 from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.findings import Findings
+from whale_train.strategies.sharing import Training
 from whale_train.strategies.staging import VIRTUAL_STAGES
 
 # Beyond so many micro-batches a stage, a pipeline's bubble is under a ninth of its step.
@@ -352,3 +355,34 @@ class Space:
 
 def _divisors(number: int) -> Sequence[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def space_of(
+    cluster: Cluster, findings: Findings, training: Training, can_offload: bool = True
+) -> Space:
+    """What there is to choose from."""
+    profile = findings.profile
+    exported = profile.graph is not None
+    normed = bool(profile.batch_norm_modules) and training.sync_batchnorm
+    measured = is_measured(cluster, training.precision)
+    unlike = (
+        number
+        for number, each in cluster.fewer.items()
+        if is_measured(each, training.precision) != measured
+    )
+    return Space(
+        cluster,
+        places=_stages_at_most(findings) if exported else 1,
+        global_batch=training.global_batch,
+        exported=exported and training.accumulate == 1,
+        zero=training.optimizer != "lamb" and not profile.perhaps_unused,
+        offload=can_offload,
+        split_head=exported and bool(findings.heads),
+        sole_micro_batch=normed,
+        unlike=frozenset(unlike),
+    )
+
+
+def _stages_at_most(findings: Findings) -> int:
+    """Into so many parts the model can be cut that each has a parameter to train."""
+    return sum(before < after for before, after in pairwise(findings.order.weights))

@@ -15,7 +15,7 @@ from tests.unit.test_staged import check
 from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
-from whale_train.strategies.auto import Found, search, space_of
+from whale_train.strategies.auto import Found, search
 from whale_train.strategies.calibration import Calibration, on_cores
 from whale_train.strategies.cluster import (
     Cluster,
@@ -32,7 +32,7 @@ from whale_train.strategies.offloading import host_bytes
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.resolve import consider, resolve
 from whale_train.strategies.sharing import Training
-from whale_train.strategies.space import Candidate
+from whale_train.strategies.space import Candidate, space_of
 from whale_train.strategies.used_bounds import UsedBounds
 from whale_train.strategies.work import Kind
 
