@@ -20,11 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from whale_train.runtime.casts import enter
 from whale_train.runtime.products import Kind, Product, product_of
+from whale_train.runtime.weight_gradients import WeightGradients, of_product
 
 
-def join_products(graph: fx.GraphModule, parameters: Set[str]) -> None:
+def join_products(graph: fx.GraphModule, parameters: Set[str], owner: WeightGradients) -> None:
     """Replace, in `graph`, every `enter` that only products read whose weights and biases are
-    placeholders among `parameters`, and these products."""
+    placeholders among `parameters`, and these products. `owner` sees to their gradients."""
     for node in list(graph.graph.nodes):
         group = _entered_group(graph, node)
         if group is None:
@@ -36,7 +37,7 @@ def join_products(graph: fx.GraphModule, parameters: Set[str]) -> None:
             if x is not None and x.input is node and (x.bias is None or x.bias.name in parameters)
         ]
         if found and len(found) == len(products):
-            _join(graph, node, found, group)
+            _join(graph, node, found, group, owner)
     graph.recompile()
 
 
@@ -52,10 +53,14 @@ def _entered_group(graph: fx.GraphModule, node: fx.Node) -> dist.ProcessGroup | 
 
 
 def _join(
-    graph: fx.GraphModule, node: fx.Node, products: Sequence[Product], group: dist.ProcessGroup
+    graph: fx.GraphModule,
+    node: fx.Node,
+    products: Sequence[Product],
+    group: dist.ProcessGroup,
+    owner: WeightGradients,
 ) -> None:
     name = f"products_{node.name}"
-    graph.add_module(name, _Joined([product.kind for product in products], group))
+    graph.add_module(name, _Joined([product.kind for product in products], group, owner))
     operands = [x for product in products for x in (product.weight, product.bias)]
     with graph.graph.inserting_after(node):
         made = graph.graph.call_module(name, (node.args[0], *operands))
@@ -73,9 +78,11 @@ def _join(
 class _Joined(nn.Module):
     """Called with the value, then each product's weight and bias."""
 
-    def __init__(self, kinds: Sequence[Kind], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, kinds: Sequence[Kind], group: dist.ProcessGroup, owner: WeightGradients
+    ) -> None:
         super().__init__()
-        self.kinds, self.group = tuple(kinds), group
+        self.kinds, self.group, self.owner = tuple(kinds), group, owner
 
     def forward(self, x: Tensor, *operands: Tensor | None) -> tuple[Tensor, ...]:
         device = x.device.type
@@ -90,6 +97,7 @@ class _Products(torch.autograd.Function):
         ctx: Any, x: Tensor, joined: _Joined, dtype: torch.dtype | None, *operands: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.joined, ctx.dtype = joined, x.dtype
+        ctx.operands = operands  # the very parameters, whose `.grad` is added to
         if dtype is not None:  # autocast does not look into a Function
             x = x.to(dtype)
             operands = tuple(None if t is None else t.to(dtype) for t in operands)
@@ -110,13 +118,12 @@ class _Products(torch.autograd.Function):
             of_x = _sum_of_inputs(joined.kinds, grads, weights).to(ctx.dtype)
             if of_x.numel():
                 work = dist.all_reduce(of_x, group=group, async_op=True)
-        needed = ctx.needs_input_grad[3:]
+        operands, needed = ctx.operands, ctx.needs_input_grad[3:]
         found: list[Tensor | None] = []
-        for kind, grad, of_weight, of_bias in zip(
-            joined.kinds, grads, needed[::2], needed[1::2], strict=True
-        ):
-            found.append(kind.of_weight(grad, x) if of_weight else None)
-            found.append(grad.flatten(0, -2).sum(0) if of_bias else None)
+        for number, (kind, grad) in enumerate(zip(joined.kinds, grads, strict=True)):
+            its = slice(2 * number, 2 * number + 2)  # weight and bias
+            wanted = of_product(kind, operands[its], needed[its], grad, x)
+            found += joined.owner.gradients(wanted)
         if work is not None:
             work.wait()
         return of_x, None, None, *found

@@ -5,7 +5,7 @@ instruction that is follows from the schedule; when, within it, autograd or a de
 gradient tells. What is then done with it is the engine's (`runtime/reduction.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -13,9 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from whale_train.runtime.chunk import Chunk
 from whale_train.runtime.reduction import Reduction
+from whale_train.runtime.weight_gradients import Added
 from whale_train.strategies.instructions import ENDS, Instruction
-
-Added = Callable[[nn.Parameter], None]
 
 
 class Finality:

@@ -98,7 +98,7 @@ class PipelineModel:
         loss: LossOfPieces,
         transport: Transport,
         counts: Counts,
-        weight_gradients: WeightGradients | None,
+        weight_gradients: WeightGradients,
     ) -> None:
         assert plan.pipeline is not None
         self.place = Place.of(plan, rank)
@@ -218,23 +218,20 @@ class _Run:
                 self.carry_out(instruction)
 
     def carry_out(self, instruction: Instruction) -> None:
+        key = (instruction.chunk, instruction.micro_batch)
+        finality, weight_gradients = self.program._finality, self.program._weight_gradients
         match instruction.kind:
             case Kind.FORWARD:
-                self.forward(instruction.chunk, instruction.micro_batch)
+                self.forward(*key)
             case Kind.BACKWARD:
-                with self.program._finality.during(instruction):
-                    self.backward(instruction.chunk, instruction.micro_batch)
+                with finality.during(instruction), weight_gradients.accumulating():
+                    self.backward(*key)
             case Kind.BACKWARD_INPUT:
-                deferred = self.program._weight_gradients
-                assert deferred is not None
-                with deferred.deferring((instruction.chunk, instruction.micro_batch)):
-                    self.backward(instruction.chunk, instruction.micro_batch)
+                with weight_gradients.deferring(key):
+                    self.backward(*key)
             case Kind.BACKWARD_WEIGHT:
-                deferred = self.program._weight_gradients
-                assert deferred is not None
-                key = (instruction.chunk, instruction.micro_batch)
-                with self.program._finality.during(instruction, deferred.left(key)) as added:
-                    deferred.accumulate(key, added)
+                with finality.during(instruction, weight_gradients.left(key)) as added:
+                    weight_gradients.accumulate(key, added)
             case Kind.SEND:
                 self.send(instruction)
             case Kind.RECEIVE:

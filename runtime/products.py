@@ -1,5 +1,5 @@
-"""Products of a graph that have weights (linear, addmm): where their operands stand, and what
-their gradients are."""
+"""What reads weights in a graph: products (linear, addmm) and lookups (embedding), where their
+operands stand, and what their gradients are."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -32,10 +32,21 @@ class Kind:
         """The weight as [out, in]."""
         return weight.t() if self.transposed else weight
 
-    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        """The gradient of the weight, in its own shape."""
+    def of_weight(self, grad: Tensor, x: Tensor, known: Tensor | None = None) -> Tensor:
+        """The gradient of the weight, in its own shape; added to `known`, and that returned, if
+        there is one."""
         grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-        return x.t() @ grad if self.transposed else grad.t() @ x
+        left, right = (x.t(), grad) if self.transposed else (grad.t(), x)
+        if known is None:
+            return left @ right
+        if known.dtype != left.dtype:
+            return known.add_(left @ right)
+        return known.addmm_(left, right)  # what it adds is nowhere written by itself
+
+    def of_bias(self, grad: Tensor, known: Tensor | None = None) -> Tensor:
+        """The gradient of the bias, [out]; added to `known` as that of the weight."""
+        found = grad.flatten(0, -2).sum(0)
+        return found if known is None else known.add_(found)
 
 
 _aten = torch.ops.aten
@@ -70,3 +81,42 @@ def product_of(node: fx.Node, parameters: Set[str]) -> Product | None:
     if weight.name not in parameters:
         return None
     return Product(node, kind, x, weight, bias)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A node of a graph that takes rows of a parameter, and its operands. A row at `padding` has
+    no gradient (-1: all have)."""
+
+    node: fx.Node
+    weight: fx.Node
+    indices: fx.Node
+    padding: int
+
+
+def lookup_of(node: fx.Node, parameters: Set[str]) -> Lookup | None:
+    """`node` as a lookup in one of the placeholders `parameters` (None: it is none, or one whose
+    gradient is sparse or scaled)."""
+    if node.target is not _aten.embedding.default or node.kwargs:
+        return None
+    weight, indices, padding, *others = (*node.args, -1)[: max(3, len(node.args))]
+    if not isinstance(weight, fx.Node) or not isinstance(indices, fx.Node) or any(others):
+        return None
+    if weight.name not in parameters:
+        return None
+    assert isinstance(padding, int)
+    return Lookup(node, weight, indices, padding)
+
+
+def of_table(
+    grad: Tensor, indices: Tensor, weight: Tensor, padding: int, known: Tensor | None = None
+) -> Tensor:
+    """The gradient of `weight` [rows, width], of which `indices` were looked up and whose rows'
+    gradients are `grad` [*indices.shape, width]; added to `known`, and that returned, if there is
+    one. Equal indices are added up in the same order every time."""
+    if known is None:
+        found: Tensor = _aten.embedding_dense_backward(grad, indices, len(weight), padding, False)
+        return found
+    if padding >= 0:
+        grad = grad.masked_fill((indices == padding)[..., None], 0.0)
+    return known.index_put_((indices,), grad.to(known.dtype), accumulate=True)

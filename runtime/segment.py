@@ -85,14 +85,17 @@ class Segment(nn.Module):
         self._graphs[training] = (graph, tuple(self.tensor_names[path] for path in paths))
         self.inputs = inputs
 
-    def defer_weight_gradients(self, deferred: WeightGradients) -> None:
-        """Let `deferred` take over the products of the training graph that have weights."""
-        deferred.replace(self._graphs[True][0], self._parameter_arguments())
+    def defer_weight_gradients(self, owner: WeightGradients) -> None:
+        """Let `owner` take over the products of the training graph that have weights."""
+        owner.replace(self._graphs[True][0], self._parameter_arguments())
 
-    def overlap_weight_gradients(self) -> None:
+    def overlap_weight_gradients(self, owner: WeightGradients | None = None) -> None:
         """Compute weights' gradients, in the training graph, while those of entered values are
-        summed."""
-        join_products(self._graphs[True][0], self._parameter_arguments())
+        summed. `owner` adds them up, where a step has several backwards."""
+        graph, parameters = self._graphs[True][0], self._parameter_arguments()
+        join_products(graph, parameters, owner or WeightGradients())
+        if owner is not None:
+            owner.replace(graph, parameters)
 
     def _parameter_arguments(self) -> frozenset[str]:
         """The training graph's placeholders that get parameters."""

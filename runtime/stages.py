@@ -49,7 +49,8 @@ def assemble_stages(
     counter = target_counter(module, graph, world, seat.device) if pieces > 1 else None
     loss = LossOfPieces(copy["samples"], plan.global_batch, counter, seat.device)
     counts = Counts()
-    deferred = WeightGradients() if plan.schedule == "zero_bubble" else None
+    weight_gradients = WeightGradients()
+    several = plan.ranks[seat.rank].micro_batches > 1
     written = plan.rewrite["segments"]
     numbers = [number for chunk in held for number in plan.pipeline["chunks"][chunk]["segments"]]
     task_graphs = [plan.task_graphs[number] for number in plan.ranks[seat.rank].task_graphs]
@@ -80,10 +81,10 @@ def assemble_stages(
             segment = Segment(tuple(there["takes"]), tuple(there["gives"]), held_here)
             for counted in (None, counts):
                 write_segment_graph(segment, there, graph, canonical, here, counted)
-            if deferred is not None:
-                segment.defer_weight_gradients(deferred)
+            if plan.schedule == "zero_bubble":
+                segment.defer_weight_gradients(weight_gradients)
             else:
-                segment.overlap_weight_gradients()
+                segment.overlap_weight_gradients(weight_gradients if several else None)
             again = described["recompute"] == "full"
             gathered = plan.task_graphs[there["task_graph"]].zero == 3
             if again or gathered:
@@ -121,7 +122,7 @@ def assemble_stages(
         loss,
         Transport(seat.device, seat.channels),
         counts,
-        deferred,
+        weight_gradients,
     )
 
 

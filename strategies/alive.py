@@ -5,7 +5,7 @@ on their way back, what an operation has at hand only while it runs, and the gra
 which come as values go. So a peak is not the sum of all there ever is, but that of one moment.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -52,16 +52,18 @@ def passing(
     weights: Mapping[str, float],
     takes: Iterable[str] = (),
     gives: Iterable[str] = (),
+    in_place: Container[str] = (),
 ) -> Passing:
     """Of `operations`, in their order. `weights` are the bytes of a gradient by the operation that
-    reads the parameter. What it `takes` from other parts of the model and `gives` to them stays
-    from forward to backward whoever keeps it, and backward begins with the gradients of `gives`."""
+    reads the parameter; those `in_place` are added to where they are made. What it `takes` from
+    other parts of the model and `gives` to them stays from forward to backward whoever keeps it,
+    and backward begins with the gradients of `gives`."""
     graph = view.graph
     listed = [graph[name] for name in operations if graph[name].target not in _GIVEN]
     values = kept(view, (operation.name for operation in listed))
     for source in (memory_of(graph, name) for name in (*takes, *gives)):
         values.setdefault((source, OWN), view.num_bytes(source))
-    run = _Run(view, weights, values, {memory_of(graph, name) for name in gives})
+    run = _Run(view, weights, values, {memory_of(graph, name) for name in gives}, in_place)
     read = dict.fromkeys(name for operation in listed for name in operation.inputs)
     return Passing(
         sum(values.values()),
@@ -79,6 +81,7 @@ def passing_again(
     weights: Mapping[str, float],
     takes: Iterable[str] = (),
     gives: Iterable[str] = (),
+    in_place: Container[str] = (),
 ) -> Passing:
     """The same where repeated blocks are computed again in the backward, of which the forward keeps
     only what enters (`runtime/blocks.py`)."""
@@ -92,7 +95,8 @@ def passing_again(
         inside = set(names)
         read = {memory_of(graph, x) for name in names for x in graph[name].inputs}
         left = {memory_of(graph, x) for x in names if not inside.issuperset(graph.users[x])}
-        run, before = passing(view, names, weights, (), left & inside), sum(values.values())
+        run = passing(view, names, weights, (), left & inside, in_place)
+        before = sum(values.values())
         own = kept(view, names)
         if is_repeated(block):
             enters = [x for x in read - inside if graph[x].target not in _GIVEN]
@@ -125,7 +129,7 @@ _GIVEN = ("parameter", "buffer", "input", "output", "graph")
 # What hands a gradient on as it is, to all it adds.
 _HANDS_ON = ("aten.add.Tensor", "aten.add_.Tensor")
 # What leaves its weight's gradient for later where that is asked for (runtime/products.py).
-_PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default")
+_DEFERRING = ("aten.linear.default", "aten.addmm.default", "aten.embedding.default")
 
 
 @dataclass
@@ -145,6 +149,7 @@ class _Run:
     weights: Mapping[str, float]
     values: Mapping[tuple[str, int], float]
     gives: Collection[str]
+    in_place: Container[str]
 
     def sources(self, operation: Operation) -> list[str]:
         """Of what it reads, but for weights and what needs no gradient: in whose memory."""
@@ -168,10 +173,10 @@ class _Run:
         return (Moment(0.0, worst),)
 
     def deferred(self, listed: Sequence[Operation]) -> float:
-        """The inputs of products and the gradients of what they gave."""
+        """The inputs of products and lookups and the gradients of what they gave."""
         found: dict[tuple[str, int], float] = {}
         for operation in listed:
-            if operation.target in _PRODUCTS and any(x in self.weights for x in operation.inputs):
+            if operation.target in _DEFERRING and any(x in self.weights for x in operation.inputs):
                 found |= {(x, 0): self.view.num_bytes(x) for x in self.sources(operation)}
                 found[operation.name, 1] = self.view.num_bytes(operation.name)
         return sum(found.values())
@@ -198,8 +203,8 @@ class _Run:
 
     def _step(self, operation: Operation, state: _Backward, is_first: bool) -> Moment:
         """One operation's backward. It has its own gradient until those it makes are there; what
-        it made on the way has one as well. A gradient that is added to is made anew, and one that
-        is put together of parts is there twice."""
+        it made on the way has one as well. A gradient that is added to is made anew, if not in
+        place, and one that is put together of parts is there twice."""
         own = state.gradients.pop(operation.name, 0.0)
         within = sum(x for place, x in operation.saved if place == INSIDE)
         at_hand = within * self.view.inside(operation)
@@ -222,7 +227,7 @@ class _Run:
                 if is_first and name not in state.made:
                     state.made.add(name)
                     state.weights += self.weights[name]
-                else:
+                elif name not in self.in_place:
                     added += self.weights[name]
         alive = state.values + sum(state.gradients.values()) + own + at_hand
         return Moment(state.weights + added, alive)

@@ -109,6 +109,12 @@ def accumulation_time_s(elements: float, parameters: int, device: Device, precis
     return parameters * roofline.overhead_s + 3 * width * elements / roofline.bytes_s
 
 
+def zeros_time_s(elements: float, device: Device, precision: str) -> float:
+    """Of a lookup's backward that makes the gradient of its table: so many `elements` are zeros
+    before those of the rows are added, in fp32."""
+    return 4 * elements / kernel_of(device, precision, Kind.LOOKUP).backward.bytes_s
+
+
 def update_time_s(elements: float, states: int, device: Device) -> float:
     """An optimizer's update: every fp32 state and weight read and written, the gradient read for it
     and once before for the norm."""

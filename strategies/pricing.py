@@ -5,7 +5,7 @@ of equal operations (`work.py`), kept for every device and number of samples it 
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -40,14 +40,15 @@ class Prices:
         device: Device,
         samples: float,
         part: Callable[[], Part] = lambda: whole,
+        added_to: Callable[[], Container[str]] = tuple,
     ) -> Times:
-        """Seconds of `operations` for `samples` samples. `key` stands for the operations and
-        their `part`."""
+        """Seconds of `operations` for `samples` samples. `key` stands for the operations, their
+        `part`, and the parameters they are `added_to` of (see `Works.of`)."""
         asked = (key, id(device), samples)
         if asked not in self._times:
             self._devices[id(device)] = device
             if key not in self._works:
-                self._works[key] = self.works.of(operations, part())
+                self._works[key] = self.works.of(operations, part(), added_to())
             self._times[asked] = work_times(self._works[key], samples, device, self.precision)
         return self._times[asked]
 

@@ -161,7 +161,12 @@ class Segments:
     @cached_property
     def _works(self) -> Sequence[dict[Work, int]]:
         order, works = self.findings.order, self.findings.prices.works
-        return [dict(works.of(order.operations[a:b])) for a, b in pairwise(order.places)]
+        # At the least: tables have their gradient.
+        added_to = {each.name for each in self.findings.graph if each.target == "parameter"}
+        return [
+            dict(works.of(order.operations[a:b], added_to=added_to))
+            for a, b in pairwise(order.places)
+        ]
 
     def _lines(self, device: Device, shards: int) -> Sequence[Line]:
         """Of the segments before each place."""

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from whale_train.errors import Fault, PlanError
 from whale_train.quantities import in_bytes
 from whale_train.strategies.alive import Passing, passing, passing_again
+from whale_train.strategies.in_place import added_in_place
 from whale_train.strategies.instructions import ENDS, Instruction, Kind
 from whale_train.strategies.kept import View, whole
 from whale_train.strategies.layouts import Layout, Shard
@@ -145,13 +146,26 @@ class Held:
         if not any(operation.saved for operation in job.graph):
             return self._unmeasured(chunk, local, again)
         weights = {
-            name: 4.0 * local[job.profile.parameter_by_path[job.graph[name].path].path]
+            name: 4.0 * local[self._canonical(job.graph[name].path)]
             for name in part.operations
             if job.graph[name].target == "parameter"
         }
+        paths = added_in_place(job, chunk)
+        in_place = {name for name in weights if self._canonical(job.graph[name].path) in paths}
         run = passing_again if again else passing
         view = self._view.held_by(_part_of(chunk, axes, member))
-        return run(view, part.operations, weights, part.takes, part.gives)
+        return run(view, part.operations, weights, part.takes, part.gives, in_place)
+
+    def _canonical(self, path: str) -> str:
+        """Of a parameter's paths the one that stands for all."""
+        return self._job.profile.parameter_by_path[path].path
+
+    @cached_property
+    def _largest_made(self) -> float:
+        """Bytes of the largest gradient that is made before it is added."""
+        in_place = {x for chunk in self._chunks.values() for x in added_in_place(self._job, chunk)}
+        made = (n for path, n in self._elements.items() if path not in in_place)
+        return 4.0 * max(made, default=0.0)
 
     def _unmeasured(self, chunk: Chunk, local: Mapping[str, float], again: bool) -> Passing:
         halved = precision_bytes(self._job.training.precision, self._job.zero).activations
@@ -229,8 +243,7 @@ class Held:
                 case Kind.BACKWARD_WEIGHT:
                     come += 0.0 if number in done else run.gradients
                     done.add(number)
-                    largest = 4.0 * max(self._elements.values(), default=0.0)
-                    yield come, largest + bucket, values
+                    yield come, self._largest_made + bucket, values
                     values -= run.deferred
                 case Kind.SEND_GRADIENT:
                     values += self._crossing[number][1]

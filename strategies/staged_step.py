@@ -15,7 +15,9 @@ from whale_train.strategies.cost import (
     fetch_time_s,
     offloaded_update_time_s,
     update_time_s,
+    zeros_time_s,
 )
+from whale_train.strategies.in_place import LOOKUP, added_in_place
 from whale_train.strategies.instructions import COMPUTATIONS, ENDS, Instruction, Kind
 from whale_train.strategies.links import (
     Crowd,
@@ -60,7 +62,7 @@ class StagedStep:
         norms = job.profile.batch_norm_modules
         self.synchronises = bool(norms) and job.training.sync_batchnorm
         self._of_norms: dict[int, Times] = {}
-        self._accumulations: dict[tuple[int, ...], float] = {}
+        self._gradients: dict[tuple[int, ...], float] = {}
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
         """The step of the copies that stand for all, and which rank stands for each. Where ranks
@@ -106,7 +108,8 @@ class StagedStep:
         order, sizes = self.orders[copy][position], self._sizes[copy]
         owners = self.batches.owners[copy]
         known: dict[object, Cost] = {}
-        first = {x.chunk: x for x in reversed(order) if x.kind in ENDS}
+        ends = [x for x in order if x.kind in ENDS]
+        first, last = {x.chunk: x for x in reversed(ends)}, {x.chunk: x for x in ends}
 
         def cost(each: Instruction) -> Cost:
             samples = sizes[each.micro_batch]
@@ -115,9 +118,10 @@ class StagedStep:
                 key = (each.kind, each.chunk, samples, adds)
                 if key not in known:
                     known[key] = self._cost(copy, position, each, samples)
-                    if adds:
-                        seconds = known[key].seconds + self._accumulation_s(each.chunk, ranks)
-                        known[key] = replace(known[key], seconds=seconds)
+                    if each.kind in ENDS:
+                        alone = first[each.chunk] == last[each.chunk]
+                        more = self._gradients_s(each.chunk, ranks, adds, alone)
+                        known[key] = replace(known[key], seconds=known[key].seconds + more)
                 return known[key]
             there = owners[each.peer][each.micro_batch]
             to = (each.kind, each.chunk, each.peer, there, samples)
@@ -129,20 +133,32 @@ class StagedStep:
 
         return Actor(ranks, copy, order, cost, max(self._update_s(rank) for rank in ranks))
 
-    def _accumulation_s(self, number: int, ranks: Sequence[int]) -> float:
-        """What a backward of a chunk takes longer that is not its first, on the slowest of `ranks`,
-        the members of its shard group."""
+    def _gradients_s(self, number: int, ranks: Sequence[int], adds: bool, alone: bool) -> float:
+        """What a backward of a chunk takes, beside making gradients, on the slowest of `ranks`, the
+        members of its shard group: a later one `adds` its own to those there are, but for what is
+        added as it is made; the first makes tables' of zeros, but of those to which, if it is not
+        `alone`, a lookup adds what it found."""
         devices = [self.cluster.devices[rank] for rank in ranks]
-        key = (number, *map(id, devices))
-        if key not in self._accumulations:
+        key = (number, adds, alone, *map(id, devices))
+        if key not in self._gradients:
             chunk, axes = self.times.chunks[number], self.times.axes
-            held = (held_elements(self.job, chunk, axes, member) for member in range(len(devices)))
-            precision = self.job.training.precision
-            self._accumulations[key] = max(
-                accumulation_time_s(sum(each.values()), len(each), device, precision)
-                for each, device in zip(held, devices, strict=True)
-            )
-        return self._accumulations[key]
+            in_place = added_in_place(self.job, chunk)
+            made = [x for x, of in in_place.items() if LOOKUP in of and (alone or len(of) == 1)]
+            listed = []
+            for member, device in enumerate(devices):
+                held = held_elements(self.job, chunk, axes, member)
+                if adds:
+                    own = [n for path, n in held.items() if path not in in_place]
+                    listed.append(accumulation_time_s(sum(own), len(own), device, self._precision))
+                else:
+                    tables = sum(held[path] for path in made)
+                    listed.append(zeros_time_s(tables, device, self._precision))
+            self._gradients[key] = max(listed)
+        return self._gradients[key]
+
+    @property
+    def _precision(self) -> str:
+        return self.job.training.precision
 
     @cached_property
     def _sizes(self) -> Sequence[Sequence[int]]:

@@ -7,7 +7,7 @@ are priced as one.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -98,15 +98,17 @@ class Works:
         for operation in graph:
             self._note(operation)
 
-    def of(self, names: Iterable[str], part: Part = whole) -> Counter[Work]:
+    def of(
+        self, names: Iterable[str], part: Part = whole, added_to: Container[str] = ()
+    ) -> Counter[Work]:
         """The work of the operations `names`, of whose values this rank has `part`, and how often
-        there is each."""
+        there is each. The parameters `added_to` have a gradient that lookups only add to."""
         found: Counter[Work] = Counter()
         for name in names:
             operation = self.graph[name]
             if operation.target in _NO_WORK:
                 continue
-            found[self._work(operation, part)] += 1
+            found[self._work(operation, part, added_to)] += 1
             if name in self.with_gradient and self._has_bias(operation):
                 summed = self._traffic(name, part)
                 found[Work(Kind.SUM, 0.0, _NONE, summed, False, True)] += 1
@@ -141,7 +143,7 @@ class Works:
         joins = name == "contiguous" or RULES.get(operation.target) is reshape
         return joins and name not in ("view", "unflatten") and self._transposed.get(before, False)
 
-    def _work(self, operation: Operation, part: Part) -> Work:
+    def _work(self, operation: Operation, part: Part, added_to: Container[str]) -> Work:
         gradient = operation.name in self.with_gradient
         kind = kind_of(operation)
         is_view = _short(operation) in _VIEWS and not self._copies(operation)
@@ -172,7 +174,9 @@ class Works:
         elif kind is Kind.LOOKUP:
             traffic = result.times(2)
             if gradient:  # of the whole table, most of it nothing
-                back = result.times(2) + self._traffic(operation.inputs[0], part)
+                table = operation.inputs[0]
+                made = _NONE if table in added_to else self._traffic(table, part)
+                back = result.times(2) + made
         elif kind is Kind.POINTWISE:
             back = self._pointwise_backward(operation, part, gradient)
         return Work(kind, operation.flops * share, traffic, back, of_input, of_weight)

@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from whale_train.runtime.casts import enter
 from whale_train.runtime.entered_products import join_products
+from whale_train.runtime.weight_gradients import WeightGradients
 
 aten = torch.ops.aten
 MEMBERS = 2
@@ -67,7 +68,7 @@ def gradients(read_by_others: bool, frozen: bool) -> dict[str, Any]:
     held = mine(whole, rank)
     held[0].requires_grad_(not frozen)
     module = graph_of(read_by_others)
-    join_products(module, set(PARAMETERS))
+    join_products(module, set(PARAMETERS), WeightGradients())
     x = drawn(0, 7, 5).requires_grad_()
     outputs = module(x, *held)
     sum((out**2).sum() for out in outputs[:3]).backward()
@@ -102,7 +103,7 @@ def test_joined_products_are_those_of_whole_weights(read_by_others: bool, frozen
 
 def halves(_: int) -> list[torch.dtype]:
     module = graph_of(False)
-    join_products(module, set(PARAMETERS))
+    join_products(module, set(PARAMETERS), WeightGradients())
     held = [nn.Parameter(p.detach().float()) for p in mine(parameters(), dist.get_rank())]
     x = drawn(0, 7, 5).float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):

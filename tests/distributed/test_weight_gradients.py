@@ -1,10 +1,12 @@
-"""Products whose weights' gradients wait, and whose weights may be taken away meanwhile."""
+"""What reads weights: their gradients wait or are added in place, and the weights may be taken
+away meanwhile."""
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
 from whale_train.runtime.blocks import BLOCK
+from whale_train.runtime.segment import Segment
 from whale_train.runtime.weight_gradients import WeightGradients
 
 aten = torch.ops.aten
@@ -82,3 +84,86 @@ def views_kept(graph: fx.GraphModule) -> list[tuple[int, ...]]:
     of_weight = [t for t in kept if t.untyped_storage()._cdata == weight.untyped_storage()._cdata]
     assert of_weight
     return [tuple(t.shape) for t in of_weight if not t.is_leaf]
+
+
+def of_several(kind: str, owner: WeightGradients | None, dtype: torch.dtype) -> list[Tensor | None]:
+    """The gradients of the weight and the bias after three backwards of different inputs; `owner`
+    adds them up."""
+    x, weight, bias = operands(kind)
+    graph = graph_of(kind) if owner is None else replaced(kind, owner)
+    for number in range(3):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+            loss = graph((x * (number + 1)).sin(), weight, bias).float().sum()
+        if owner is None:
+            loss.backward()
+            continue
+        storage = weight.grad.data_ptr() if weight.grad is not None else None
+        with owner.accumulating():
+            loss.backward()
+        assert weight.grad is not None
+        assert storage in (None, weight.grad.data_ptr())
+    return [weight.grad, bias.grad]
+
+
+@pytest.mark.parametrize("kind", ["linear", "addmm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_in_place_by_the_product(kind: str, dtype: torch.dtype) -> None:
+    expected, found = (of_several(kind, owner, dtype) for owner in (None, WeightGradients()))
+    assert [x.dtype for x in found if x is not None] == [torch.float32] * 2
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("defers", [False, True])
+def test_lookups_add_the_rows_they_took(padding: int | None, defers: bool) -> None:
+    def graph() -> fx.GraphModule:
+        made = fx.Graph()
+        weight, rows = made.placeholder("weight"), made.placeholder("rows")
+        options = () if padding is None else (padding,)
+        made.output(made.call_function(aten.embedding.default, (weight, rows, *options)))
+        return fx.GraphModule(nn.Module(), made)
+
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(5, 3, generator=generator)
+    rows = torch.tensor([[0, 2, 2], [4, 0, 1]])
+    owner, module = WeightGradients(), graph()
+    owner.replace(module, {"weight"})
+    one, other = nn.Parameter(table.clone()), nn.Parameter(table.clone())
+    for number in range(3):
+        graph()(one, rows + number % 2 * (rows < 4)).square().sum().backward()
+        loss = module(other, rows + number % 2 * (rows < 4)).square().sum()
+        key = (0, number)
+        if defers:
+            with owner.deferring(key):
+                loss.backward()
+            owner.accumulate(key, lambda parameter: None)
+        else:
+            with owner.accumulating():
+                loss.backward()
+    torch.testing.assert_close(other.grad, one.grad)
+
+
+def test_hooks_of_a_parameter_run_once_when_all_that_reads_it_is_done() -> None:
+    """What is final is told by them (`runtime/finality.py`), also of a tied weight, that is looked
+    up and multiplied with."""
+    table, alone = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3, 3))
+    graph = fx.Graph()
+    rows, first, second = (graph.placeholder(name) for name in ("rows", "first", "second"))
+    found = graph.call_function(aten.embedding.default, (first, rows))
+    hidden = graph.call_function(aten.linear.default, (found, second))
+    graph.output((graph.call_function(aten.linear.default, (hidden, first)),))
+    segment = Segment((), ("logits",), {"table": table, "alone": alone})
+    segment.set_graph(True, fx.GraphModule(nn.Module(), graph), ("table", "alone"), ("rows",))
+    owner = WeightGradients()
+    segment.overlap_weight_gradients(owner)
+    seen: list[tuple[int, Tensor]] = []
+    for parameter in (table, alone):
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append((id(p), p.grad.clone())))
+    (logits,) = segment(torch.tensor([0, 1]))
+    with owner.accumulating():
+        logits.sum().backward()
+    of_table, of_alone = [[18.0] * 3] * 2 + [[6.0] * 3] * 2, [[8.0] * 3] * 3
+    assert {key: gradient.tolist() for key, gradient in seen} == {
+        id(table): of_table, id(alone): of_alone
+    }  # fmt: skip
+    assert len(seen) == 2

@@ -1,0 +1,41 @@
+"""Gradients that are added to where they are made, and so are nowhere by themselves.
+
+Where a step has several backwards, products and lookups add to their weights' gradients
+(`runtime/weight_gradients.py`). What anything else reads, autograd adds up.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+
+from whale_train.strategies.staging import Chunk, Staging
+
+LOOKUP = "aten.embedding.default"
+_PRODUCTS = frozenset(("aten.linear.default", "aten.addmm.default"))
+
+
+def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
+    """The parameters of `chunk` whose gradients are, by path, and the targets of what reads
+    them."""
+    operations = chunk.slice.operations
+    part = ("readers", operations[0], operations[-1], len(operations))
+    readers = job.findings.once(part, lambda: _readers(job, operations))
+    # A product of 16-bit values makes a gradient of these, for weights that are kept in fp32.
+    products = _PRODUCTS if job.training.precision == "fp32" else frozenset()
+
+    def adds(path: str, target: str) -> bool:
+        shard = chunk.shards.get(path)
+        # A member with some of the rows has a lookup of its own (runtime/cross_entropy.py).
+        return target in products or (target == LOOKUP and (shard is None or shard.dim != 0))
+
+    return {path: of for path, of in readers.items() if all(adds(path, target) for target in of)}
+
+
+def _readers(job: Staging, operations: Sequence[str]) -> Mapping[str, Set[str]]:
+    """The targets of what reads each parameter among `operations`."""
+    graph, canonical = job.graph, job.profile.parameter_by_path
+    found: dict[str, set[str]] = {}
+    for name in operations:
+        for source in graph[name].inputs:
+            if graph[source].target == "parameter" and graph[source].path in canonical:
+                path = canonical[graph[source].path].path
+                found.setdefault(path, set()).add(graph[name].target)
+    return found
