@@ -70,9 +70,12 @@ class WeightGradients:
         """How many gradients `accumulate(key)` will add to each weight."""
         return Counter(parameter for parameter, _ in self._left[key])
 
+    @torch.no_grad()  # or each gradient would keep what it was made of for a backward of its own
     def accumulate(self, key: Key, added: Added) -> None:
         """Add what was left into the weights' `.grad`, and call `added` after every addition."""
-        _add(self._left.pop(key), added)
+        for parameter, make in self._left.pop(key):
+            _add(parameter, make)
+            added(parameter)
 
     def take(self, additions: Sequence[_Addition]) -> Set[nn.Parameter]:
         """Add `additions`, or leave them for later; the parameters whose gradients are no more
@@ -80,7 +83,8 @@ class WeightGradients:
         if self._now is not None:
             self._left[self._now] += additions
         elif self._adds:
-            _add(additions)
+            for parameter, make in additions:
+                _add(parameter, make)
         else:
             additions = ()
         return {parameter for parameter, _ in additions}
@@ -142,9 +146,13 @@ class _OwnedProduct(nn.Module):
         self.owner, self.kind = owner, kind
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):  # which does not look into a Function
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        result: Tensor = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        result: Tensor
+        if not torch.is_autocast_enabled(x.device.type):
+            result = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+            return result
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # it does not look into a Function
+        with torch.autocast(x.device.type, enabled=False):
+            result = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -157,8 +165,7 @@ class _Product(torch.autograd.Function):
         ctx.operands = weight, bias  # the very parameters, whose `.grad` is added to
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         ctx.save_for_backward(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
-            return owned.kind.value(x, weight, bias)
+        return owned.kind.value(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -204,11 +211,8 @@ class _Lookup(torch.autograd.Function):
         return *ctx.owned.owner.gradients(wanted), None, None
 
 
-@torch.no_grad()  # or each gradient would keep what it was made of for a backward of its own
-def _add(additions: Sequence[_Addition], added: Added = lambda _: None) -> None:
-    for parameter, make in additions:
-        if parameter.grad is None:
-            parameter.grad = make(None).to(parameter.dtype)
-        else:
-            make(parameter.grad)
-        added(parameter)
+def _add(parameter: nn.Parameter, make: _Make) -> None:
+    if parameter.grad is None:
+        parameter.grad = make(None).to(parameter.dtype)
+    else:
+        make(parameter.grad)
