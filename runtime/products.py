@@ -109,13 +109,13 @@ def lookup_of(node: fx.Node, parameters: Set[str]) -> Lookup | None:
 
 
 def of_table(
-    grad: Tensor, indices: Tensor, weight: Tensor, padding: int, known: Tensor | None = None
+    grad: Tensor, indices: Tensor, rows: int, padding: int, known: Tensor | None = None
 ) -> Tensor:
-    """The gradient of `weight` [rows, width], of which `indices` were looked up and whose rows'
-    gradients are `grad` [*indices.shape, width]; added to `known`, and that returned, if there is
+    """The gradient of a table [rows, width] of which `indices` were looked up, where that of what
+    was found is `grad` [*indices.shape, width]; added to `known`, and that returned, if there is
     one. Equal indices are added up in the same order every time."""
     if known is None:
-        found: Tensor = _aten.embedding_dense_backward(grad, indices, len(weight), padding, False)
+        found: Tensor = _aten.embedding_dense_backward(grad, indices, rows, padding, False)
         return found
     if padding >= 0:
         grad = grad.masked_fill((indices == padding)[..., None], 0.0)

@@ -194,7 +194,7 @@ class _OwnedLookup(nn.Module):
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, indices: Tensor, owned: _OwnedLookup) -> Tensor:
-        ctx.owned, ctx.weight = owned, weight
+        ctx.owned, ctx.weight, ctx.rows = owned, weight, len(weight)
         ctx.save_for_backward(indices)
         return torch.embedding(weight, indices)
 
@@ -202,12 +202,12 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (indices,) = grads, ctx.saved_tensors
-        weight, padding = ctx.weight, ctx.owned.padding
+        rows, padding = ctx.rows, ctx.owned.padding
 
         def make(known: Tensor | None) -> Tensor:
-            return of_table(grad, indices, weight, padding, known)
+            return of_table(grad, indices, rows, padding, known)
 
-        wanted = [Wanted(weight, ctx.needs_input_grad[0], make)]
+        wanted = [Wanted(ctx.weight, ctx.needs_input_grad[0], make)]
         return *ctx.owned.owner.gradients(wanted), None, None
 
 
