@@ -113,10 +113,11 @@ def of_table(
 ) -> Tensor:
     """The gradient of a table [rows, width] of which `indices` were looked up, where that of what
     was found is `grad` [*indices.shape, width]; added to `known`, and that returned, if there is
-    one. Equal indices are added up in the same order every time."""
-    if known is None:
-        found: Tensor = _aten.embedding_dense_backward(grad, indices, rows, padding, False)
-        return found
+    one. Equal indices are added up in the same order every time, and in no less than fp32."""
+    if known is None or known.dtype.itemsize < 4:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        made: Tensor = _aten.embedding_dense_backward(grad.to(wide), indices, rows, padding, False)
+        return made.to(grad.dtype) if known is None else known.add_(made)
     if padding >= 0:
         grad = grad.masked_fill((indices == padding)[..., None], 0.0)
     return known.index_put_((indices,), grad.to(known.dtype), accumulate=True)

@@ -18,13 +18,17 @@ def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
     operations = chunk.slice.operations
     part = ("readers", operations[0], operations[-1], len(operations))
     readers = job.findings.once(part, lambda: _readers(job, operations))
-    # A product of 16-bit values makes a gradient of these, for weights that are kept in fp32.
-    products = _PRODUCTS if job.training.precision == "fp32" else frozenset()
+    targets: set[str] = set()
+    if job.training.precision == "fp32":  # 16-bit values make 16-bit gradients, of fp32 weights
+        targets |= _PRODUCTS
+    if job.training.precision != "bf16" or job.zero == 0:  # of a 16-bit table they are fp32
+        targets.add(LOOKUP)
 
     def adds(path: str, target: str) -> bool:
         shard = chunk.shards.get(path)
         # A member with some of the rows has a lookup of its own (runtime/cross_entropy.py).
-        return target in products or (target == LOOKUP and (shard is None or shard.dim != 0))
+        own = target == LOOKUP and shard is not None and shard.dim == 0
+        return target in targets and not own
 
     return {path: of for path, of in readers.items() if all(adds(path, target) for target in of)}
 

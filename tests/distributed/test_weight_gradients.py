@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale_train.runtime.blocks import BLOCK
+from whale_train.runtime.products import of_table
 from whale_train.runtime.segment import Segment
 from whale_train.runtime.weight_gradients import WeightGradients
 
@@ -141,6 +142,14 @@ def test_lookups_add_the_rows_they_took(padding: int | None, defers: bool) -> No
             with owner.accumulating():
                 loss.backward()
     torch.testing.assert_close(other.grad, one.grad)
+
+
+def test_rows_of_a_16_bit_table_are_added_up_in_fp32() -> None:
+    """A thousand of a row's: its sum would stand still at 256 where each was rounded."""
+    indices, grad = torch.zeros(1000, dtype=torch.long), torch.ones(1000, 1, dtype=torch.bfloat16)
+    for known in (None, torch.zeros(2, 1, dtype=torch.bfloat16)):
+        found = of_table(grad, indices, 2, -1, known)
+        assert (found.dtype, found.tolist()) == (torch.bfloat16, [[1000.0], [0.0]])
 
 
 def test_hooks_of_a_parameter_run_once_when_all_that_reads_it_is_done() -> None:
