@@ -86,7 +86,7 @@ class Segment(nn.Module):
         self.inputs = inputs
 
     def defer_weight_gradients(self, owner: WeightGradients) -> None:
-        """Let `owner` take over the products of the training graph that have weights."""
+        """Let `owner` take over what reads weights in the training graph."""
         owner.replace(self._graphs[True][0], self._parameter_arguments())
 
     def overlap_weight_gradients(self, owner: WeightGradients | None = None) -> None:

@@ -12,7 +12,9 @@ from itertools import groupby
 from whale_train.strategies.kept import View, kept, memory_of, saved_by
 from whale_train.strategies.operations import (
     INSIDE,
+    LOOKUP,
     OWN,
+    PRODUCTS,
     Operation,
     OperationGraph,
     block_of,
@@ -128,8 +130,6 @@ def _runs(graph: OperationGraph, listed: Sequence[str]) -> list[tuple[str, list[
 _GIVEN = ("parameter", "buffer", "input", "output", "graph")
 # What hands a gradient on as it is, to all it adds.
 _HANDS_ON = ("aten.add.Tensor", "aten.add_.Tensor")
-# What leaves its weight's gradient for later where that is asked for (runtime/products.py).
-_DEFERRING = ("aten.linear.default", "aten.addmm.default", "aten.embedding.default")
 
 
 @dataclass
@@ -176,7 +176,9 @@ class _Run:
         """The inputs of products and lookups and the gradients of what they gave."""
         found: dict[tuple[str, int], float] = {}
         for operation in listed:
-            if operation.target in _DEFERRING and any(x in self.weights for x in operation.inputs):
+            if operation.target in (*PRODUCTS, LOOKUP) and any(
+                x in self.weights for x in operation.inputs
+            ):
                 found |= {(x, 0): self.view.num_bytes(x) for x in self.sources(operation)}
                 found[operation.name, 1] = self.view.num_bytes(operation.name)
         return sum(found.values())

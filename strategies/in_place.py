@@ -6,10 +6,8 @@ Where a step has several backwards, products and lookups add to their weights' g
 
 from collections.abc import Mapping, Sequence, Set
 
+from whale_train.strategies.operations import LOOKUP, PRODUCTS
 from whale_train.strategies.staging import Chunk, Staging
-
-LOOKUP = "aten.embedding.default"
-_PRODUCTS = frozenset(("aten.linear.default", "aten.addmm.default"))
 
 
 def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
@@ -20,7 +18,7 @@ def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
     readers = job.findings.once(part, lambda: _readers(job, operations))
     targets: set[str] = set()
     if job.training.precision == "fp32":  # 16-bit values make 16-bit gradients, of fp32 weights
-        targets |= _PRODUCTS
+        targets.update(PRODUCTS)
     if job.training.precision != "bf16" or job.zero == 0:  # of a 16-bit table they are fp32
         targets.add(LOOKUP)
 
@@ -31,6 +29,17 @@ def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
         return target in targets and not own
 
     return {path: of for path, of in readers.items() if all(adds(path, target) for target in of)}
+
+
+def named_in_place(job: Staging, chunk: Chunk) -> Set[str]:
+    """What stands in the graph for the parameters of `chunk` that are `added_in_place`."""
+    graph, canonical = job.graph, job.profile.parameter_by_path
+    paths = added_in_place(job, chunk)
+    return {
+        name
+        for name in chunk.slice.operations
+        if graph[name].target == "parameter" and canonical[graph[name].path].path in paths
+    }
 
 
 def _readers(job: Staging, operations: Sequence[str]) -> Mapping[str, Set[str]]:

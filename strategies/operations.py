@@ -35,6 +35,11 @@ Shape = tuple[Size, ...]
 # such as statistics and masks.
 OWN, INSIDE = -1, -2
 
+# What sees to its weight's gradient itself where a step has several backwards: leaves it for later,
+# or adds it to what there is (runtime/products.py, runtime/weight_gradients.py).
+PRODUCTS = ("aten.linear.default", "aten.addmm.default")
+LOOKUP = "aten.embedding.default"
+
 
 @dataclass(frozen=True)
 class Ref:

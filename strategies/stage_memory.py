@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from whale_train.errors import Fault, PlanError
 from whale_train.quantities import in_bytes
 from whale_train.strategies.alive import Passing, passing, passing_again
-from whale_train.strategies.in_place import added_in_place
+from whale_train.strategies.in_place import added_in_place, named_in_place
 from whale_train.strategies.instructions import ENDS, Instruction, Kind
 from whale_train.strategies.kept import View, whole
 from whale_train.strategies.layouts import Layout, Shard
@@ -146,19 +146,14 @@ class Held:
         if not any(operation.saved for operation in job.graph):
             return self._unmeasured(chunk, local, again)
         weights = {
-            name: 4.0 * local[self._canonical(job.graph[name].path)]
+            name: 4.0 * local[job.profile.parameter_by_path[job.graph[name].path].path]
             for name in part.operations
             if job.graph[name].target == "parameter"
         }
-        paths = added_in_place(job, chunk)
-        in_place = {name for name in weights if self._canonical(job.graph[name].path) in paths}
+        in_place = named_in_place(job, chunk)
         run = passing_again if again else passing
         view = self._view.held_by(_part_of(chunk, axes, member))
         return run(view, part.operations, weights, part.takes, part.gives, in_place)
-
-    def _canonical(self, path: str) -> str:
-        """Of a parameter's paths the one that stands for all."""
-        return self._job.profile.parameter_by_path[path].path
 
     @cached_property
     def _largest_made(self) -> float:

@@ -1,12 +1,12 @@
 """The seconds of a nested strategy's chunks: their operations, and the casts between layouts."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from functools import partial
 
 from whale_train.strategies.cast_times import cast_times, moved_bytes
 from whale_train.strategies.cluster import Link
 from whale_train.strategies.cost import Times
-from whale_train.strategies.in_place import added_in_place
+from whale_train.strategies.in_place import named_in_place
 from whale_train.strategies.layouts import BATCH
 from whale_train.strategies.links import gather_time_s, group_link
 from whale_train.strategies.micro_batches import Batches, member_shares
@@ -81,7 +81,7 @@ class ChunkTimes:
         return self.job.findings.prices.times(
             (chunk.key, own), chunk.slice.operations, device, samples,
             partial(part_of, assignment, self.axes, index),
-            partial(self._added_to, chunk),
+            partial(named_in_place, self.job, chunk),
         )  # fmt: skip
 
     def _head(self, number: int, index: int, rank: int, shares: Sequence[int]) -> Times:
@@ -99,20 +99,9 @@ class ChunkTimes:
             total += self.job.findings.prices.times(
                 key, segment.operations, device, samples,
                 partial(part_of, segment.assignment, axes, index),
-                partial(self._added_to, chunk),
+                partial(named_in_place, self.job, chunk),
             )  # fmt: skip
         return total
-
-    def _added_to(self, chunk: Chunk) -> Set[str]:
-        """What stands for the parameters of `chunk` whose lookups add to their gradient."""
-        graph, paths = self.job.graph, self.job.profile.parameter_by_path
-        in_place = added_in_place(self.job, chunk)
-        read = (x for name in chunk.slice.operations for x in graph[name].inputs)
-        return {
-            name
-            for name in read
-            if graph[name].target == "parameter" and paths[graph[name].path].path in in_place
-        }
 
     def _casts(self, chunk: Chunk, members: int, samples: int, link: Link) -> Times:
         """The collectives of a shard group."""

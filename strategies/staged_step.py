@@ -17,7 +17,7 @@ from whale_train.strategies.cost import (
     update_time_s,
     zeros_time_s,
 )
-from whale_train.strategies.in_place import LOOKUP, added_in_place
+from whale_train.strategies.in_place import added_in_place
 from whale_train.strategies.instructions import COMPUTATIONS, ENDS, Instruction, Kind
 from whale_train.strategies.links import (
     Crowd,
@@ -31,6 +31,7 @@ from whale_train.strategies.links import (
 )
 from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.micro_batches import Batches
+from whale_train.strategies.operations import LOOKUP
 from whale_train.strategies.pricing import part_of
 from whale_train.strategies.sends import Sends
 from whale_train.strategies.stage_memory import held_elements, held_of_stages

@@ -124,11 +124,11 @@ class Sketch:
         )
 
 
-def gpt(tied: bool = False) -> ModelProfile:
-    """Embedding, one projection, a norm, a head without bias, labels shifted: 12 tokens, width 4,
-    sequences of 3. Tied, the embedding reads the head's weight."""
+def gpt(tied: bool = False, rows: int = 12) -> ModelProfile:
+    """Embedding of so many `rows`, one projection, a norm, a head without bias, labels shifted: 12
+    tokens, width 4, sequences of 3. Tied, the embedding reads the head's weight."""
     s = Sketch()
-    s.parameter("token.weight", "12 4")
+    s.parameter("token.weight", f"{rows} 4")
     s.parameter("block.weight", "4 4")
     s.parameter("norm.weight", "4")
     s.parameter("lm_head.weight", "12 4")

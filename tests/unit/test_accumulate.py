@@ -100,6 +100,26 @@ def test_every_backward_but_the_first_adds_to_gradients(graph: object, accumulat
             assert others == pytest.approx([first + added - zeros] * 3)
 
 
+def test_only_the_first_backward_sees_all_rows_of_a_table() -> None:
+    devices, graph = mixed().first(2), {"pipeline": {"stages": 2, "micro_batches": 4}}
+
+    def backwards(rows: int) -> list[float]:
+        profile = gpt(rows=rows)
+        found = consider(
+            strategy_of({"graph": graph}), devices, Findings(profile, "fp32"), training(16)
+        )
+        return [
+            task.seconds
+            for task in found.step.spans.tasks
+            if 0 in task.ranks and task.instruction and task.instruction.kind is Kind.BACKWARD
+        ]
+
+    (few, *others), (many, *same) = backwards(12), backwards(12_000)
+    assert others == same
+    zeros = zeros_time_s(4.0 * (12_000 - 12), devices.devices[0], "fp32")
+    assert many - few == pytest.approx(zeros, rel=1e-6)
+
+
 def test_a_split_head_sees_a_micro_batch_of_all_ranks() -> None:
     """Of 8 ranks and 80 samples at most 44, when all shares are odd, are in a first half."""
     profile = classifier(batch_norm=False)
