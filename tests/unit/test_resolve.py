@@ -5,36 +5,22 @@ import os
 from dataclasses import replace
 from difflib import unified_diff
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.unit.operation_graphs import (
     auxiliary_loss,
-    bert,
     classifier,
     conv1d_head,
     gpt,
 )
 from tests.unit.plan_requests import at_peak, mixed, shipped, strategy_of, training
 
-from whale_train.errors import Fault, PlanError
 from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.grammar import Strategy
-from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision
-from whale_train.strategies.resolve import refuse_without_model, resolve
-from whale_train.strategies.sharing import Training
+from whale_train.strategies.resolve import resolve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 REGENERATE = "REGENERATE_GOLDEN=1 python -m pytest tests/unit/test_resolve.py"
-
-
-def faults_of(
-    strategy: Strategy, cluster: Cluster, profile: ModelProfile, train: Training
-) -> list[str]:
-    with pytest.raises(PlanError) as refused:
-        resolve(strategy, cluster, profile, train)
-    return [str(fault) for fault in refused.value.faults]
 
 
 RANKS = tuple(range(16))
@@ -289,104 +275,6 @@ def test_what_a_split_gathers_for_want_of_a_rule_is_said() -> None:
         "sharded",
         "no rule for it: it is given whole tensors, which is slower",
     )
-
-
-@pytest.mark.parametrize(
-    ("mapping", "devices", "train", "expected"),
-    [
-        (
-            {"graph": "replicate", "devices": 20},
-            16,
-            training(),
-            ["strategy.devices=20 is more than the 16 of hardware=v100_p100_mix; "
-             "use at most 16, or auto"],
-        ),
-        (
-            {"graph": "replicate"},
-            16,
-            training(precision="bf16"),
-            ["train.precision=bf16 is not computed by p100_pcie_16gb and v100_sxm2_32gb of "
-             "hardware=v100_p100_mix; use fp32 or fp16"],
-        ),
-        (
-            {"graph": {"replicate": {"zero": 1}}},
-            1,
-            training(),
-            ["strategy.graph.replicate.zero=1 partitions over the copies, and 1 device has only "
-             "one; use strategy=single, or more devices"],
-        ),
-        (
-            {"graph": {"replicate": {"zero": 3, "degree": 8}}},
-            16,
-            training(),
-            ["strategy.graph.replicate.degree=8 of 16 devices nests ZeRO in an outer replicate, "
-             "not executed yet; use 16, or auto"],
-        ),
-        (
-            {"graph": [{"replicate": {"degree": 8}}, {"split": {"modules": "head"}}]},
-            16,
-            training(),
-            ["strategy.graph[0].replicate.degree=8 of 16 devices nests a split in an outer "
-             "replicate, not executed yet; use 16, or auto"],
-        ),
-        (
-            {"graph": "replicate"},
-            16,
-            training(15),
-            ["train.global_batch=15 leaves some of the 16 devices without a sample; "
-             "use at least 16"],
-        ),
-        # All of them at once
-        (
-            {"graph": {"replicate": {"zero": 1, "degree": 3}}, "devices": 17},
-            16,
-            training(3, "bf16"),
-            [
-                "strategy.devices=17 is more than the 16 of hardware=v100_p100_mix; "
-                "use at most 16, or auto",
-                "train.precision=bf16 is not computed by p100_pcie_16gb and v100_sxm2_32gb of "
-                "hardware=v100_p100_mix; use fp32 or fp16",
-                "strategy.graph.replicate.degree=3 does not divide the 16 devices of "
-                "hardware=v100_p100_mix; use 1, 2, 4, 8 or 16",
-                "train.global_batch=3 leaves some of the 16 devices without a sample; "
-                "use at least 16",
-            ],
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_refused_before_there_is_a_model(
-    mapping: dict[str, Any], devices: int, train: Training, expected: list[str]
-) -> None:
-    strategy, cluster = strategy_of(mapping), mixed().first(devices)
-    assert faults_of(strategy, cluster, classifier(), train) == expected
-    faults: list[Fault] = []
-    refuse_without_model(strategy, cluster, train, faults)
-    assert [str(fault) for fault in faults] == expected
-
-
-def test_a_precision_no_device_has() -> None:
-    quarter = Device("quarter", {"fp8": 1e12}, 1e9, 1e9)
-    cluster = Cluster("odd", (Node((quarter,), Link("l", 1, 0)),), Link("n", 1, 0))
-    (fault,) = faults_of(shipped("dp"), cluster, classifier(), training())
-    assert fault == (
-        "train.precision=fp32 is not computed by quarter of hardware=odd; use other devices"
-    )
-
-
-def test_a_tied_head_with_batch_norm() -> None:
-    profile = replace(bert(), batch_norm_modules=("norm",))
-    assert faults_of(shipped("hybrid_split_dp"), mixed().first(2), profile, training()) == [
-        "strategy.graph[1].split is tied to an embedding, in a model with BatchNorm: not executed "
-        "yet; use strategy=dp"
-    ]
-    assert resolve(shipped("dp"), mixed(), profile, training()).world_size == 16
-    assert resolve(shipped("hybrid_split_dp"), mixed().first(2), bert(), training()).rewrite
-
-
-def test_no_memory_is_a_plan_error_too() -> None:
-    fat = replace(classifier(), activation_bytes=20e9)
-    (fault,) = faults_of(shipped("dp"), mixed(), fat, training(16))
-    assert fault.startswith("strategy=dp needs 20.6 GB on rank 8 (p100_pcie_16gb) for one sample, ")
 
 
 FAST = Device("fast", {"fp32": 3e12}, 16e9, 1e12)

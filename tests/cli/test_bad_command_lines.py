@@ -1,0 +1,270 @@
+"""What the command says to command lines and values that are wrong, word for word."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.cli.command import Answer
+from tests.cli.refused import Case
+
+STRATEGIES = (
+    "3d, auto, dp, hybrid_split_dp, interleaved, pipeline, single, split, split_dp, "
+    "split_sequence, split_zero3, zero1, zero1_pipeline, zero2, zero2_offload, zero3, "
+    "zero3_offload, zero_bubble"
+)
+
+COMMAND_LINE = (
+    Case(
+        "near_key",
+        "train.stpes=5",
+        "train.stpes=5 is not a key of the config; did you mean train.steps?",
+    ),
+    Case(
+        "near_section",
+        "trian.steps=5",
+        "trian.steps=5 is not a key of the config; did you mean train.steps?",
+    ),
+    Case(
+        "near_data_key",
+        "data.sequence_lenght=5",
+        "data.sequence_lenght=5 is not a key of the config; did you mean data.sequence_length?",
+    ),
+    Case(
+        "unknown_key",
+        "colour=blue",
+        "colour=blue is not a key of the config; see whale-train --cfg job for all keys",
+    ),
+    Case(
+        "added_unknown_key",
+        "+train.foo=1",
+        "train.foo=1 is not a key here; use one of: accumulate, checkpoint_every, "
+        "evaluate_every, evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, "
+        "precision, resume, steps, tensorboard, trace",
+    ),
+    Case(
+        "added_existing_key",
+        "+train.steps=3",
+        "+train.steps=3 adds a key that is there already; write train.steps=3",
+    ),
+    Case(
+        "removed_unknown_key",
+        "~train.foo",
+        "train.foo is not a key of the config; did you mean train?",
+    ),
+    Case(
+        "near_strategy",
+        "strategy=zero4",
+        f"strategy=zero4 is not an option; did you mean zero3? One of: {STRATEGIES}",
+    ),
+    Case(
+        "near_strategy_short",
+        "strategy=dpp",
+        f"strategy=dpp is not an option; did you mean dp? One of: {STRATEGIES}",
+    ),
+    Case(
+        "near_hardware",
+        "hardware=v100_p100mix",
+        "hardware=v100_p100mix is not an option; did you mean v100_p100_mix? One of: cpu, "
+        "dgx_a100, h200, local, v100_512, v100_p100_mix",
+    ),
+    Case(
+        "near_model",
+        "model=gtp",
+        "model=gtp is not an option; did you mean gpt? One of: bert_large, class_head, custom, "
+        "gpt, gpt3_175b, hf, image_classifier, llama3_405b, m6_100b, m6_10b, m6_10b_dense, "
+        "m6_10t, m6_1t, moe_gpt, resnet50_100k, t5_large",
+    ),
+    Case(
+        "near_optimizer",
+        "optimizer=adamww",
+        "optimizer=adamww is not an option; did you mean adamw? One of: adam, adamw, lamb, sgd",
+    ),
+    Case(
+        "near_experiment",
+        "+experiment=smok",
+        "experiment=smok is not an option; did you mean smoke? One of: smoke",
+    ),
+    Case(
+        "malformed",
+        "'train={steps: 5'",
+        "train={steps: 5 cannot be read (no viable alternative at input '{steps: 5'); quote "
+        "values with spaces, commas or brackets, as in 'key={a: 1}'",
+    ),
+    Case(
+        "no_value",
+        "train.steps",
+        "train.steps is neither KEY=VALUE nor a flag; write train.steps=VALUE",
+    ),
+    Case(
+        "unknown_flag",
+        "--stpes=5",
+        "--stpes=5 is not a flag; see whale-train --hydra-help for the flags; settings are "
+        "KEY=VALUE",
+    ),
+    Case(
+        "sweep_without_m",
+        "strategy=dp,zero1 train.steps=1,2",
+        "strategy=dp,zero1 gives several values to one run; add -m to sweep, or give one option",
+        "train.steps=1,2 gives several values to one run; add -m to sweep, or give one value",
+    ),
+    Case(
+        "sweep_of_unknown",
+        "-m strategy=dp,zero4",
+        f"strategy=zero4 is not an option; did you mean zero3? One of: {STRATEGIES}",
+    ),
+    Case(
+        "no_config_dir",
+        "--config-dir nowhere strategy=dp",
+        "--config-dir=nowhere is not a folder; name one with your files",
+    ),
+    Case(
+        "broken_yaml",
+        "--config-dir my strategy=mine",
+        "{here}/my/strategy/mine.yaml is not YAML (line 3, column 8: expected ',' or '}', but "
+        "got ':'); correct it there",
+    ),
+    Case(
+        "list_yaml",
+        "--config-dir my strategy=listed",
+        "strategy=[replicate] is not a mapping; use strategy=NAME or strategy.KEY=VALUE",
+    ),
+    Case(
+        "builds_on_missing",
+        "--config-dir my strategy=based",
+        "strategy=based builds on dpp, which is not an option; name a file that exists",
+    ),
+    Case(
+        "busy_run_dir",
+        "hydra.run.dir=earlier",
+        "hydra.run.dir=earlier already holds a run (plan.json); name a directory that does not "
+        "exist yet, or remove this one",
+    ),
+    Case(
+        "unwritable_run_dir",
+        "hydra.run.dir=taken/run",
+        "hydra.run.dir=taken/run cannot be made a run directory (Not a directory); name a "
+        "directory that can be written",
+    ),
+)
+
+VALUES = (
+    Case(
+        "steps_not_a_number",
+        "train.steps=ten",
+        "train.steps=ten is not a whole number; use one, such as 8",
+    ),
+    Case(
+        "steps_zero",
+        "train.steps=0",
+        "train.steps=0 is below 1; use 1 or more",
+    ),
+    Case(
+        "steps_fraction",
+        "train.steps=2.5",
+        "train.steps=2.5 is not a whole number; use 2 or 3",
+    ),
+    Case(
+        "steps_true",
+        "train.steps=true",
+        "train.steps=true is not a whole number; use one, such as 8",
+    ),
+    Case(
+        "lr_negative",
+        "optimizer.lr=-1",
+        "optimizer.lr=-1 is not above 0; use more than 0",
+    ),
+    Case(
+        "lr_not_finite",
+        "optimizer.lr=nan",
+        "optimizer.lr=.nan is not finite; use a number such as 0.001",
+    ),
+    Case(
+        "seed_negative",
+        "seed=-1",
+        "seed=-1 is below 0; use 0 or more",
+    ),
+    Case(
+        "seed_fraction",
+        "seed=1.5",
+        "seed=1.5 is not a whole number; use 1 or 2",
+    ),
+    Case(
+        "betas_three",
+        "optimizer.betas=[1,2,3]",
+        "optimizer.betas=[1, 2, 3] is not a list of two numbers; use one, such as [0.9, 0.999]",
+    ),
+    Case(
+        "beta_too_large",
+        "optimizer.betas=[0.9,1.5]",
+        "optimizer.betas[1]=1.5 is not below 1; use less than 1",
+    ),
+    Case(
+        "not_a_truth_value",
+        "optimizer.fused=maybe",
+        "optimizer.fused=maybe is not true or false; use true or false",
+    ),
+    Case(
+        "section_not_a_mapping",
+        "train=5",
+        "train=5 is not a mapping; use train.KEY=VALUE",
+    ),
+    Case(
+        "interpolation",
+        "train.steps=${steps}",
+        "train.steps cannot be resolved (Interpolation key 'steps' not found); give it a value, "
+        "or point it at a key that exists",
+    ),
+    Case(
+        "unknown_mode",
+        "mode=trian",
+        "mode=trian is unknown; did you mean train? One of: calibrate, plan, train, verify",
+    ),
+    Case(
+        "unknown_precision",
+        "train.precision=fp8",
+        "train.precision=fp8 is unknown; use one of: bf16, fp16, fp32",
+    ),
+    Case(
+        "clip_without_norm",
+        "train.grad_norm=false train.grad_clip=1",
+        "train.grad_norm=false is off, and train.grad_clip needs the gradient's norm; use "
+        "train.grad_norm=true",
+    ),
+    Case(
+        "betas_of_sgd",
+        "optimizer=sgd +optimizer.betas=[0.9,0.99]",
+        "optimizer.betas=[0.9, 0.99] has no effect on sgd; use optimizer=adamw, or leave it out",
+    ),
+    Case(
+        "final_lr",
+        "optimizer.final_lr_fraction=0.1",
+        "optimizer.final_lr_fraction=0.1 has no effect on a constant schedule; use linear or "
+        "cosine, or 0",
+    ),
+    Case(
+        "missing_path",
+        "data=arrays",
+        "data.path must be given; write data.path=VALUE",
+    ),
+    Case(
+        "hf_no_arch",
+        "model=hf",
+        "model.architecture is not given; write model.architecture=LlamaForCausalLM or the like",
+    ),
+    Case(
+        "several_at_once",
+        "train.stpes=5 strategy=zero4 strategy.balance=evn train.precision=fp23 train.steps=ten "
+        "optimizer.lr=-1 seed=-1",
+        f"strategy=zero4 is not an option; did you mean zero3? One of: {STRATEGIES}",
+        "train.stpes=5 is not a key of the config; did you mean train.steps?",
+        "optimizer.lr=-1 is not above 0; use more than 0",
+        "train.steps=ten is not a whole number; use one, such as 8",
+        "train.precision=fp23 is unknown; did you mean fp32? One of: bf16, fp16, fp32",
+        "seed=-1 is below 0; use 0 or more",
+    ),
+)
+
+
+@pytest.mark.parametrize("case", [*COMMAND_LINE, *VALUES], ids=lambda case: case.name)
+def test_refused(case: Case, refusal: Callable[[Case], tuple[Path, Answer]]) -> None:
+    case.check(*refusal(case))
