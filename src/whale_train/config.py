@@ -7,7 +7,6 @@ every section is raised at once.
 
 import math
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -24,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from whale_train.data.open import DataOptions
-from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.errors import ConfigError, Fault, closest, nearest
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.grammar import Strategy, read_strategy
 
@@ -391,5 +390,5 @@ def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> Non
 
 def close_key(key: str, known: list[str]) -> str:
     """The remedy for a key Hydra does not know: the nearest of all keys of the config."""
-    close = get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else "see whale-train --cfg job for all keys"
+    close = closest(key, known)
+    return f"did you mean {close}?" if close else "see whale-train --cfg job for all keys"

@@ -48,9 +48,17 @@ class LaunchError(Exception):
     """A run that was started and failed (exit status 1)."""
 
 
+def closest(name: str, choices: Iterable[str]) -> str | None:
+    """The choice a mistyped name was meant to be, if one is close: of those that are, the first
+    that has the same letters in another order, which difflib has no eye for."""
+    close = get_close_matches(name, sorted(choices), cutoff=0.6)
+    same_letters = (choice for choice in close if sorted(choice) == sorted(name))
+    return next(same_letters, close[0] if close else None)
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """A remedy for a mistyped name: the closest choice if there is one, then all of them."""
     ordered = sorted(choices)
-    close = get_close_matches(name, ordered, n=1, cutoff=0.6)
+    close = closest(name, ordered)
     listing = ", ".join(ordered)
-    return f"did you mean {close[0]}? One of: {listing}" if close else f"use one of: {listing}"
+    return f"did you mean {close}? One of: {listing}" if close else f"use one of: {listing}"

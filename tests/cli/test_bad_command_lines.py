@@ -25,6 +25,11 @@ COMMAND_LINE = (
         "trian.steps=5 is not a key of the config; did you mean train.steps?",
     ),
     Case(
+        "swapped_letters",
+        "modle=gpt",
+        "modle=gpt is not a key of the config; did you mean model?",
+    ),
+    Case(
         "near_data_key",
         "data.sequence_lenght=5",
         "data.sequence_lenght=5 is not a key of the config; did you mean data.sequence_length?",
