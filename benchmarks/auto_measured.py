@@ -2,11 +2,11 @@
 
 python benchmarks/auto_measured.py
 
-Calibrates the machine (`mode=calibrate`, with its figures in a folder of this run), for every
-number of threads that a process may have, and trains every model on as many CPU processes as named:
-with the strategy found, and with each file that the model and the devices allow. The runs of a
-model take turns; of several rounds, and of predictions, that counts which counts in `accuracy.py`,
-whose models these are.
+Calibrates the machine (`mode=calibrate`, with its figures in a folder of this run) and trains every
+model on as many CPU processes as named: once with each file that the model and the devices allow,
+and then, in turns, with the strategy that auto finds and the files that were nearly as fast as the
+fastest. Where auto finds what a file says, there is one plan to run and nothing to compare. What
+counts of the rounds is what counts in `accuracy.py`, whose models these are.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from accuracy import MODELS, PAIRS, calibrate, command, fresh, of_rounds, times
 from quiet import Quiet
@@ -26,6 +27,9 @@ from whale_train.runtime.clock import undisturbed
 
 FILES = ("single", "dp", "zero1", "split", "hybrid_split_dp", "pipeline", "zero_bubble", "split_dp")
 AUTO = "auto"
+NEARLY = 1.2  # times the fastest file's step, of files that run again
+
+Steps = list[tuple[float, Sequence[float]]]  # of each round: predicted, and measured
 
 
 def main() -> None:
@@ -35,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14, help="of a run")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--devices", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=1, help="of training with every strategy")
+    parser.add_argument("--rounds", type=int, default=4, help="of the fastest files and auto")
     parser.add_argument("--patience", type=float, default=900, help="seconds of waiting for quiet")
     options = parser.parse_args()
     quiet = Quiet(options.patience)
@@ -49,24 +53,47 @@ def main() -> None:
             quiet.measure(partial(calibrate, [f"hardware.devices={count}"], folder, where))
         for model in options.models:
             for devices in options.devices:
-                found: dict[str, list[tuple[float, Sequence[float]]]] = {}
-                for _ in range(options.rounds):
-                    for name in (AUTO, *FILES):
-                        asked = [*MODELS[model], f"strategy={name}", "hardware=cpu"]
-                        asked += [f"hardware.devices={devices}", f"train.steps={options.steps}"]
-                        asked.append(f"train.global_batch={PAIRS[model][0]}")
-                        ran = quiet.measure(partial(allowed, asked, folder, where))
-                        if ran is not None:
-                            predicted, measured = times(ran)
-                            found.setdefault(name, []).append((predicted, measured))
-                            said = f"{model}, {devices} devices, {chosen_of(name, ran)}: "
-                            said += f"{milliseconds(predicted)} predicted, "
-                            said += f"{milliseconds(undisturbed(measured))} measured"
-                            Console(stderr=True, width=100).print(said)
+                asked = [*MODELS[model], "hardware=cpu", f"hardware.devices={devices}"]
+                asked += [f"train.steps={options.steps}", f"train.global_batch={PAIRS[model][0]}"]
+                Console(stderr=True, width=100).print(f"{model}, {devices} devices")
+                found, same = compared(asked, options.rounds, quiet, folder, where)
                 counted = {name: of_rounds(each) for name, each in found.items()}
-                table.add_row(model, str(devices), *cells_of(counted))
+                table.add_row(model, str(devices), *cells_of(counted, same))
     Console(width=100).print(table)
     Console(width=100).print(f"{quiet.repeated} measurements repeated.")
+
+
+def compared(
+    asked: Sequence[str], rounds: int, quiet: Quiet, folder: str, where: Path
+) -> tuple[Mapping[str, Steps], str]:
+    """The steps of every file and of auto, as far as they ran; and the file that says what auto
+    found, if one does."""
+    found: dict[str, Steps] = {}
+    plans: dict[str, Any] = {}
+
+    def train(name: str) -> None:
+        ran = quiet.measure(partial(allowed, [*asked, f"strategy={name}"], folder, where))
+        if ran is not None:
+            predicted, measured = times(ran)
+            found.setdefault(name, []).append((predicted, measured))
+            plans[name] = plan_of(ran)
+            said = f"  {chosen_of(name, ran)}: {milliseconds(predicted)} predicted, "
+            said += f"{milliseconds(undisturbed(measured))} measured"
+            Console(stderr=True, width=100).print(said)
+
+    for name in (*FILES, AUTO):
+        train(name)
+    same = next((name for name in FILES if plans.get(name) == plans[AUTO]), "")
+    if same:
+        found[same] += found.pop(AUTO)
+    once = {name: of_rounds(each)[1] for name, each in found.items()}
+    least = min(seconds for name, seconds in once.items() if name != AUTO)
+    again = [name for name, seconds in once.items() if seconds < NEARLY * least]
+    for _ in range(rounds):
+        for name in dict.fromkeys((same or AUTO, *again)):
+            train(name)
+    # Of the others one round says enough.
+    return {name: found[name] for name in dict.fromkeys((same or AUTO, *again))}, same
 
 
 def allowed(asked: Sequence[str], folder: str, where: Path) -> Path | None:
@@ -75,24 +102,33 @@ def allowed(asked: Sequence[str], folder: str, where: Path) -> Path | None:
     return run_dir if command(asked, run_dir, where, refusable=True) else None
 
 
+def plan_of(run_dir: Path) -> Any:
+    """What it says but why: equal for equal strategies, however they came about."""
+    plan = json.loads((run_dir / "plan.json").read_text())
+    del plan["decisions"]
+    for task_graph in plan["task_graphs"]:
+        del task_graph["path"]
+    return plan
+
+
 def to_calibrate(devices: Sequence[int]) -> Sequence[int]:
-    """Numbers of processes of which each has other threads than those of the others: the named
-    ones, and fewer, which auto may use of them."""
+    """Of the named numbers of processes, those of which each has other threads. One process alone
+    is measured with any of them."""
     cores = len(os.sched_getaffinity(0))
-    fewer = (2**power for power in range(max(devices).bit_length()))
-    return [*{max(1, cores // count): count for count in (*sorted(devices), *fewer)}.values()]
+    return [*{max(1, cores // count): count for count in sorted(devices)}.values()]
 
 
-def cells_of(found: Mapping[str, tuple[float, float]]) -> Sequence[str]:
-    """Of a row: what auto takes beside the fastest of the files, each (predicted, measured)."""
-    predicted, measured = found[AUTO]
+def cells_of(found: Mapping[str, tuple[float, float]], same: str) -> Sequence[str]:
+    """Of a row: what auto takes beside the fastest of the files, each (predicted, measured); auto
+    may be the `same` as one."""
+    predicted, measured = found[same or AUTO]
     files = [name for name in found if name != AUTO]
     best = min(files, key=lambda name: found[name][1])
     fastest, least = found[best]
     return (
         *(milliseconds(measured), milliseconds(predicted)),
         *(f"{milliseconds(least)}, {best}", milliseconds(fastest)),
-        f"{least / measured:.2f}",
+        "the same" if best == same else f"{least / measured:.2f}",
     )
 
 

@@ -1,6 +1,8 @@
 """`mode=calibrate`: this machine's devices and links measured, and the figures kept for plans."""
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -12,7 +14,7 @@ from whale_train.config import Request
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.calibrations import keep
-from whale_train.launcher.resolve import Resolved
+from whale_train.launcher.resolve import Resolved, threads_of
 from whale_train.launcher.terminal import Portable
 from whale_train.models.options import ModelOptions
 from whale_train.quantities import in_seconds
@@ -60,16 +62,32 @@ def refuse_others(resolved: Resolved) -> None:
         raise ConfigError([Fault("mode", "calibrate", rule, "use hardware=local or hardware=cpu")])
 
 
-def kept_of(run_dir: Path, resolved: Resolved) -> tuple[Calibration, Path]:
-    """What the ranks measured, and the file it is kept in."""
+def announced(request: Request, resolved: Resolved) -> str:
+    """Who measures, and how long that is waited for."""
+    count, cores = resolved.plan.world_size, len(os.sched_getaffinity(0))
+    said = f"measuring {count} x {resolved.cluster.devices[0].name}"
+    each, alone = (threads_of(request, cores, ranks) for ranks in (count, 1))
+    if resolved.cluster.on_cpu and each != alone:
+        said += f", {_in_threads(each)}, in turns with one, {_in_threads(alone)}"
+    return f"{said}: less than a minute"
+
+
+def _in_threads(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''} each"
+
+
+def kept_of(run_dir: Path, resolved: Resolved) -> list[tuple[Calibration, Path]]:
+    """What the ranks measured, and the files it is kept in."""
+    kind = resolved.cluster.devices[0].name
     written = json.loads((run_dir / "calibration.json").read_text())
-    calibration = Calibration.from_mapping({"device": resolved.cluster.devices[0].name, **written})
-    return calibration, keep(calibration)
+    found = [Calibration.from_mapping({"device": kind, **each}) for each in written]
+    return [(calibration, keep(calibration)) for calibration in found]
 
 
-def show(calibration: Calibration, path: Path, console: Console) -> None:
-    """A line a kind of operation, then the links. Fits 60 columns and more."""
-    console.print(Portable(_view(calibration, path)))
+def show(found: Sequence[tuple[Calibration, Path]], console: Console) -> None:
+    """A table for each: a line a kind of operation, then the links. Fits 60 columns and more."""
+    for calibration, path in found:
+        console.print(Portable(_view(calibration, path)))
 
 
 def _view(calibration: Calibration, path: Path) -> Group:
@@ -86,7 +104,15 @@ def _view(calibration: Calibration, path: Path) -> Group:
         Text(f"{name}: {_rate(link.bandwidth_bytes_s)} bytes/s, {in_seconds(link.latency_s)} each")
         for name, link in _links(calibration)
     ]
-    return Group(table, *lines, Text(f"kept in {path}; plans for {calibration.device} use it"))
+    title = f"{calibration.ranks} x {calibration.device}"
+    if calibration.threads:
+        title += f", {_in_threads(calibration.threads)}"
+    return Group(
+        Text(title, style="bold"),
+        table,
+        *lines,
+        Text(f"kept in {path}; plans for {calibration.device} use it"),
+    )
 
 
 def _links(calibration: Calibration) -> list[tuple[str, Link]]:

@@ -15,7 +15,14 @@ from rich.console import Console
 from whale_train.config import Request, read_request
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
-from whale_train.launcher.calibrate import at_once, kept_of, measuring, refuse_others, show
+from whale_train.launcher.calibrate import (
+    announced,
+    at_once,
+    kept_of,
+    measuring,
+    refuse_others,
+    show,
+)
 from whale_train.launcher.compose import compared_strategies
 from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
 from whale_train.launcher.machine import machine_facts
@@ -255,15 +262,13 @@ def _calibrate(
             request = measuring(request, count)
             resolved = resolve_request(request.model_copy(update={"mode": "train"}))
         write_plan(run_dir, resolved, request)
-        kind = resolved.cluster.devices[0].name
-        console.print(f"measuring {count} x {kind}, less than a minute")
+        console.print(announced(request, resolved))
         outcome = host.wait(poll)
     finally:
         host.stop()
     if outcome.status != "done":
         return finish(outcome, resolved, run_dir, console)
-    calibration, path = kept_of(run_dir, resolved)
-    show(calibration, path, console)
+    show(kept_of(run_dir, resolved), console)
     return JobEnd("done", run_dir)
 
 

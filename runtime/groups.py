@@ -69,10 +69,10 @@ def make_groups(
     if dist.group.WORLD is not None:
         made[world, False] = dist.group.WORLD
     copied = list(_copied(plan))
-    homes = _homes(plan) if copied or _has_splits(plan) else []
+    found = homes() if copied or _has_splits(plan) else []
 
     def share(ranks: tuple[int, ...]) -> bool:
-        return len({homes[member] for member in ranks}) == 1
+        return len({found[member] for member in ranks}) == 1
 
     mine: dict[str, dist.ProcessGroup] = {}
     for name, lists in plan.groups.items():
@@ -104,11 +104,11 @@ def make_channels(
         return {}
     found: dict[tuple[int, int, int], dist.ProcessGroup] = {}
     pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
-    homes = [] if device.type == "cuda" else _homes(plan)
+    of_ranks = [] if device.type == "cuda" else homes()
     for source, target, channel in _messages(plan):
         if device.type == "cuda":
             group = dist.new_group([source, target], timeout=timeout)
-        elif homes[source] == homes[target]:
+        elif of_ranks[source] == of_ranks[target]:
             ends = (min(source, target), max(source, target))
             if ends not in pairs:
                 pairs[ends] = SharedMessages.new(list(ends), timeout, "messages")
@@ -136,12 +136,12 @@ def _messages(plan: Plan) -> Iterator[tuple[int, int, int]]:
                     yield target, source, 2 * number + 1
 
 
-def _homes(plan: Plan) -> list[str]:
+def homes() -> list[str]:
     """Whose memory each rank can share; none of two ranks are equal where nobody can."""
-    homes: list[str] = [str(rank) for rank in range(plan.world_size)]
+    found = [str(rank) for rank in range(dist.get_world_size())]
     if dist.get_backend() == "gloo":
-        dist.all_gather_object(homes, home() or homes[dist.get_rank()])
-    return homes
+        dist.all_gather_object(found, home() or found[dist.get_rank()])
+    return found
 
 
 def sums_of(task_graph: TaskGraph) -> str:

@@ -27,6 +27,7 @@ from whale_train.runtime.groups import (
     make_channels,
     make_groups,
 )
+from whale_train.runtime.host import num_threads
 from whale_train.runtime.kernels import load_cpu_adam
 from whale_train.runtime.links import Links
 from whale_train.runtime.optimizers import make_optimizer
@@ -109,7 +110,10 @@ def measure(
     """Measure this machine together with the other ranks, still joined afterwards."""
     device, _ = _joined(run_dir, rank, world_size, rendezvous, request)
     optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments())
-    calibrate(run_dir, device, request.train.precision or "fp32", optimizer)
+    precision = request.train.precision or "fp32"
+    alone = request.launcher.threads or num_threads(1)
+    has_others = device.type == "cpu" and alone != torch.get_num_threads()
+    calibrate(run_dir, device, precision, optimizer, alone if has_others else None)
 
 
 def _joined(

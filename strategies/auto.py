@@ -19,6 +19,7 @@ from typing import Any
 
 from whale_train.errors import Fault, PlanError
 from whale_train.quantities import in_bytes, in_seconds
+from whale_train.strategies.calibration import is_measured
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.considered import Considered
 from whale_train.strategies.findings import Findings
@@ -327,12 +328,15 @@ class _Search:
 
     def not_measured(self, chosen: int) -> Iterator[Decision]:
         """Of fewer processes with more threads each, why they were not looked at."""
-        left_out = self.space.unlike
-        if left_out and not self.space.use_all:
-            listed = ", ".join(map(str, sorted(left_out)))
+        left_out = self.space.left_out
+        if left_out:
+            # With all of them, one alone is measured as well.
+            all_are = is_measured(self.cluster, self.training.precision)
+            missing = left_out[-1] if all_are else self.space.available
+            listed = ", ".join(map(str, left_out))
             reason = "times of processes with other threads, as so few would have, are "
             reason += "not measured where those of all are, or the other way round: "
-            reason += f"whale-train mode=calibrate hardware=cpu hardware.devices={min(left_out)}"
+            reason += f"whale-train mode=calibrate hardware=cpu hardware.devices={missing}"
             yield Decision("strategy.devices", str(chosen), listed, reason)
 
     def why_not(self, family: _Family) -> str:

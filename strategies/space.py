@@ -288,14 +288,22 @@ class Space:
         there are samples, where these are fewer. Of processes that share processors, of which
         fewer have more each: as many as there are processors, and powers of two. Not those in
         `unlike`."""
+        return sorted(self._worth_trying() - self.unlike, reverse=True)
+
+    @property
+    def left_out(self) -> Sequence[int]:
+        """Numbers of devices that `unlike` alone keeps from being looked at."""
+        return sorted(self._worth_trying() & self.unlike)
+
+    def _worth_trying(self) -> set[int]:
         devices, processors = self.cluster.devices, self.cluster.processors
         if self.use_all:
-            return [len(devices)]
+            return {len(devices)}
         ends = [i + 1 for i, (a, b) in enumerate(pairwise(devices)) if a.name != b.name]
         found = {1, len(devices), *ends, self.global_batch}
         if processors < inf:
             found |= {int(processors), *(2**power for power in range(len(devices).bit_length()))}
-        return sorted({n for n in found if 0 < n <= len(devices)} - self.unlike, reverse=True)
+        return {n for n in found if 0 < n <= len(devices)}
 
     def _kinds(self, devices: int) -> Mapping[str, int]:
         return Counter(device.name for device in self.cluster.devices[:devices])

@@ -13,12 +13,13 @@ from tests.distributed.harness import run_ranks
 from torch import distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from whale_train.runtime import block_probes, partition_probes
+from whale_train.runtime import block_probes, kernel_times, partition_probes
 from whale_train.runtime import calibrate as calibrating
 from whale_train.runtime.block_probes import BLOCKS, SMALLEST, Block, run_block
-from whale_train.runtime.calibrate import RESULT, calibrate, fitted, measured_kernels
+from whale_train.runtime.calibrate import RESULT, calibrate
 from whale_train.runtime.clock import undisturbed
 from whale_train.runtime.deepspeed_engine import DeepSpeedEngine
+from whale_train.runtime.kernel_times import KernelTimes, fitted
 from whale_train.runtime.optimizers import make_optimizer
 from whale_train.runtime.partition_probes import through
 from whale_train.runtime.probes import Measured, Probe, probes
@@ -117,12 +118,14 @@ def test_a_block_says_how_fast_bytes_move_and_a_chain_what_is_over_it(
         sizes = [(p, 0.0 if block == SMALLEST else p.num_bytes) for p in probes_in(block)]
         return [Measured(p, 5 + 3 * size, 5 + 7 * size) for p, size in sizes]
 
-    monkeypatch.setattr(calibrating, "_timed", timed)
-    monkeypatch.setattr(calibrating, "run_block", run)
+    monkeypatch.setattr(kernel_times, "_timed", timed)
+    monkeypatch.setattr(kernel_times, "run_block", run)
     kinds = {probe.kind for probe in probes_in(SMALLEST)}
     alone, blocks = [p for p in probes() if p.kind in kinds], [Block(6, 4, 8), Block(8, 4, 16)]
-    kernels = measured_kernels(alone, blocks, CPU, "fp32", lambda: None, lambda mine: mine)
-    for kernel in kernels.values():
+    times = KernelTimes(alone, blocks)
+    for _ in range(2):
+        times.take(CPU, "fp32", lambda: None)
+    for kernel in times.kernels(lambda mine: mine).values():
         assert kernel.forward.seconds(0.0, 1e3) == pytest.approx(2 + 3e3)
         assert kernel.backward.seconds(0.0, 1e3) == pytest.approx(4 + 7e3)
 
@@ -135,16 +138,23 @@ def test_of_every_run_the_slowest_rank_counts() -> None:
     assert run_ranks(runs_of, 2, (1.0, 1.5)) == [[[1.5, 3.0], [3.0]]] * 2
 
 
-def measured(folder: str) -> list[int]:
-    """How many steps each of DeepSpeed's engines left out."""
-    engines = list[Any]()
+def measured(folder: str) -> tuple[list[int], list[int]]:
+    """How many steps each of DeepSpeed's engines left out; and the threads this rank had whenever
+    it was its turn."""
+    engines, threads = list[Any](), list[int]()
 
     class Noted(DeepSpeedEngine):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             engines.append(self._engine)
 
+    class Told(KernelTimes):
+        def take(self, *args: Any) -> None:
+            threads.append(torch.get_num_threads())
+            super().take(*args)
+
     vars(partition_probes)["DeepSpeedEngine"] = Noted
+    vars(calibrating)["KernelTimes"] = Told
     first_of_each: dict[Kind, list[Probe]] = {}
     for probe in probes():
         first_of_each.setdefault(probe.kind, []).append(probe)
@@ -153,22 +163,27 @@ def measured(folder: str) -> list[int]:
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     make = make_optimizer("adamw", {"lr": 0.1, "fused": True})
-    calibrate(Path(folder), CPU, "fp32", make, few, [Block(64, 16, 32)])
-    return [engine.skipped_steps for engine in engines]
+    torch.set_num_threads(1)
+    calibrate(Path(folder), CPU, "fp32", make, 2, few, [Block(64, 16, 32)])
+    return [engine.skipped_steps for engine in engines], threads
 
 
-def test_ranks_measure_together(tmp_path: Path) -> None:
+def test_ranks_measure_together_and_one_alone_in_turns_with_them(tmp_path: Path) -> None:
+    first, second = run_ranks(measured, 2, str(tmp_path))
     # Small and larger modules under stage 1 and 3: all of their steps end in an update.
-    assert run_ranks(measured, 2, str(tmp_path)) == [[0] * 4] * 2
-    written: dict[str, Any] = json.loads((tmp_path / RESULT).read_text())
-    found = Calibration.from_mapping({"device": "cpu_process", **written})
-    assert found.ranks == 2
-    assert found.kernels["fp32"].keys() == set(Kind)
-    for kind, kernel in found.kernels["fp32"].items():
+    assert first == ([0] * 4, [1, 2] * 3)
+    assert second == ([0] * 4, [1] * 3)
+    written: list[dict[str, Any]] = json.loads((tmp_path / RESULT).read_text())
+    both, one = (Calibration.from_mapping({"device": "cpu_process", **each}) for each in written)
+    assert (both.ranks, both.threads, one.ranks, one.threads) == (2, 1, 1, 2)
+    assert both.kernels["fp32"].keys() == set(Kind)
+    assert one.kernels["fp32"].keys() == set(Kind) - {Kind.PARTITION, Kind.GATHER}
+    for kind, kernel in (*both.kernels["fp32"].items(), *one.kernels["fp32"].items()):
         for roofline in (kernel.forward, kernel.backward):
             assert roofline.overhead_s > 0, kind
             assert min(roofline.flops_s, roofline.bytes_s) > 0, kind
-    for link in (found.link, found.shared_memory):
+    assert (one.link, one.shared_memory) == (None, None)
+    for link in (both.link, both.shared_memory):
         assert link is not None
         assert link.bandwidth_bytes_s > 0
         assert link.latency_s > 0

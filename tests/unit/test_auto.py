@@ -343,14 +343,16 @@ def test_all_devices_are_used_where_they_must_be(rates: Mapping[int, float]) -> 
     assert {decision.key for decision in found.decisions} == {"strategy.graph"}
 
 
-@pytest.mark.parametrize("rates", [{1: 1e9}, {2: 1e9}])
-def test_what_is_measured_is_not_compared_with_what_is_not(rates: Mapping[int, float]) -> None:
+@pytest.mark.parametrize(("rates", "to_measure"), [({1: 1e9}, 1), ({2: 1e9}, 4)])
+def test_what_is_measured_is_not_compared_with_what_is_not(
+    rates: Mapping[int, float], to_measure: int
+) -> None:
     """Fewer processes have other threads, and those may not be measured."""
     found = found_for(gpt(), processes(2, rates, bandwidth_bytes_s=1e3), training(16))
     assert found.written.get("devices") != 1
     _, left_out, *_ = found.decisions
     assert (left_out.key, left_out.rejected) == ("strategy.devices", "1")
-    assert "mode=calibrate hardware=cpu hardware.devices=1" in left_out.reason
+    assert f"mode=calibrate hardware=cpu hardware.devices={to_measure}" in left_out.reason
     (_, other, *_) = found_for(gpt(), processes(2, {1: 1e9, 2: 2e9}), training(16)).decisions
     assert other.key == "strategy.graph"
 
