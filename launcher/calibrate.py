@@ -1,8 +1,7 @@
 """`mode=calibrate`: this machine's devices and links measured, and the figures kept for plans."""
 
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -14,7 +13,7 @@ from whale_train.config import Request
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.calibrations import keep
-from whale_train.launcher.resolve import Resolved, threads_of
+from whale_train.launcher.resolve import Resolved
 from whale_train.launcher.terminal import Portable
 from whale_train.models.options import ModelOptions
 from whale_train.quantities import in_seconds
@@ -62,13 +61,13 @@ def refuse_others(resolved: Resolved) -> None:
         raise ConfigError([Fault("mode", "calibrate", rule, "use hardware=local or hardware=cpu")])
 
 
-def announced(request: Request, resolved: Resolved) -> str:
-    """Who measures, and how long that is waited for."""
-    count, cores = resolved.plan.world_size, len(os.sched_getaffinity(0))
-    said = f"measuring {count} x {resolved.cluster.devices[0].name}"
-    each, alone = (threads_of(request, cores, ranks) for ranks in (count, 1))
-    if resolved.cluster.on_cpu and each != alone:
-        said += f", {_in_threads(each)}, in turns with one, {_in_threads(alone)}"
+def announced(cluster: Cluster, count: int, threads_of: Callable[[int], int]) -> str:
+    """Who measures, `count` devices of `cluster`, and how long that is waited for. So many of its
+    processes have `threads_of` them each."""
+    said = f"measuring {count} x {cluster.devices[0].name}"
+    each, alone = threads_of(count), threads_of(1)
+    if cluster.on_cpu and each != alone:
+        said += f", {_in_threads(each)}, in turns with one that has {alone}"
     return f"{said}: less than a minute"
 
 
@@ -76,9 +75,8 @@ def _in_threads(threads: int) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''} each"
 
 
-def kept_of(run_dir: Path, resolved: Resolved) -> list[tuple[Calibration, Path]]:
-    """What the ranks measured, and the files it is kept in."""
-    kind = resolved.cluster.devices[0].name
+def kept_of(run_dir: Path, kind: str) -> list[tuple[Calibration, Path]]:
+    """What the ranks, devices of that `kind`, measured, and the files it is kept in."""
     written = json.loads((run_dir / "calibration.json").read_text())
     found = [Calibration.from_mapping({"device": kind, **each}) for each in written]
     return [(calibration, keep(calibration)) for calibration in found]

@@ -1,10 +1,12 @@
 """One job from its composed config to its end: Request, profile, Plan, run directory, ranks."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +34,7 @@ from whale_train.launcher.resolve import (
     Resolved,
     resolve_each,
     resolve_request,
+    threads_of,
     training_of,
 )
 from whale_train.launcher.run_dir import (
@@ -262,13 +265,14 @@ def _calibrate(
             request = measuring(request, count)
             resolved = resolve_request(request.model_copy(update={"mode": "train"}))
         write_plan(run_dir, resolved, request)
-        console.print(announced(request, resolved))
+        threads = partial(threads_of, request, len(os.sched_getaffinity(0)))
+        console.print(announced(resolved.cluster, count, threads))
         outcome = host.wait(poll)
     finally:
         host.stop()
     if outcome.status != "done":
         return finish(outcome, resolved, run_dir, console)
-    show(kept_of(run_dir, resolved), console)
+    show(kept_of(run_dir, resolved.cluster.devices[0].name), console)
     return JobEnd("done", run_dir)
 
 

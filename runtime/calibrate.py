@@ -99,7 +99,7 @@ class _Computing:
         self._times, self._device, self._precision = times, device, precision
         self._make_optimizer = make_optimizer
         self._few_s, self._many_s = list[float](), list[float]()
-        self._updated_bytes = 0.0
+        self._updated_bytes = 0.0  # when many are
 
     def take(self, together: Callable[[], object]) -> None:
         """One pass. `together` waits for those that measure at the same time."""

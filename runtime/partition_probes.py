@@ -19,6 +19,7 @@ from torch import nn
 from whale_train.runtime.clock import agreed, now, undisturbed
 from whale_train.runtime.deepspeed_engine import DeepSpeedEngine
 from whale_train.runtime.engine import Copies
+from whale_train.runtime.kernel_times import UNBOUND
 from whale_train.runtime.optimizers import make_optimizer
 from whale_train.runtime.torch_engine import TorchEngine
 from whale_train.strategies.cluster import Kernel, Link, Roofline
@@ -34,7 +35,6 @@ _SMALL = (8,) * 49, 8
 _LARGE = (384, *(1536, 384, 384) * 6), 128
 _STEPS, _WARM_UP = 7, 2
 _LEAST_S = 1e-9  # where what is counted anyway is more than all that was measured
-_UNBOUND = 1e30  # a rate whose limit nothing reached
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def through(points: Sequence[_Point]) -> Roofline:
     (first, _, small_s), (count, num_bytes, large_s) = points
     overhead = max(small_s, _LEAST_S) / first
     left = large_s - count * overhead
-    return Roofline(overhead, _UNBOUND, num_bytes / left if left > 0 else _UNBOUND)
+    return Roofline(overhead, UNBOUND, num_bytes / left if left > 0 else UNBOUND)
 
 
 def _measured(

@@ -1,16 +1,19 @@
 """What was measured of a machine: kept, read again, and put into clusters."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from io import StringIO
 from math import inf
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 from tests.unit.plan_requests import strategy_of, training
 from tests.unit.test_stages import model
 
 from whale_train.errors import ConfigError
-from whale_train.launcher.calibrate import at_once
+from whale_train.launcher.calibrate import announced, at_once, kept_of, show
 from whale_train.launcher.calibrations import folder, keep, kept
 from whale_train.strategies.calibration import (
     Calibration,
@@ -37,6 +40,7 @@ MEASURED = Calibration("cpu_process", 1, 2, KERNELS, LINK, MEMORY)
 CPU = Device("cpu_process", {"fp32": 1e11}, 1e9, 1e10)
 NOMINAL = Link("nominal", 1.0, 1.0)
 TWO = Cluster("cpu", (Node((CPU, CPU), NOMINAL),), NOMINAL)
+GPUS = Cluster("gpus", (Node((DEVICES["h200_sxm_141gb"],) * 2, NOMINAL),), NOMINAL)
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +91,9 @@ def test_a_cluster_has_what_was_measured_of_it() -> None:
     assert (found.nodes[0].link, found.shared_memory) == (LINK, MEMORY)
     # Of processes with other threads, and of other devices, it says nothing.
     assert not is_measured(calibrated(TWO, [MEASURED], threads=2), "fp32")
-    gpus = Cluster("gpus", (Node((DEVICES["h200_sxm_141gb"],) * 2, NOMINAL),), NOMINAL)
-    assert not is_measured(calibrated(gpus, [MEASURED], threads=1), "fp32")
+    assert not is_measured(calibrated(GPUS, [MEASURED], threads=1), "fp32")
     one = Calibration("h200_sxm_141gb", 0, 1, KERNELS)
-    found = calibrated(gpus, [MEASURED, one], threads=1)
+    found = calibrated(GPUS, [MEASURED, one], threads=1)
     assert is_measured(found, "fp32")
     assert found.nodes[0].link == NOMINAL  # one alone has measured no link
 
@@ -121,6 +124,38 @@ def test_no_more_measure_than_compute_at_once(
 ) -> None:
     cluster = Cluster("cpu", (Node((CPU,) * count, NOMINAL),), NOMINAL, processors)
     assert at_once(cluster) == measuring
+
+
+def test_who_measures_is_said_first() -> None:
+    said = announced(TWO, 2, lambda ranks: 4 // ranks)
+    assert "2 x cpu_process, 2 threads each, in turns with one that has 4" in said
+    # Where one alone has no others, there is nothing to take turns with.
+    for cluster, count, threads in ((TWO, 1, 4), (TWO, 2, 1), (GPUS, 2, 4)):
+        said = announced(cluster, count, lambda ranks, threads=threads: threads // ranks or 1)
+        assert said == f"measuring {count} x {cluster.devices[0].name}: less than a minute"
+
+
+def test_what_ranks_and_one_alone_measured_is_kept_and_shown(tmp_path: Path) -> None:
+    alone = replace(MEASURED, threads=2, ranks=1, link=None, shared_memory=None)
+    written = [asdict(each) for each in (MEASURED, alone)]
+    for each in written:
+        del each["device"]  # which ranks do not know
+    (tmp_path / "calibration.json").write_text(json.dumps(written))
+    found = kept_of(tmp_path, "cpu_process")
+    assert [calibration for calibration, _ in found] == kept() == [MEASURED, alone]
+    console = Console(file=StringIO(), width=60)
+    show(found, console)
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60
+    titles = [number for number, line in enumerate(lines) if " x cpu_process" in line]
+    assert [lines[number] for number in titles] == [
+        "2 x cpu_process, 1 thread each",
+        "1 x cpu_process, 2 threads each",
+    ]
+    assert sum("shared memory" in line for line in lines) == 1
+    for _, path in found:
+        assert str(path) in "".join(line.strip() for line in lines)
 
 
 def test_stand_ins_are_as_slow_as_they_are_made() -> None:
