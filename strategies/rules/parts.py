@@ -117,13 +117,15 @@ def cat(typed: Typed) -> Typing | None:
 
 
 def stack(typed: Typed) -> Typing | None:
-    """Tensors side by side along a new dimension."""
+    """Tensors side by side along a new dimension: all of them sums, or cut alike."""
     new = dimension(typed.argument(1, 0, "dim"), typed.rank)
     parts = _parts(typed)
     layouts = [typed.layouts[name] for name in parts]
     if all(isinstance(x, PartialSum) for x in layouts):
         return Typing({}, P)
     cuts = [x for x in layouts if isinstance(x, Shard)]
+    if not cuts:  # sums beside whole tensors
+        return None
     first = cuts[0]
     if any((x.dim, x.outer, x.pieces) != (first.dim, first.outer, first.pieces) for x in cuts):
         return None

@@ -113,6 +113,7 @@ PLUS = ("add.Tensor", ("x", 1.0), {"x": "B 12"}, "B 12")
 SAME_DTYPE = ("to.dtype", ("x", "torch.float32"), {"x": "B 12"}, "B 12")
 IDLE = ("dropout.default", ("x", 0.0, True), {"x": "B 12"}, "B 12")
 DROPS = ("dropout.default", ("x", 0.5, True), {"x": "B 12"}, "B 12")
+STACK = ("stack.default", (("x", "y"), -1), {"x": "B 12", "y": "B 12"}, "B 12 2")
 NO_RULE = ("softmax.int", ("x", -1), {"x": "B 12"}, "B 12")
 
 CASES = [
@@ -203,6 +204,11 @@ CASES = [
     (NEW_FIRST, {"x": S1}, S2, {}),
     (NEW_FIRST, {"x": S0}, S1, {}),
     *((case, {"x": P}, P, {}) for case in (MERGED, T, ORDER, PART, FIRST, NEW)),
+    (STACK, {"x": S1, "y": R}, S1, {"y": "slice"}),
+    (STACK, {"x": S1, "y": P}, S1, {"y": "reduce_scatter"}),
+    (STACK, {"x": S1, "y": SAMPLES}, R, {"x": "gather", "y": "gather"}),
+    (STACK, {"x": P, "y": P}, P, {}),
+    (STACK, {"x": P, "y": R}, R, {"x": "reduce"}),
     (NO_RULE, {"x": S1}, R, {"x": "gather"}),
     (NO_RULE, {"x": P}, R, {"x": "reduce"}),
 ]
