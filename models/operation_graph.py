@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale_train.models.export import EXPORT_BATCH, fetched, model_path, module_path
+from whale_train.models.schemas import draws
 from whale_train.strategies.operations import (
     OWN,
     Argument,
@@ -46,6 +47,7 @@ def operation_graph(
                 saved=tuple((of, x / EXPORT_BATCH) for of, x in saved.get(node.name, {}).items()),
                 memory=memory.get(node.name, OWN),
                 after=changes.get(node.name, ()),
+                random=_draws(node),
             )
             for node in module.graph.nodes
         )
@@ -104,8 +106,26 @@ def _dtype(node: fx.Node, module: fx.GraphModule) -> str:
 
 def _is_graph(node: fx.Node) -> bool:
     """Whether a `get_attr` fetches a graph (for a region without autocast or gradients)."""
+    return _inner(node) is not None
+
+
+def _inner(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a node fetches."""
+    if node.op != "get_attr":
+        return None
     assert node.graph.owning_module is not None
-    return isinstance(fetched(node.graph.owning_module, str(node.target)), fx.GraphModule)
+    value = fetched(node.graph.owning_module, str(node.target))
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers, or a graph that it runs does."""
+    if node.op != "call_function":
+        return False
+    inner = [graph for graph in map(_inner, node.all_input_nodes) if graph is not None]
+    if any(_draws(each) for graph in inner for each in graph.graph.nodes):
+        return True
+    return draws(node.target, node.args, node.kwargs)
 
 
 def _changes_in_place(graph: fx.Graph) -> dict[str, tuple[str, ...]]:

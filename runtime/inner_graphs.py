@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from whale_train.models.schemas import in_evaluation
+
 
 def attribute(module: Any, path: str) -> Any:
     """What a `get_attr` node of `module` reads."""
@@ -31,28 +33,41 @@ def is_graph(source: fx.GraphModule, value: Any) -> bool:
 
 
 def runner(
-    operation: str, inner: fx.GraphModule, mode: Sequence[Any], device: torch.device
+    operation: str,
+    inner: fx.GraphModule,
+    mode: Sequence[Any],
+    device: torch.device,
+    in_training: bool,
 ) -> Callable[..., Any]:
     """`inner`, on `device`, as `operation` of an exported graph runs it with the arguments `mode`;
     it takes the values that follow them."""
-    graph = _on_device(inner, device)
-    if operation == "wrap_with_set_grad_enabled":
+    graph = _as_run(inner, device, in_training)
+    if operation == _SET_GRAD:
         return partial(_with_grad, graph, mode[0])
-    assert operation == "wrap_with_autocast", operation
+    assert operation == _AUTOCAST, operation
     return partial(_with_autocast, graph, (device.type, *mode[1:]))
 
 
-def _on_device(inner: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """A copy of a graph that was exported for another device."""
+_SET_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
+
+
+def _as_run(inner: fx.GraphModule, device: torch.device, in_training: bool) -> fx.GraphModule:
+    """A copy, with the graphs inside it, of one that was exported for training elsewhere."""
 
     def moved(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 
     found = copy.deepcopy(inner)
-    for node in found.graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, moved)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
-    found.recompile()
+    for graph in (each for each in found.modules() if isinstance(each, fx.GraphModule)):
+        for node in graph.graph.nodes:
+            node.args = fx.node.map_aggregate(node.args, moved)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+            if str(node.target) == _AUTOCAST:
+                node.args = (device.type, *node.args[1:])
+            elif node.op == "call_function" and not in_training:
+                args, node.kwargs = in_evaluation(node.target, node.args, node.kwargs)
+                node.args = tuple(args)
+        graph.recompile()
     return found
 
 

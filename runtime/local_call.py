@@ -1,8 +1,7 @@
 """One operation of the exported graph, called on a rank's part of its operands.
 
 Most operations are called on shards as on whole tensors. Owns the others: those that name
-extents, positions or numbers of groups among their arguments, and those that evaluation mode
-reaches.
+extents, positions or numbers of groups among their arguments.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,25 +62,6 @@ def local_call(
     if kind == "histc.default":  # exported for another device, where it takes integers
         return _histc, args, kwargs
     return node.target, args, kwargs
-
-
-def in_evaluation(target: str, args: list[Any]) -> list[Any]:
-    """The arguments a training graph's operation has in evaluation mode: `module.eval()` reaches
-    these operations and no others of torch.nn."""
-    position, off = _OFF_IN_EVALUATION.get(target, (len(args), None))
-    return [off if i == position else x for i, x in enumerate(args)]
-
-
-# Which argument evaluation turns off, and what off is.
-_OFF_IN_EVALUATION: dict[str, tuple[int, Any]] = {
-    "dropout.default": (2, False),
-    "feature_dropout.default": (2, False),
-    "alpha_dropout.default": (2, False),
-    "feature_alpha_dropout.default": (2, False),
-    "rrelu.default": (3, False),
-    "batch_norm.default": (5, False),
-    "scaled_dot_product_attention.default": (4, 0.0),
-}
 
 
 def _shape(node: fx.Node | None) -> tuple[Any, ...]:

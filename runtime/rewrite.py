@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch import distributed as dist
 
 from whale_train.models.export import model_path, module_path
+from whale_train.models.schemas import in_evaluation
 from whale_train.runtime.batch_norm import global_batch_norm
 from whale_train.runtime.blocks import BLOCK
 from whale_train.runtime.casts import (
@@ -30,7 +31,7 @@ from whale_train.runtime.casts import (
 from whale_train.runtime.cross_entropy import split_cross_entropy, split_embedding, split_top1
 from whale_train.runtime.experts import split_grouped_mm
 from whale_train.runtime.inner_graphs import attribute, is_graph, is_tensor, runner
-from whale_train.runtime.local_call import Laid, in_evaluation, local_call
+from whale_train.runtime.local_call import Laid, local_call
 from whale_train.runtime.losses import (
     LossScale,
     ignored,
@@ -189,7 +190,7 @@ class _Writer:
         becomes = self.written["becomes"].get(node.name)
         target = str(node.target).removeprefix("aten.")
         if self.counts is not None:
-            args = in_evaluation(target, args)
+            args, kwargs = in_evaluation(node.target, args, kwargs)
         if becomes is not None:
             return self.replacement(becomes, node, args)
         if is_mean_over_targets(node) and (self.place.loss_scale or self.counts is not None):
@@ -203,10 +204,14 @@ class _Writer:
         laid = self.written["layouts"].get(node.name)
         source = self.laid(node, 0)
         function, args, kwargs = local_call(node, args, kwargs, laid, source, self.place.mine)
-        if self.written.get("random", {}).get(node.name) == "shared":
+        if self.is_drawn_alike(node):
             draw = partial(self.place.random, function)
             return self.call(node, draw, args, kwargs=kwargs)
         return self.graph.call_function(function, tuple(args), kwargs)
+
+    def is_drawn_alike(self, node: fx.Node) -> bool:
+        """Whether all members draw the same random numbers in a call."""
+        return bool(self.written.get("random", {}).get(node.name) == "shared")
 
     def laid(self, node: fx.Node, position: int) -> Laid | None:
         """How an operand of `node` is cut when it gets there (None: it is not)."""
@@ -225,7 +230,10 @@ class _Writer:
         args: list[Any] = list(node.args)
         number = next(i for i, x in enumerate(args) if is_graph(self.source, x))
         inner = attribute(self.source, str(args[number].target))
-        run = runner(str(node.target), inner, args[:number], self.place.device)
+        in_training = self.counts is None
+        run = runner(str(node.target), inner, args[:number], self.place.device, in_training)
+        if self.is_drawn_alike(node):
+            run = partial(self.place.random, run)
         return self.call(node, run, [self.cast(node.name, x.name) for x in args[number + 1 :]])
 
     def cast(self, user: str, value: str) -> fx.Node:

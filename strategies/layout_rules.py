@@ -176,17 +176,6 @@ CARRIES_SAMPLES = frozenset(
     )
 )
 
-# Operations that draw random numbers. Attention does where its dropout (argument 4) is not 0.
-RANDOM = frozenset(
-    f"aten.{target}"
-    for target in _each(
-        "dropout.default dropout_.default feature_dropout.default alpha_dropout.default "
-        "feature_alpha_dropout.default native_dropout.default rrelu.default "
-        "bernoulli.default bernoulli.p rand_like.default randn_like.default rand.default "
-        "randn.default randint.low multinomial.default scaled_dot_product_attention.default"
-    )
-)
-
 
 def register_rule(target: str, rule: Rule) -> None:
     """Give an operation of your own (`my_library.my_op.default`) a layout rule.

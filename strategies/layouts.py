@@ -14,7 +14,7 @@ to lay them is `patterns.py`'s. It knows neither torch nor devices.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from whale_train.strategies.layout_rules import CARRIES_SAMPLES, RANDOM, RULES, register_rule
+from whale_train.strategies.layout_rules import CARRIES_SAMPLES, RULES, register_rule
 from whale_train.strategies.layout_types import (
     BATCH,
     ENTERED,
@@ -62,7 +62,6 @@ __all__ = [
     "cast_kind",
     "casts_of",
     "differentiable",
-    "draws",
     "local_extent",
     "local_pieces",
     "pointwise",
@@ -193,7 +192,7 @@ def assign(
             layouts[changed] = layouts[operation.name]
         if typing.becomes:
             becomes[operation.name] = typing.becomes
-        if draws(operation):
+        if operation.random:
             random[operation.name] = "shared" if layouts[operation.name] == R else "own"
     known = {name: layouts[name] for name in wanted or {}}
     casts += casts_of("", wanted or {}, known, gradients, axes)
@@ -255,18 +254,6 @@ def written_value(operation: Operation) -> str:
     in_place = operation.target.startswith("aten.") and name.endswith("_")
     first = operation.args[0] if operation.args else None
     return first.name if in_place and name[-2:] != "__" and isinstance(first, Ref) else ""
-
-
-def draws(operation: Operation) -> bool:
-    """Whether it draws random numbers: a dropout of 0 does not."""
-    if operation.target not in RANDOM:
-        return False
-    if operation.target == "aten.scaled_dot_product_attention.default":
-        given = dict(operation.kwargs).get("dropout_p", 0.0)
-        return (operation.args[4] if len(operation.args) > 4 else given) != 0.0
-    if operation.target == "aten.dropout.default":
-        return operation.args[1:3] != (operation.args[1], False) and operation.args[1] != 0.0
-    return True
 
 
 def cast_kind(source: Layout, target: Layout) -> str:

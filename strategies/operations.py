@@ -65,7 +65,8 @@ class Operation:
     which of `inputs` by its place, its own value (`OWN`) or what it makes on the way to it
     (`INSIDE`), and how many bytes, per sample in fp32. `memory` is the place of the input in whose
     memory its value lies, `OWN` where it has memory of its own. `after` are operations that
-    changed in place what it reads, under another name than the one it reads it by.
+    changed in place what it reads, under another name than the one it reads it by. `random` says
+    that it draws random numbers, which a dropout of 0 does not.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Operation:
     saved: tuple[tuple[int, float], ...] = ()
     memory: int = OWN
     after: tuple[str, ...] = ()
+    random: bool = False
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.layouts import Assignment, Cast, Layout, R, Shard, draws
+from whale_train.strategies.layouts import Assignment, Cast, Layout, R, Shard
 from whale_train.strategies.operations import OperationGraph
 from whale_train.strategies.pattern_region import Region, matches
 from whale_train.strategies.pattern_search import cheapest
@@ -145,7 +145,7 @@ def _answer(region: Region, best: State) -> Sharded:
         {
             operation.name: "shared" if layouts[operation.name] == R else "own"
             for operation in region.operations
-            if draws(operation)
+            if operation.random
         },
     )
     used = {x.axis for x in (*weights.values(), *layouts.values()) if isinstance(x, Shard)}

@@ -17,7 +17,6 @@ from whale_train.errors import Fault
 from whale_train.strategies.kept import View, saved_by
 from whale_train.strategies.operations import (
     ModelProfile,
-    Operation,
     OperationGraph,
     block_of,
     value_bytes,
@@ -100,20 +99,10 @@ _GETITEM = "<built-in function getitem>"
 
 def _owned(graph: OperationGraph) -> list[str]:
     """What must run once: all that depends on a parameter, or on chance."""
-    roots = {op.name for op in graph if op.target == "parameter" or is_random(op)}
+    roots = {op.name for op in graph if op.target == "parameter" or op.random}
     parameters = {op.name for op in graph if op.target == "parameter"}
     depends = graph.descendants(roots) - parameters
     return [op.name for op in graph if op.name in depends and op.target != "output"]
-
-
-def is_random(operation: Operation) -> bool:
-    """Whether it draws random numbers: dropout and the like."""
-    name = operation.target.removeprefix("aten.").partition(".")[0]
-    return "dropout" in name or name.rstrip("_") in _RANDOM
-
-
-_RANDOM = ("bernoulli", "rand", "randn", "rand_like", "randn_like", "randint", "randperm", "normal",
-           "uniform", "multinomial", "rrelu", "exponential")  # fmt: skip
 
 
 def balanced(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from whale_train.strategies.layouts import RULES, differentiable, draws, reshape
+from whale_train.strategies.layouts import RULES, differentiable, reshape
 from whale_train.strategies.operations import Operation, OperationGraph, Ref
 
 
@@ -147,7 +147,7 @@ class Works:
         gradient = operation.name in self.with_gradient
         kind = kind_of(operation)
         is_view = _short(operation) in _VIEWS and not self._copies(operation)
-        if is_view or (kind is Kind.RANDOM and not draws(operation)):
+        if is_view or (kind is Kind.RANDOM and not operation.random):
             if gradient and _takes_part(operation):
                 return self._put(operation, part)
             return Work(Kind.VIEW, 0.0, _NONE, _NONE, gradient, False)

@@ -1,5 +1,8 @@
 """What members of a split draw, and what their losses are means over."""
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.distributed.harness import run_ranks
@@ -13,26 +16,47 @@ from whale_train.models.export import export
 from whale_train.runtime.rewrite import Counts, targets_graph
 
 
+def exponential(x: Tensor) -> Tensor:
+    """Zeros and twos, by an operation that fills a tensor in place."""
+    return x * 2 * (torch.empty_like(x).exponential_() < math.log(2))
+
+
+def without_gradients(x: Tensor) -> Tensor:
+    """Zeros and twos, from a graph inside the graph."""
+    with torch.no_grad():
+        mask = torch.rand(x.shape) < 0.5
+    return x * 2 * mask
+
+
+DROPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": functional.dropout,
+    "exponential_": exponential,
+    "a graph inside": without_gradients,
+}
+
+
 class Drawn(nn.Module):
     """The mask of a dropout, read as a binary number: twelve ones times powers of two."""
 
-    def __init__(self) -> None:
+    def __init__(self, by: str) -> None:
         super().__init__()
         self.into = nn.Linear(8, 12)
         nn.init.zeros_(self.into.weight)
         nn.init.ones_(self.into.bias)
-        self.drop = nn.Dropout(0.5)
+        self.drop = DROPS[by]
 
     def forward(self, x: Tensor) -> Tensor:
         kept = self.drop(self.into(x)) / 2
         return (kept[0] * 2 ** torch.arange(12, dtype=x.dtype)).sum()
 
 
-def masks(pattern: str, seeds: tuple[int, ...]) -> tuple[list[int], dict[str, str], bool]:
+def masks(
+    pattern: str, seeds: tuple[int, ...], by: str = "dropout"
+) -> tuple[list[int], dict[str, str], bool]:
     """Three masks in a row as each member has them, `seeds` those of the default generators."""
     split = Split((1.0, 1.0), (("into", pattern),))
     batch = {"x": torch.zeros(2, 8)}
-    written = write(Drawn, batch, split, seed=7)
+    written = write(lambda: Drawn(by), batch, split, seed=7)
     torch.manual_seed(seeds[dist.get_rank()])
     before = torch.get_rng_state()
     found = [int(written.segment(batch["x"])[0].detach()) for _ in range(3)]
@@ -40,9 +64,10 @@ def masks(pattern: str, seeds: tuple[int, ...]) -> tuple[list[int], dict[str, st
     return found, written.sharded.assignment.random, untouched
 
 
-def test_members_drop_alike_what_they_hold_alike() -> None:
-    (first, random, untouched), (second, _, _) = run_ranks(masks, 2, "replicate", (1, 2))
-    assert random == {"dropout": "shared"}
+@pytest.mark.parametrize("by", DROPS)
+def test_members_drop_alike_what_they_hold_alike(by: str) -> None:
+    (first, random, untouched), (second, _, _) = run_ranks(masks, 2, "replicate", (1, 2), by)
+    assert list(random.values()) == ["shared"]
     assert first == second
     assert len(set(first)) == 3
     assert untouched  # the rank's own generator

@@ -344,20 +344,20 @@ def test_what_has_no_gradient_need_not_enter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "layout", "marked"),
+    ("operation", "layout", "whose"),
     [
-        (("dropout.default", ("x", 0.5, True), {"x": "B 12"}, "B 12"), R, {"result": "shared"}),
-        (("dropout.default", ("x", 0.5, True), {"x": "B 12"}, "B 12"), S1, {"result": "own"}),
-        (("dropout.default", ("x", 0.5, False), {"x": "B 12"}, "B 12"), S1, {}),
-        (("dropout.default", ("x", 0.0, True), {"x": "B 12"}, "B 12"), R, {}),
-        (("rand_like.default", ("x",), {"x": "B 12"}, "B 12"), S1, {"result": "shared"}),
-        (("relu.default", ("x",), {"x": "B 12"}, "B 12"), R, {}),
+        (DROPS, R, "shared"),
+        (DROPS, S1, "own"),
+        (NO_RULE, S1, "shared"),  # it is gathered first
     ],
 )
 def test_what_draws_random_numbers_is_marked(
-    operation: tuple[Any, ...], layout: Layout, marked: dict[str, str]
+    operation: tuple[Any, ...], layout: Layout, whose: str
 ) -> None:
-    assert typed(one_operation(*operation), {"x": layout}).random == marked
+    graph = one_operation(*operation)
+    assert typed(graph, {"x": layout}).random == {}
+    drawn = OperationGraph(tuple(replace(op, random=op.name == "result") for op in graph))
+    assert typed(drawn, {"x": layout}).random == {"result": whose}
 
 
 def test_a_value_changed_in_place_is_read_as_it_is_then() -> None:

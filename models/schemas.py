@@ -1,0 +1,53 @@
+"""What torch's schemas and tags say of a call in an exported graph.
+
+Owns which calls draw random numbers, and what of them `module.eval()` changes. There is no list
+of operations: torch marks what draws, and arguments of one name mean one thing throughout.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+# What modules of torch.nn give operations by their mode, and what that is in evaluation.
+_IN_EVALUATION: dict[str, Any] = {
+    "train": False,
+    "training": False,
+    "use_input_stats": False,
+    "dropout_p": 0.0,
+}
+_SHARES = ("p", "dropout", "dropout_p")  # of what is drawn: of nothing, where they are 0
+
+
+def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers: a dropout of 0 does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    given = _by_name(target, args, kwargs)
+    trains = all(given.get(name) is not False for name in ("train", "training"))
+    return trains and all(given.get(name) != 0.0 for name in _SHARES)
+
+
+def in_evaluation(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments that a call in a training graph has in evaluation mode."""
+    given = _by_name(target, args, kwargs)
+    changed: Mapping[str, Any] = _IN_EVALUATION
+    if given.get("running_mean", ...) is None:
+        changed = {}  # no statistics are kept: they are the batch's in either mode
+    names = [*given, *("" for _ in args)]  # a call without a schema has arguments without names
+    return (
+        [changed.get(name, x) for name, x in zip(names, args, strict=False)],
+        {name: changed.get(name, x) for name, x in kwargs.items()},
+    )
+
+
+def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by their names in the schema and in its order, those left out as their
+    defaults; nothing of what has no schema."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return {}
+    given = {argument.name: argument.default_value for argument in schema.arguments}
+    return given | dict(zip(given, args, strict=False)) | dict(kwargs)
