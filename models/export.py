@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
 from whale_train.models.build import build_model
 from whale_train.models.loss import MODEL_PREFIX, LossModule, forward_fields
+from whale_train.models.lost_backwards import Watch
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.operations import InputField
 
@@ -46,11 +49,16 @@ def on_meta(
 
 
 def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule | None, str]:
-    """The flat graph of `module`, called with tensors like `batch`; or None and the reason."""
+    """The flat graph of `module`, called with tensors like `batch`; or None and the reason.
+
+    Nor is there a graph of what a graph does not hold: a backward that is not the derivative of
+    the forward, and operations whose shapes follow the values of a tensor.
+    """
     samples = Dim("batch")
+    watch = Watch(module)
     # What the forward makes without saying where is made where the batch is.
     where = next((x.device for x in batch.values()), torch.device("cpu"))
-    with warnings.catch_warnings(), where:
+    with warnings.catch_warnings(), where, watch.watching():
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(
@@ -63,7 +71,26 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
         except Exception as error:  # whatever the user's forward raises while it is traced
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return None, f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-    return flat_module(program), ""
+
+    def run() -> None:
+        with where:
+            module(**batch)
+
+    lost = watch.lost(run)
+    if lost:
+        return None, f"torch.export would lose {lost}"
+    graph = flat_module(program)
+    reading = next((node for node in graph.graph.nodes if _follows_values(node)), None)
+    if reading is not None:
+        owner = module_path(reading) or "its forward"
+        return None, f"{owner} makes tensors whose shapes follow values of others"
+    return graph, ""
+
+
+def _follows_values(node: fx.Node) -> bool:
+    """Whether a shape is made of numbers read from a tensor (`tolist`, `nonzero`)."""
+    values = tree_leaves(node.meta.get("val"))
+    return any(isinstance(x, Tensor) and free_unbacked_symbols(x.shape) for x in values)
 
 
 def with_constants(

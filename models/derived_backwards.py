@@ -1,0 +1,125 @@
+"""Whether an autograd Function's backward is the derivative of its forward, as far as one can try.
+
+Many are: they save memory or time. What torch.export makes of such a one, its forward alone, has
+the same gradients. Straight-through estimators, clipped and reversed gradients are not.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+# Values near 0, of usual size and where functions saturate, are different cases.
+_SCALES = (0.01, 1.0, 100.0)
+_RELATIVE_ERROR = 1e-5  # constants in such code are often written in eight digits
+_MOST_ELEMENTS = 2**20  # of a call's arguments together; larger ones are made narrower
+_NARROWED = 16  # extents above this one
+
+
+def is_derived(function: type[Function], run: Callable[[], Any]) -> bool:
+    """Whether `function` has the gradients of its forward, on random values shaped as in `run`'s
+    calls of it. Where that cannot be tried, it has not."""
+    takes_context = function.setup_context is Function.setup_context
+    calls: list[tuple[Any, ...]] = []
+    forward = function.forward
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args[1:] if takes_context else args)
+        return forward(*args, **kwargs)
+
+    try:
+        with patch.object(function, "forward", staticmethod(recording)):
+            run()
+        distinct = {_described(args): args for args in calls}
+        return bool(distinct) and all(
+            _agrees(function, args, scale) for args in distinct.values() for scale in _SCALES
+        )
+    except Exception:  # whatever it raises on values that are not the model's
+        return False
+
+
+def _described(args: Sequence[Any]) -> str:
+    return repr([(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in args])
+
+
+def _agrees(function: type[Function], args: Sequence[Any], scale: float) -> bool:
+    """Whether both ways give equal gradients for random arguments of that scale."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        leaves = _drawn(args, scale)
+        first = [x.clone() if isinstance(x, Tensor) else x for x in leaves]  # it may write to them
+        second = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        state = torch.get_rng_state()
+        apply: Callable[..., Any] = function.apply
+        own = _tensors(apply(*first))
+        torch.set_rng_state(state)
+        with torch.enable_grad():
+            plain = _tensors(_forward(function, second))
+        trained = [i for i, x in enumerate(own) if x.requires_grad]
+        seeds = [torch.randn_like(own[i]) for i in trained]
+        wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        theirs = _gradients([own[i] for i in trained], seeds, wanted)
+        derived = _gradients([plain[i] for i in trained], seeds, wanted)
+    return all(map(_close, theirs, derived))
+
+
+def _drawn(args: Sequence[Any], scale: float) -> list[Any]:
+    """Random arguments for those given: floats in double precision, integers of 0 and 1."""
+    total = sum(x.numel() for x in args if isinstance(x, Tensor))
+    narrow = _narrower(args) if total > _MOST_ELEMENTS else {}
+
+    def drawn(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape = [narrow.get(extent, extent) for extent in value.shape]
+        if not value.is_floating_point():
+            return torch.randint(0, 2, shape).to(value.dtype)
+        found = torch.randn(shape, dtype=torch.float64) * scale
+        return found.requires_grad_(value.requires_grad)
+
+    return [drawn(value) for value in args]
+
+
+def _narrower(args: Sequence[Any]) -> dict[int, int]:
+    """Small extents for large ones, equal ones for equal ones."""
+    extents = sorted({e for x in args if isinstance(x, Tensor) for e in x.shape if e > _NARROWED})
+    return {extent: _NARROWED + i for i, extent in enumerate(extents)}
+
+
+def _forward(function: type[Function], args: Sequence[Any]) -> Any:
+    if function.setup_context is Function.setup_context:
+        return function.forward(_Context(len(args)), *args)
+    return function.forward(*args)
+
+
+class _Context:
+    """Stands for what autograd gives a forward, which nothing is read from here."""
+
+    def __init__(self, num_args: int) -> None:
+        self.needs_input_grad = (True,) * num_args
+
+    def _ignored(self, *args: Any) -> None: ...
+
+    save_for_backward = save_for_forward = mark_dirty = _ignored
+    mark_non_differentiable = set_materialize_grads = _ignored
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    listed = output if isinstance(output, tuple) else (output,)
+    return [x for x in listed if isinstance(x, Tensor)]
+
+
+def _gradients(outputs: list[Tensor], seeds: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
+    reached = [(x, seed) for x, seed in zip(outputs, seeds, strict=True) if x.requires_grad]
+    if not reached:
+        return [torch.zeros_like(x) for x in wanted]
+    values, given = zip(*reached, strict=True)
+    return list(torch.autograd.grad(values, wanted, given, materialize_grads=True))
+
+
+def _close(own: Tensor, derived: Tensor) -> bool:
+    largest = float(derived.nan_to_num().abs().max()) if derived.numel() else 0.0
+    return torch.allclose(own, derived, rtol=0.0, atol=_RELATIVE_ERROR * largest, equal_nan=True)
