@@ -8,7 +8,8 @@ and where nothing can be written nothing is kept.
 import logging
 import os
 import tempfile
-from contextlib import redirect_stderr, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from traceback import walk_tb
@@ -51,9 +52,8 @@ def _measured(request: Request, dataset: Dataset) -> ModelProfile:
     from whale_train.models.loss import LossModule
     from whale_train.models.profile import profile_model
 
-    logging.disable(logging.ERROR)  # of what it cannot trace, torch logs and prints pages
     try:
-        with redirect_stderr(StringIO()):
+        with quiet_exports():
             return profile_model(
                 request.model,
                 request.model.class_name,
@@ -71,6 +71,15 @@ def _measured(request: Request, dataset: Dataset) -> ModelProfile:
         remedy = "correct its forward or its arguments, or use other data"
         fault = Fault("model", request.names.get("model", ""), rule, remedy)
         raise ConfigError([fault]) from error
+
+
+@contextmanager
+def quiet_exports() -> Iterator[None]:
+    """Without the pages that torch logs and prints of what it cannot trace."""
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stderr(StringIO()):
+            yield
     finally:
         logging.disable(logging.NOTSET)
 

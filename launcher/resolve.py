@@ -19,6 +19,7 @@ from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.calibrations import kept
 from whale_train.launcher.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.emulation import paces as emulated_paces
+from whale_train.launcher.evaluations import said_of_evaluations
 from whale_train.launcher.machine import machine_facts, threads_asked
 from whale_train.launcher.profiles import profile_of
 from whale_train.strategies.auto import search
@@ -102,6 +103,8 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
         raise ConfigError(faults)
     if found is not None:
         plan = replace(plan, decisions=(*found.decisions, *plan.decisions))
+    evaluations = said_of_evaluations(request, plan, dataset)
+    plan = replace(plan, decisions=(*plan.decisions, *evaluations))
     used = cluster.first(plan.world_size)
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(step.events(here or used)) if request.train.trace else ()

@@ -23,7 +23,7 @@ def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers: a dropout of 0 does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
-    given = _by_name(target, args, kwargs)
+    given = by_name(target, args, kwargs)
     trains = all(given.get(name) is not False for name in ("train", "training"))
     return trains and all(given.get(name) != 0.0 for name in _SHARES)
 
@@ -32,7 +32,7 @@ def in_evaluation(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments that a call in a training graph has in evaluation mode."""
-    given = _by_name(target, args, kwargs)
+    given = by_name(target, args, kwargs)
     changed: Mapping[str, Any] = _IN_EVALUATION
     if given.get("running_mean", ...) is None:
         changed = {}  # no statistics are kept: they are the batch's in either mode
@@ -43,7 +43,7 @@ def in_evaluation(
     )
 
 
-def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by their names in the schema and in its order, those left out as their
     defaults; nothing of what has no schema."""
     schema = getattr(target, "_schema", None)

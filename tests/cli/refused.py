@@ -49,6 +49,22 @@ class Rows(Net):
         return functional.cross_entropy(scores, labels)
 
 
+class Reversing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class Adversarial(Net):
+    def forward(self, features, labels):
+        hidden = Reversing.apply(self.inner(features))
+        return functional.cross_entropy(self.outer(hidden), labels)
+
+
 class Headless(nn.Module):
     def __init__(self):
         super().__init__()

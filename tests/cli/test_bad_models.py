@@ -27,7 +27,7 @@ MODEL = (
         "no_class",
         f"model._target_=nets.Nett {CUSTOM}",
         "model._target_=nets.Nett cannot be imported: nets has no Nett; did you mean Net? One "
-        "of: Headless, Net, Pixels, Rows, Scores, Unlabelled",
+        "of: Adversarial, Headless, Net, Pixels, Rows, Scores, Unlabelled",
     ),
     Case(
         "module_raises",
@@ -72,6 +72,13 @@ MODEL = (
         f"strategy=hybrid_split_dp model._target_=nets.Headless {CUSTOM}",
         "strategy.graph[1].split.modules=head finds no output projection in Headless; use "
         "strategy=dp or a zero strategy",
+    ),
+    Case(
+        "lost_backward",
+        f"strategy=hybrid_split_dp model._target_=nets.Adversarial {CUSTOM}",
+        "strategy.graph[1].split.modules=head needs the model's graph, and Adversarial cannot be "
+        "exported (torch.export would lose the backward of the autograd function Reversing); use "
+        "strategy=dp or a zero strategy, which run the model as it is",
     ),
     Case(
         "not_exported",

@@ -98,6 +98,44 @@ def test_a_plan_needs_none_of_its_devices_and_starts_nothing(tmp_path: Path) -> 
     assert answer.left_running == ()
 
 
+HALVING = """import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, halves):
+        super().__init__()
+        self.halves, self.inner, self.outer = halves, nn.Linear(6, 8), nn.Linear(8, 4)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, features):
+        hidden = self.drop(self.inner(features))
+        return self.outer(hidden / 2 if self.halves and not self.training else hidden)
+"""
+
+
+@pytest.mark.parametrize(("halves", "strategy"), [(True, "split"), (False, "split"), (True, "dp")])
+def test_a_plan_says_what_its_evaluations_do_not_reach(
+    halves: bool, strategy: str, tmp_path: Path
+) -> None:
+    (tmp_path / "nets.py").write_text(HALVING)
+    arguments = [
+        *("mode=plan", "model._target_=nets.Net", f"model.halves={halves}", f"strategy={strategy}"),
+        *("model.loss=cross_entropy", "data=classes", "data.num_features=6", "data.num_classes=4"),
+        *("hardware=cpu", "hardware.devices=2", "train.evaluate_every=3"),
+        *("data.evaluation_fraction=0.2",),
+    ]
+    answer = whale_train(arguments, tmp_path, {"COLUMNS": "1000"})
+    assert (answer.status, answer.stderr) == (0, "")
+    note = (
+        "evaluations run the training's graph, its dropouts off and its norms with what they keep; "
+        "the model runs other operations in evaluation mode, which they do not reach: a strategy "
+        "of one replicate evaluates it as it is"
+    )
+    reached = strategy == "dp" or not halves
+    assert (note not in " ".join(answer.stdout.split())) == reached
+
+
 def test_strategies_are_compared_side_by_side(tmp_path: Path) -> None:
     answer = whale_train(
         [
