@@ -19,6 +19,7 @@ from whale_train.models.build import build_model
 from whale_train.models.loss import MODEL_PREFIX, LossModule, forward_fields
 from whale_train.models.lost_backwards import Watch
 from whale_train.models.options import ModelOptions
+from whale_train.models.out_of_place import CannotReplace, out_of_place
 from whale_train.strategies.operations import InputField
 
 # Any batch but 0 and 1, which torch.export would take for constants. Odd sizes, so that a
@@ -79,7 +80,10 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
     lost = watch.lost(run)
     if lost:
         return None, f"torch.export would lose {lost}"
-    graph = flat_module(program)
+    try:
+        graph = flat_module(program)
+    except CannotReplace as error:
+        return None, f"{module_path(error.node) or 'its forward'} changes in place: {error}"
     reading = next((node for node in graph.graph.nodes if _follows_values(node)), None)
     if reading is not None:
         owner = module_path(reading) or "its forward"
@@ -175,8 +179,9 @@ def canonical_names(operations: Iterable[tuple[str, str, bool]]) -> list[str]:
 
 
 def flat_module(program: ExportedProgram) -> fx.GraphModule:
-    """The exported graph with parameters as attributes, without torch.export's bookkeeping, its
-    operations named by `canonical_names`."""
+    """The exported graph with parameters as attributes, without torch.export's bookkeeping and
+    without writes to what has a gradient, its operations named by `canonical_names`. Raises
+    CannotReplace for such a write that must stay."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = program.module()
@@ -184,6 +189,7 @@ def flat_module(program: ExportedProgram) -> fx.GraphModule:
     for node in reversed(list(module.graph.nodes)):
         if any(mark in str(node.target) for mark in _BOOKKEEPING) and not node.users:
             module.graph.erase_node(node)
+    out_of_place(module)
     names = canonical_names(
         (
             node.name,

@@ -59,3 +59,39 @@ class Balanced(nn.Module):
         used = nn.functional.one_hot(gates.argmax(-1), 8).float().mean(0)
         loss = nn.functional.cross_entropy(self.head(gates), labels)
         return loss + (used * gates.mean(0)).sum()
+
+
+class InPlace(nn.Module):
+    """What changes values where they are: activations, residuals, a part of a value."""
+
+    def __init__(self, classes: int = 11) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.position = nn.Parameter(torch.linspace(-1, 1, 6 * 32).view(6, 32))
+        self.blocks = nn.ModuleList(ChangingBlock() for _ in range(4))
+        self.head = nn.Linear(32, classes)
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.first(points)
+        hidden += self.position
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden[:, 0].mul_(0.5)
+        logits: Tensor = self.head(hidden.mean(1))
+        return logits
+
+
+class ChangingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = nn.LayerNorm(32), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.gate = nn.Linear(32, 48, bias=False)
+        self.activation = nn.SiLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        hidden = self.activation(self.into(normed))
+        hidden = hidden.mul_(self.gate(normed).relu_()).add_(0.1)
+        out: Tensor = self.out(hidden)
+        out += x
+        return out.clamp_(-3, 3)

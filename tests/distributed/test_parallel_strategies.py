@@ -82,6 +82,10 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
         "sequences",
         ("model._target_=parallel_models.Picks", "model.loss=cross_entropy"),
     ),
+    "in_place": (
+        "sequences",
+        ("model._target_=parallel_models.InPlace", "model.loss=cross_entropy"),
+    ),
     "gpt": (
         "tokens",
         ("model=gpt", "model.vocab_size=67", "model.sequence_length=12", "model.width=32",

@@ -1,0 +1,265 @@
+"""An exported graph in which no value is changed in place.
+
+A forward may write into a tensor it has made: an activation in place, a residual added to a
+product, a part of a value set. What runs a graph cannot always let it: a value that arrives from
+another stage is a leaf of autograd, one that a Function of ours made may be a view, and of what is
+laid otherwise than it is written a copy would be changed, which nobody reads. The same operation
+out of place computes the same, and whoever reads what was changed, by this name or by that of a
+view, is given the new value.
+
+Writes to parameters and buffers stay, and those without another form where no gradient is.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_aten = torch.ops.aten
+_SAME_ELEMENTS = (  # of views that have them in the same order
+    *("view", "_unsafe_view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel"),
+    *("unsqueeze", "squeeze", "alias", "contiguous", "to", "type_as", "float", "dropout"),
+)
+_OTHER_VIEWS = ("slice", "select", "transpose", "t", "permute")
+_SETS = ("copy_", "fill_", "zero_")  # whatever was there before
+
+Writes = Mapping[fx.Node, fx.Node]  # calls, and the values they write to
+
+
+class CannotReplace(Exception):
+    """A write that has no other form; the message names the operation, `node` is where."""
+
+    def __init__(self, node: fx.Node, message: str) -> None:
+        super().__init__(message)
+        self.node = node
+
+
+def out_of_place(module: fx.GraphModule) -> None:
+    """Replace the writes in the graph of `module`; a graph without any is left as it is. Raises
+    CannotReplace for a write that would have to stay, to what has a gradient."""
+    graph = module.graph
+    writes = _replaceable(module)
+    values = _Values(graph, writes)
+    for node in list(graph.nodes) if writes else ():
+        with graph.inserting_before(node):
+            node.args = fx.node.map_arg(node.args, values.latest)
+            node.kwargs = fx.node.map_arg(node.kwargs, values.latest)
+            if node in writes:
+                values.write(node)
+    for node in reversed(list(graph.nodes)):
+        if node in writes or (node in values.parents and not node.users):
+            graph.erase_node(node)
+
+
+class _Values:
+    """Where the values of a graph are while its writes are replaced, from the first to the last.
+
+    `parents` are the views of what is written, and what each is a view of. A view of what was
+    written since it was made is made again where it is read.
+    """
+
+    def __init__(self, graph: fx.Graph, writes: Writes) -> None:
+        self.parents = _parents(graph, writes)
+        self._graph, self._writes = graph, writes
+        self._version = dict.fromkeys(map(_memory, writes), 0)
+        self._made: dict[fx.Node, tuple[fx.Node, int]] = {}
+
+    def latest(self, node: fx.Node) -> fx.Node:
+        """`node` as it is to be read at this place of the graph."""
+        version = self._version.get(_memory(node), 0)
+        if not version:
+            return node
+        node = _named(node, self._writes)
+        value, made = self._made.get(node, (node, 0))
+        # What is no view of another was made again when it was written.
+        if made != version and node in self.parents:
+            value = self._graph.node_copy(node, self.latest)
+            self._made[node] = value, version
+        return value
+
+    def write(self, node: fx.Node) -> None:
+        """Put a new value in the place of the write `node`, whose arguments are the latest."""
+        chain = list(_chain(node, self._writes, self.parents))
+        before = [self.latest(each) for each in chain]
+        self._version[_memory(node)] += 1
+        version = self._version[_memory(node)]
+        new = _without_writing(self._graph, node)
+        self._made[chain[0]] = new, version
+        for (view, parent), whole in zip(pairwise(chain), before[1:], strict=True):
+            new = _put_back(self._graph, view, whole, new)
+            new.meta = dict(node.meta) | {"val": parent.meta["val"]}
+            self._made[parent] = new, version
+
+
+def _replaceable(module: fx.GraphModule) -> Writes:
+    """The writes that are to be replaced: all to a memory, or none."""
+    parameters = {
+        path for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
+    held: set[int] = set()
+    trained: set[fx.Node] = set()
+    with_gradient: set[int] = set()
+    found: dict[fx.Node, fx.Node] = {}
+    problems: dict[int, CannotReplace] = {}  # by memory
+    for node in module.graph.nodes:
+        memory = _memory(node)
+        if node.op == "get_attr":
+            held.add(memory)
+            if node.target in parameters:
+                trained.add(node)
+            continue
+        for written in _written(module, node):
+            if written is node.args[0] and _memory(written) == memory:
+                found[node] = written
+            else:
+                problems[_memory(written)] = CannotReplace(node, str(node.target))
+        reached = memory in with_gradient or any(x in trained for x in node.all_input_nodes)
+        if reached and _can_have_gradient(node):
+            trained.add(node)
+            with_gradient.add(memory)
+    parents = _parents(module.graph, found)
+    for node in found:
+        views = [x for x in _chain(node, found, parents) if x in parents]
+        unknown = [x for x in views if _name(x) not in (*_SAME_ELEMENTS, *_OTHER_VIEWS)]
+        if unknown or _function(node) is None:
+            said = f"{node.target} of {unknown[0].target}" if unknown else str(node.target)
+            problems.setdefault(_memory(node), CannotReplace(node, said))
+    left = {_memory(node) for node in found} & problems.keys() - held
+    for memory in left & with_gradient:
+        raise problems[memory]
+    return {node: x for node, x in found.items() if _memory(node) not in held | left}
+
+
+def _memory(node: fx.Node) -> int:
+    """A number of the memory that a node's value lies in; 0 for what is no tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
+
+
+def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
+    """The values that a call writes to; of a call that runs a graph in which something is written,
+    all that it reads."""
+    if _runs_writes(module, node):
+        yield from (x for x in node.all_input_nodes if _memory(x))
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            listed = value if isinstance(value, list | tuple) else [value]
+            yield from (x for x in listed if isinstance(x, fx.Node))
+
+
+def _runs_writes(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a call runs a graph in which something is written."""
+    inner = [str(x.target) for x in node.all_input_nodes if x.op == "get_attr" and not _memory(x)]
+    modules = dict(module.named_modules(remove_duplicate=False)) if inner else {}
+    graphs = [x for x in map(modules.get, inner) if isinstance(x, fx.GraphModule)]
+    return any(any(_written(graph, each)) for graph in graphs for each in graph.graph.nodes)
+
+
+def _can_have_gradient(node: fx.Node) -> bool:
+    values = node.meta.get("val")
+    listed = values if isinstance(values, list | tuple) else [values]
+    floating = any(isinstance(x, Tensor) and x.is_floating_point() for x in listed)
+    return floating and node.target is not _aten.detach.default
+
+
+def _parents(graph: fx.Graph, writes: Writes) -> dict[fx.Node, fx.Node]:
+    """The views of memory that is written to, and what each is a view of."""
+    memories = set(map(_memory, writes))
+    found = {}
+    for node in graph.nodes:
+        if _memory(node) in memories and node not in writes:
+            same = [x for x in node.all_input_nodes if _memory(x) == _memory(node)]
+            if same:
+                found[node] = _named(same[0], writes)
+    return found
+
+
+def _named(node: fx.Node, writes: Writes) -> fx.Node:
+    """The value itself, for a write to it."""
+    while node in writes:
+        node = writes[node]
+    return node
+
+
+def _chain(node: fx.Node, writes: Writes, parents: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
+    """The value that is written to, what it is a view of, and so on."""
+    node = _named(node, writes)
+    yield node
+    while node in parents:
+        node = parents[node]
+        yield node
+
+
+def _function(write: fx.Node) -> Any:
+    """The operation that gives what a write gives (None: there is none)."""
+    target: Any = write.target
+    if _name(write) in _SETS:
+        return target
+    packet = getattr(_aten, _name(write).removesuffix("_"), None)
+    if packet is None or torch.Tag.inplace_view in target.tags:
+        return None
+    return getattr(packet, target._overloadname, None)
+
+
+def _without_writing(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """What the write `node` gives, as a new value of the type that it writes to."""
+    arguments: list[Any] = list(node.args)
+    into, *others = arguments
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = _called(graph, target, *args, **kwargs)
+        made.meta = dict(node.meta)
+        return made
+
+    name = _name(node)
+    if name == "zero_":
+        return call(_aten.zeros_like.default, into)
+    if name == "fill_" and not isinstance(others[0], fx.Node):
+        return call(_aten.full_like.default, into, others[0])
+    if name in _SETS:
+        made = call(_aten.type_as.default, others[0], into)
+        is_wider = others[0].meta["val"].shape != into.meta["val"].shape
+        return call(_aten.expand_as.default, made, into) if is_wider else made
+    made = call(_function(node), *arguments, **node.kwargs)
+    # Another operand's type may win, in half precision where it did not when exported.
+    operands = [x for x in node.all_input_nodes if x is not into]
+    return call(_aten.type_as.default, made, into) if operands else made
+
+
+def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, new: fx.Node) -> fx.Node:
+    """`whole` with `new` in the place of its part `view`."""
+    kind, args = _name(view), list[Any](view.args[1:])
+    part, shape = view.meta["val"].shape, whole.meta["val"].shape
+    if part == shape and kind in ("slice", *_SAME_ELEMENTS):
+        return new
+    match kind:
+        case "slice":
+            return _called(graph, _aten.slice_scatter.default, whole, new, *args)
+        case "select":
+            return _called(graph, _aten.select_scatter.default, whole, new, *args)
+        case "transpose" | "t":
+            return _called(graph, view.target, new, *args)
+        case "permute":
+            order = [dim % len(shape) for dim in args[0]]
+            back = [order.index(dim) for dim in range(len(shape))]
+            return _called(graph, _aten.permute.default, new, back)
+    # One extent follows the batch at most.
+    extents = [extent if isinstance(extent, int) else -1 for extent in shape]
+    return _called(graph, _aten.reshape.default, new, extents)
+
+
+def _called(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call with a name such as export gives."""
+    name = target._schema.name.partition("::")[2]
+    return graph.create_node("call_function", target, args, kwargs, name)
+
+
+def _name(node: fx.Node) -> str:
+    """What is called, without its overload: `mul` of aten.mul.Tensor."""
+    return str(node.target).removeprefix("aten.").partition(".")[0]
