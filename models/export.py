@@ -45,8 +45,26 @@ def on_meta(
     """The model without weights, and those of `fields` its forward takes."""
     with torch.device("meta"):
         model = build_model(options)
+    _leave_no_values(model)
     taken = forward_fields(model, options, fields)
     return LossModule(model, options), tuple(f for f in fields if f.name in taken)
+
+
+def _leave_no_values(model: nn.Module) -> None:
+    """Put on the meta device what is made elsewhere whatever the default device is, as by the old
+    constructor `torch.Tensor(2, 3)`. What is tied stays tied."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in owned:
+            for name, x in held.items():
+                if x is None or x.is_meta:
+                    continue
+                if x not in made:
+                    empty = torch.empty_like(x, device="meta")
+                    is_parameter = isinstance(x, nn.Parameter)
+                    made[x] = nn.Parameter(empty, x.requires_grad) if is_parameter else empty
+                held[name] = made[x]
 
 
 def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule | None, str]:

@@ -118,7 +118,7 @@ def _replaceable(module: fx.GraphModule) -> Writes:
         reached = memory in with_gradient or any(x in trained for x in node.all_input_nodes)
         if reached and _can_have_gradient(node):
             trained.add(node)
-            with_gradient.add(memory)
+            with_gradient |= {memory} - {0}
     parents = _parents(module.graph, found)
     for node in found:
         views = [x for x in _chain(node, found, parents) if x in parents]

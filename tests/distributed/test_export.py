@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from whale_train.models.export import export
+from whale_train.models.export import export, export_model, on_meta
+from whale_train.models.options import ModelOptions
+from whale_train.strategies.operations import InputField
 
 
 class Reversed(Function):
@@ -224,3 +226,31 @@ def test_functions_of_wide_values_are_compared_on_narrow_ones(
     assert graph is not None, error
     assert sizes.count(3 * 2**24) == 2  # to export, and to see what it is called with
     assert max(size for size in sizes if size != 3 * 2**24) < 100
+
+
+class Old(nn.Module):
+    """Parameters and buffers made as was usual once, which a default device does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Module(), nn.Linear(6, 4)
+        self.first.weight = nn.Parameter(torch.Tensor(6, 6).normal_())
+        self.tied = self.first.weight
+        self.frozen = nn.Parameter(torch.FloatTensor(6).zero_(), requires_grad=False)
+        self.register_buffer("scale", torch.Tensor([2.0]))
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = torch.tanh(points @ self.first.weight) @ self.tied * self.scale + self.frozen
+        logits: Tensor = self.last(hidden)
+        return logits
+
+
+def test_old_constructors_have_no_values_either() -> None:
+    options = ModelOptions.from_mapping({"_target_": f"{__name__}.Old", "loss": "cross_entropy"})
+    fields = (InputField("points", (6,), "float32"), InputField("labels", (), "int64", 4))
+    model = on_meta(options, fields)[0].model
+    assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))
+    assert model.get_parameter("tied") is model.get_parameter("first.weight")
+    assert not model.get_parameter("frozen").requires_grad
+    graph, error = export_model(options, fields)
+    assert graph is not None, error
