@@ -6,11 +6,13 @@ same graph, in any process.
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
@@ -71,7 +73,8 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
     """The flat graph of `module`, called with tensors like `batch`; or None and the reason.
 
     Nor is there a graph of what a graph does not hold: a backward that is not the derivative of
-    the forward, and operations whose shapes follow the values of a tensor.
+    the forward, operations on all samples of a `torch.vmap` at once, and operations whose shapes
+    follow the values of a tensor.
     """
     samples = Dim("batch")
     watch = Watch(module)
@@ -98,6 +101,9 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
     lost = watch.lost(run)
     if lost:
         return None, f"torch.export would lose {lost}"
+    mapped = next((node for node in program.graph.nodes if _is_mapped(node)), None)
+    if mapped is not None:
+        return None, f"{module_path(mapped) or 'its forward'} uses torch.vmap"
     try:
         graph = flat_module(program)
     except CannotReplace as error:
@@ -107,6 +113,13 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
         owner = module_path(reading) or "its forward"
         return None, f"{owner} makes tensors whose shapes follow values of others"
     return graph, ""
+
+
+def _is_mapped(node: fx.Node) -> bool:
+    """Whether a value is that of all samples of a `torch.vmap`, which torch.export leaves as the
+    calls made for each: they mean something inside of the vmap alone."""
+    values = tree_leaves(node.meta.get("val"))
+    return any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in values)
 
 
 def _follows_values(node: fx.Node) -> bool:
@@ -125,11 +138,11 @@ def with_constants(
         path for path, _ in (*module.named_parameters(remove_duplicate=False),
                              *module.named_buffers(remove_duplicate=False))
     }  # fmt: skip
-    lost = [
-        str(node.target)
-        for node in graph.graph.nodes
-        if node.op == "get_attr" and node.target not in held and _is_lost(graph, str(node.target))
-    ]
+    lost = {
+        place: path
+        for place, path in _constants(graph).items()
+        if path not in held and _is_lost(graph, path)
+    }
     if not lost:
         return graph
     taken = {str(node.target) for node in graph.graph.nodes if node.op == "placeholder"}
@@ -138,14 +151,39 @@ def with_constants(
         name: torch.zeros_like(x, device="cpu")
         for name, x in example_batch(fields, EXPORT_BATCH).items()
     }
-    found, error = export(module, batch)
-    assert found is not None, error
-    for path in lost:
+    exported, error = export(module, batch)
+    assert exported is not None, error
+    found = _constants(exported)
+    for place, path in lost.items():
         owner, _, name = path.rpartition(".")
         parent = graph.get_submodule(owner)
         delattr(parent, name)
-        parent.register_buffer(name, fetched(found, path).detach().clone())
+        parent.register_buffer(name, fetched(exported, found[place]).detach().clone())
     return graph
+
+
+def _constants(graph: fx.GraphModule) -> dict[Hashable, str]:
+    """The path of each tensor that `graph` reads, by what it is in any graph of the same model.
+
+    That is its path, but for what torch.export has lifted out of a forward and numbered: code that
+    runs on the CPU lifts numbers that code on the meta device does not. Those are known by the
+    module, the line of code that reads them, their kind, and their order among equals.
+    """
+    found: dict[Hashable, str] = {}
+    counts: Counter[Hashable] = Counter()
+    for path in dict.fromkeys(n.target for n in graph.graph.find_nodes(op="get_attr")):
+        assert isinstance(path, str)
+        owner, _, name = path.rpartition(".")
+        if not name.startswith("lifted_tensor_"):
+            found[path] = path
+            continue
+        value = fetched(graph, path)
+        node = next(iter(graph.graph.find_nodes(op="get_attr", target=path)))
+        lines = next((user.stack_trace for user in node.users if user.stack_trace), "").splitlines()
+        place = owner, *lines[-2:], value.shape, value.dtype
+        found[*place, counts[place]] = path
+        counts[place] += 1
+    return found
 
 
 def _is_lost(graph: fx.GraphModule, path: str) -> bool:

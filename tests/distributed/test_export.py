@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from whale_train.models.export import export, export_model, on_meta
+from whale_train.models.build import build_model
+from whale_train.models.export import export, export_model, on_meta, with_constants
+from whale_train.models.loss import LossModule
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.operations import InputField
 
@@ -171,6 +173,7 @@ LOSES = "torch.export would lose the backward of the autograd function "
             lambda: Model(lambda x: x[x[:, 0] > 0]),
             "its forward makes tensors whose shapes follow values of others",
         ),
+        (lambda: Model(torch.vmap(torch.tanh)), "its forward uses torch.vmap"),
         (lambda: Model(lambda x: x if x.sum() > 0 else -x), "GuardOnDataDependentSymNode"),
     ],
 )
@@ -254,3 +257,39 @@ def test_old_constructors_have_no_values_either() -> None:
     assert not model.get_parameter("frozen").requires_grad
     graph, error = export_model(options, fields)
     assert graph is not None, error
+
+
+class Constants(nn.Module):
+    """Tensors made in the forward. On a CPU, torch.export has the number that is put into `points`
+    for one as well, and numbers it with the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Module(), nn.Linear(6, 4)
+
+    def forward(self, points: Tensor) -> Tensor:
+        points = points.clone()
+        points[:, 0] = 0.25
+        factors = [torch.tensor([0.5, factor]) for factor in (1.0, 2.0, 3.0)]
+        shift = torch.tensor([0.125, 4.0])
+        for factor in factors:
+            points = points * factor.sum() - shift.prod()
+        logits: Tensor = self.last(points)
+        return logits
+
+
+def test_constants_of_a_forward_are_found_whatever_their_numbers() -> None:
+    options = ModelOptions.from_mapping(
+        {"_target_": f"{__name__}.Constants", "loss": "cross_entropy"}
+    )
+    fields = (InputField("points", (6,), "float32"), InputField("labels", (), "int64", 4))
+    graph, error = export_model(options, fields)
+    assert graph is not None, error
+    module = LossModule(build_model(options), options)
+    graph = with_constants(graph, module, fields)
+    constants = [
+        graph.get_buffer(str(node.target)).tolist()
+        for node in graph.graph.find_nodes(op="get_attr")
+        if "lifted" in str(node.target)
+    ]
+    assert constants == [[0.5, 1.0], [0.5, 2.0], [0.5, 3.0], [0.125, 4.0]]
