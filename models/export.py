@@ -6,12 +6,11 @@ same graph, in any process.
 
 import re
 import warnings
-from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -76,6 +75,8 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
     the forward, operations on all samples of a `torch.vmap` at once, and operations whose shapes
     follow the values of a tensor.
     """
+    if isinstance(module, LossModule):
+        module.name(batch)
     samples = Dim("batch")
     watch = Watch(module)
     # What the forward makes without saying where is made where the batch is.
@@ -108,10 +109,13 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
         graph = flat_module(program)
     except CannotReplace as error:
         return None, f"{module_path(error.node) or 'its forward'} changes in place: {error}"
-    reading = next((node for node in graph.graph.nodes if _follows_values(node)), None)
-    if reading is not None:
-        owner = module_path(reading) or "its forward"
-        return None, f"{owner} makes tensors whose shapes follow values of others"
+    for reads, said in (
+        (_follows_values, "makes tensors whose shapes follow values of others"),
+        (_is_a_value, "computes with numbers that it reads from tensors"),
+    ):
+        reading = next((node for node in graph.graph.nodes if reads(node)), None)
+        if reading is not None:
+            return None, f"{module_path(reading) or 'its forward'} {said}"
     return graph, ""
 
 
@@ -128,67 +132,10 @@ def _follows_values(node: fx.Node) -> bool:
     return any(isinstance(x, Tensor) and free_unbacked_symbols(x.shape) for x in values)
 
 
-def with_constants(
-    graph: fx.GraphModule, module: LossModule, inputs: tuple[InputField, ...]
-) -> fx.GraphModule:
-    """`graph` with the constants of the forward (`x[:, [0, 2]]`), which have no values on the meta
-    device: found by exporting `module`, the same model with its weights. A graph that has none
-    is returned as it is."""
-    held = {
-        path for path, _ in (*module.named_parameters(remove_duplicate=False),
-                             *module.named_buffers(remove_duplicate=False))
-    }  # fmt: skip
-    lost = {
-        place: path
-        for place, path in _constants(graph).items()
-        if path not in held and _is_lost(graph, path)
-    }
-    if not lost:
-        return graph
-    taken = {str(node.target) for node in graph.graph.nodes if node.op == "placeholder"}
-    fields = tuple(field for field in inputs if field.name in taken)
-    batch = {
-        name: torch.zeros_like(x, device="cpu")
-        for name, x in example_batch(fields, EXPORT_BATCH).items()
-    }
-    exported, error = export(module, batch)
-    assert exported is not None, error
-    found = _constants(exported)
-    for place, path in lost.items():
-        owner, _, name = path.rpartition(".")
-        parent = graph.get_submodule(owner)
-        delattr(parent, name)
-        parent.register_buffer(name, fetched(exported, found[place]).detach().clone())
-    return graph
-
-
-def _constants(graph: fx.GraphModule) -> dict[Hashable, str]:
-    """The path of each tensor that `graph` reads, by what it is in any graph of the same model.
-
-    That is its path, but for what torch.export has lifted out of a forward and numbered: code that
-    runs on the CPU lifts numbers that code on the meta device does not. Those are known by the
-    module, the line of code that reads them, their kind, and their order among equals.
-    """
-    found: dict[Hashable, str] = {}
-    counts: Counter[Hashable] = Counter()
-    for path in dict.fromkeys(n.target for n in graph.graph.find_nodes(op="get_attr")):
-        assert isinstance(path, str)
-        owner, _, name = path.rpartition(".")
-        if not name.startswith("lifted_tensor_"):
-            found[path] = path
-            continue
-        value = fetched(graph, path)
-        node = next(iter(graph.graph.find_nodes(op="get_attr", target=path)))
-        lines = next((user.stack_trace for user in node.users if user.stack_trace), "").splitlines()
-        place = owner, *lines[-2:], value.shape, value.dtype
-        found[*place, counts[place]] = path
-        counts[place] += 1
-    return found
-
-
-def _is_lost(graph: fx.GraphModule, path: str) -> bool:
-    value = fetched(graph, path)
-    return isinstance(value, Tensor) and value.is_meta and value.numel() > 0
+def _is_a_value(node: fx.Node) -> bool:
+    """Whether it is a number read from a tensor (`item`), or made of one."""
+    value = node.meta.get("val")
+    return isinstance(value, SymInt | SymFloat | SymBool) and bool(free_unbacked_symbols(value))
 
 
 def fetched(module: nn.Module, path: str) -> Any:
@@ -243,7 +190,9 @@ def flat_module(program: ExportedProgram) -> fx.GraphModule:
         module = program.module()
     assert isinstance(module, fx.GraphModule)
     for node in reversed(list(module.graph.nodes)):
-        if any(mark in str(node.target) for mark in _BOOKKEEPING) and not node.users:
+        bookkeeping = any(mark in str(node.target) for mark in _BOOKKEEPING)
+        # What an assertion read of a tensor is left behind as well.
+        if not node.users and (bookkeeping or _is_a_value(node)):
             module.graph.erase_node(node)
     out_of_place(module)
     names = canonical_names(

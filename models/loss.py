@@ -1,7 +1,7 @@
 """Any model as one that returns a scalar loss, and the match of its forward with the data."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -94,6 +94,16 @@ class LossModule(nn.Module):
         if open_ended:
             parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD))
         self.signature = inspect.Signature(parameters)
+
+    def name(self, fields: Iterable[str]) -> None:
+        """Have `fields` in the signature of `forward`: what a model takes as `**kwargs` has no
+        name there, and torch.export gives a dynamic shape to what has one alone."""
+        given = dict(self.signature.parameters)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        more = {x: inspect.Parameter(x, kind, default=None) for x in fields if x not in given}
+        # A `**others` stays the last.
+        ordered = sorted({**given, **more}.values(), key=lambda parameter: parameter.kind)
+        self.signature = inspect.Signature(ordered)
 
     @property
     def forward(self) -> Callable[..., Tensor]:  # type: ignore[override]

@@ -139,7 +139,8 @@ def shard_of(
     pieces = layout.get("pieces") or (units,)
     dim = layout["dim"] % tensor.dim()
     shape = tensor.shape
-    runs = tensor.detach().reshape(*shape[:dim], -1, sum(pieces), *shape[dim + 1 :])
+    outer = shape[dim] // sum(pieces)  # not -1, which a tensor of no elements leaves open
+    runs = tensor.detach().reshape(*shape[:dim], outer, sum(pieces), *shape[dim + 1 :])
     parts, offset = [], 0
     for extent in pieces:
         first, last = start * extent // units, stop * extent // units

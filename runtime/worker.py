@@ -15,7 +15,8 @@ from torch.distributed.distributed_c10d import Store
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
-from whale_train.models.export import export_model, with_constants
+from whale_train.models.constants import with_constants
+from whale_train.models.export import export_model
 from whale_train.models.loss import LossModule
 from whale_train.runtime.assemble import assemble
 from whale_train.runtime.calibrate import calibrate

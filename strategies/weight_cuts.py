@@ -250,9 +250,10 @@ def _onward(
         found = viewed(probe, shape, target)
         if found is None or found[0].outer != 1:
             return None
-        pieces = flat_pieces(found[0]) or (0,)
-        whole_dim = target[found[0].dim] == Size(sum(pieces))
-        return (found[0].dim, extent // sum(pieces)) if whole_dim else None
+        length = sum(flat_pieces(found[0]) or ())
+        # Nor any longer than what was fused, where a view moves elements of other dimensions in.
+        fits = target[found[0].dim] == Size(length) and length and extent % length == 0
+        return (found[0].dim, extent // length) if fits else None
     if rule is pointwise:
         same = len(shape) == len(target) and shape[at] == target[at]
         return (at, scale) if same and product(shape) == product(target) else None

@@ -188,6 +188,11 @@ def test_a_shard_is_copied_out_of_a_whole_tensor(
     assert found.untyped_storage().nbytes() == found.nbytes
 
 
+def test_a_shard_of_no_elements_has_its_shape() -> None:
+    layout = {"dim": 1, "outer": 1, "pieces": (6, 2)}
+    assert casts.shard_of(torch.empty(0, 8), layout, ((0, 1), (1, 2)), 1).shape == (0, 4)
+
+
 def resharded(dim: int, sizes: tuple[int, ...], natively: bool) -> tuple[Tensor, ...]:
     """S gathered for work that is different on each rank, whose partial sums are scattered."""
     casts._scatters_well = lambda group: natively  # both ways to a slice of a sum, on gloo

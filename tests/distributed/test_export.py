@@ -10,7 +10,8 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from whale_train.models.build import build_model
-from whale_train.models.export import export, export_model, on_meta, with_constants
+from whale_train.models.constants import with_constants
+from whale_train.models.export import export, export_model, on_meta
 from whale_train.models.loss import LossModule
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.operations import InputField
@@ -173,6 +174,10 @@ LOSES = "torch.export would lose the backward of the autograd function "
             lambda: Model(lambda x: x[x[:, 0] > 0]),
             "its forward makes tensors whose shapes follow values of others",
         ),
+        (
+            lambda: Model(lambda x: x * x.max().item()),
+            "its forward computes with numbers that it reads from tensors",
+        ),
         (lambda: Model(torch.vmap(torch.tanh)), "its forward uses torch.vmap"),
         (lambda: Model(lambda x: x if x.sum() > 0 else -x), "GuardOnDataDependentSymNode"),
     ],
@@ -211,6 +216,19 @@ def test_a_graph_has_the_gradients_of_its_model(function: Callable[[Tensor], Ten
         torch.autograd.grad(each(x=x), list(model.parameters())) for each in (graph, model)
     )
     torch.testing.assert_close(found, expected)
+
+
+def test_what_only_an_assertion_reads_is_not_in_a_graph() -> None:
+    def asserted(x: Tensor) -> Tensor:
+        lengths = (x.detach() != 0).sum(1)
+        # What torch.export makes of an `assert`, of which pytest makes something else.
+        torch._check(lengths.max().item() <= 4)
+        return x
+
+    graph, error = export(Model(asserted).to("meta"), {"x": torch.empty(3, 4, device="meta")})
+    assert graph is not None, error
+    assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.item.default)
+    graph(x=torch.empty(5, 4, device="meta"))  # where no number can be read
 
 
 def test_functions_of_wide_values_are_compared_on_narrow_ones(
@@ -293,3 +311,29 @@ def test_constants_of_a_forward_are_found_whatever_their_numbers() -> None:
         if "lifted" in str(node.target)
     ]
     assert constants == [[0.5, 1.0], [0.5, 2.0], [0.5, 3.0], [0.125, 4.0]]
+
+
+class OpenEnded(nn.Module):
+    """It takes whatever it is given, and names a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, points: Tensor, **others: Tensor) -> Tensor:
+        logits: Tensor = self.last(points * others["weights"])
+        return logits
+
+
+def test_a_graph_takes_what_a_forward_does_not_name() -> None:
+    options = ModelOptions.from_mapping(
+        {"_target_": f"{__name__}.OpenEnded", "loss": "cross_entropy"}
+    )
+    fields = (
+        *(InputField("points", (6,), "float32"), InputField("weights", (6,), "float32")),
+        InputField("labels", (), "int64", 4),
+    )
+    graph, error = export_model(options, fields)
+    assert graph is not None, error
+    taken = [node.target for node in graph.graph.find_nodes(op="placeholder")]
+    assert sorted(taken) == ["labels", "points", "weights"]
