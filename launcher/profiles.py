@@ -14,6 +14,8 @@ from io import StringIO
 from pathlib import Path
 from traceback import walk_tb
 
+import numpy as np
+
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.errors import ConfigError, Fault, RequestError
@@ -58,6 +60,7 @@ def _measured(request: Request, dataset: Dataset) -> ModelProfile:
                 request.model,
                 request.model.class_name,
                 dataset.fields,
+                lambda count: dataset.samples(np.arange(min(count, dataset.num_samples))),
                 by_folding=_by_folding(request),
             )
     except RequestError:

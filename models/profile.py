@@ -5,11 +5,12 @@ graph becomes the torch-free `OperationGraph` all planning works on, and is kept
 that run a rewritten part of it. A model that cannot be exported is measured as it is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,16 +32,25 @@ from whale_train.strategies.operations import (
     Parameter,
 )
 
+Samples = Callable[[int], Mapping[str, NDArray[Any]]]
+"""At most so many samples: per field an array `[n, *field.shape]` of the field's dtype."""
+
 
 def profile_model(
-    options: ModelOptions, name: str, fields: tuple[InputField, ...], *, by_folding: bool = False
+    options: ModelOptions,
+    name: str,
+    fields: tuple[InputField, ...],
+    samples: Samples | None = None,
+    *,
+    by_folding: bool = False,
 ) -> ModelProfile:
     """Build on the meta device, export, and measure one training step.
 
-    `by_folding`, equal blocks are exported three times and not as often as they are there
-    (`models/folding.py`): for plans nobody runs, as a model might treat its blocks differently in
-    a way that does not show in them. Raises ConfigError for a class that cannot be built or does
-    not take the data's fields.
+    A model that looks at values is measured on the `samples` it is trained on, or on zeros where
+    there are none. `by_folding`, equal blocks are exported three times and not as often as they
+    are there (`models/folding.py`): for plans nobody runs, as a model might treat its blocks
+    differently in a way that does not show in them. Raises ConfigError for a class that cannot be
+    built or does not take the data's fields, and what its forward or `samples` raise.
     """
     module, inputs = on_meta(options, fields)
     batch = example_batch(inputs, EXPORT_BATCH)
@@ -56,12 +66,13 @@ def profile_model(
         branches = not _runs(module, batch)
         if branches:  # it looks at values, which the meta device has none of
             module = LossModule(build_model(options), options)
-            batch = {name: torch.zeros_like(x, device="cpu") for name, x in batch.items()}
+            batch = _values(batch, samples)
         losses: list[Tensor] = []
         flops, activation_bytes = _measure(
             lambda batch: losses.append(module(**batch)), batch, module
         )
-        flops, activation_bytes = flops / EXPORT_BATCH, activation_bytes / EXPORT_BATCH
+        count = len(next(iter(batch.values())))
+        flops, activation_bytes = flops / count, activation_bytes / count
         unused = _without_gradient(module.model, losses[0])
     else:
         flops = sum(operation.flops for operation in graph)
@@ -85,6 +96,14 @@ def profile_model(
         unused_parameters=() if branches else unused,
         perhaps_unused=unused if branches else (),
     )
+
+
+def _values(batch: dict[str, Tensor], samples: Samples | None) -> dict[str, Tensor]:
+    """Such a batch with values, on the CPU."""
+    if samples is None:
+        return {name: torch.zeros_like(x, device="cpu") for name, x in batch.items()}
+    arrays = samples(EXPORT_BATCH)
+    return {name: torch.from_numpy(arrays[name]) for name in batch}
 
 
 def _folded_graph(

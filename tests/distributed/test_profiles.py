@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from torch import Tensor, nn
 
 from whale_train.launcher.profiles import keep, kept
 from whale_train.models.options import HUGGING_FACE, ModelOptions
@@ -62,3 +64,39 @@ def test_what_is_kept_is_what_was_measured(
     keep(key, profile)
     assert kept(key) == profile
     assert kept(key) == profile_model(options, name, fields, by_folding=True)
+
+
+class MeanOfWords(nn.Module):
+    """Reads as many words of a batch as are not padding: a number torch.export cannot know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(31, 16)
+        self.head = nn.Linear(16, 31)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        longest = int((input_ids != 0).sum(1).max())
+        if longest == 0:
+            raise ValueError("a batch of padding")
+        logits: Tensor = self.head(self.words(input_ids[:, :longest]).mean(1))
+        return logits
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_model_that_looks_at_values_is_measured_on_samples(count: int) -> None:
+    """Six words of twelve: the product's FLOPs, and what the embedding and the mean keep."""
+    options = ModelOptions.from_mapping(
+        {"_target_": f"{__name__}.MeanOfWords", "loss": "cross_entropy"}
+    )
+    fields = (TOKENS[0], InputField("labels", (), "int64", 31))
+    words = np.repeat([[1] * 6 + [0] * 6], count, axis=0)
+
+    def samples(most: int) -> dict[str, Any]:
+        return {"input_ids": words[:most], "labels": np.zeros(len(words[:most]), np.int64)}
+
+    profile = profile_model(options, "words", fields, samples)
+    assert profile.graph is None
+    assert profile.forward_flops == 2 * 16 * 31
+    assert profile.perhaps_unused == ()
+    with pytest.raises(ValueError, match="a batch of padding"):
+        profile_model(options, "words", fields)
