@@ -11,7 +11,6 @@ counts of the rounds is what counts in `accuracy.py`, whose models these are.
 
 import argparse
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from quiet import Quiet
 from rich.console import Console
 from rich.table import Table
 
+from whale_train.limits import cores
 from whale_train.runtime.clock import undisturbed
 
 FILES = ("single", "dp", "zero1", "split", "hybrid_split_dp", "pipeline", "zero_bubble", "split_dp")
@@ -114,8 +114,7 @@ def plan_of(run_dir: Path) -> Any:
 def to_calibrate(devices: Sequence[int]) -> Sequence[int]:
     """Of the named numbers of processes, those of which each has other threads. One process alone
     is measured with any of them."""
-    cores = len(os.sched_getaffinity(0))
-    return [*{max(1, cores // count): count for count in sorted(devices)}.values()]
+    return [*{max(1, cores() // count): count for count in sorted(devices)}.values()]
 
 
 def cells_of(found: Mapping[str, tuple[float, float]], same: str) -> Sequence[str]:

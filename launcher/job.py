@@ -1,7 +1,6 @@
 """One job from its composed config to its end: Request, profile, Plan, run directory, ranks."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +26,6 @@ from whale_train.launcher.calibrate import (
 )
 from whale_train.launcher.compose import compared_strategies
 from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
-from whale_train.launcher.machine import machine_facts
 from whale_train.launcher.placement import Place
 from whale_train.launcher.progress import Progress, summary_line, unlike_predicted
 from whale_train.launcher.resolve import (
@@ -58,6 +56,7 @@ from whale_train.launcher.supervise import (
 )
 from whale_train.launcher.terminal import Portable, open_console
 from whale_train.launcher.verify import compare
+from whale_train.limits import cores, memory_bytes
 from whale_train.strategies.calibration import is_measured
 from whale_train.strategies.plan import Plan
 from whale_train.strategies.resolve import resolve
@@ -265,7 +264,7 @@ def _calibrate(
             request = measuring(request, count)
             resolved = resolve_request(request.model_copy(update={"mode": "train"}))
         write_plan(run_dir, resolved, request)
-        threads = partial(threads_of, request, len(os.sched_getaffinity(0)))
+        threads = partial(threads_of, request, cores())
         console.print(announced(resolved.cluster, count, threads))
         outcome = host.wait(poll)
     finally:
@@ -295,8 +294,7 @@ def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resol
     cluster = resolved.cluster.first(1)
     if resolved.device == "cpu":
         (node,) = cluster.nodes
-        memory_bytes = float(machine_facts([]).memory_bytes)
-        device = replace(node.devices[0], memory_bytes=memory_bytes)
+        device = replace(node.devices[0], memory_bytes=float(memory_bytes()))
         cluster = replace(cluster, nodes=(replace(node, devices=(device,)),))
     try:
         plan = resolve(alone.strategy_graph(), cluster, resolved.profile, training_of(alone))

@@ -4,6 +4,7 @@ import os
 import subprocess
 
 from whale_train.errors import Fault, nearest
+from whale_train.limits import cores, memory_bytes
 from whale_train.strategies.catalogue import DEVICES
 from whale_train.strategies.cluster import Device
 from whale_train.strategies.inventory import MachineFacts
@@ -34,8 +35,7 @@ def machine_facts(faults: list[Fault]) -> MachineFacts:
     """This machine. A GPU the catalogue does not know is a fault: its figures are needed."""
     names = _gpu_names()
     gpus = [device for name in names if (device := _catalogued(name, faults))]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return MachineFacts(len(os.sched_getaffinity(0)), memory, tuple(gpus), None)
+    return MachineFacts(cores(), memory_bytes(), tuple(gpus), None)
 
 
 def threads_asked() -> int | None:

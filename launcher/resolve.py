@@ -22,6 +22,7 @@ from whale_train.launcher.emulation import paces as emulated_paces
 from whale_train.launcher.evaluations import said_of_evaluations
 from whale_train.launcher.machine import machine_facts, threads_asked
 from whale_train.launcher.profiles import profile_of
+from whale_train.limits import cores, memory_bytes
 from whale_train.strategies.auto import search
 from whale_train.strategies.calibration import calibrated, on_cores, stand_ins
 from whale_train.strategies.cluster import CPU_PROCESS, Cluster
@@ -225,8 +226,7 @@ def _looks_at_machine(request: Request) -> bool:
 
 def _machine_without_gpus() -> MachineFacts:
     """For a plan that needs none of the devices: only the host's memory is looked at."""
-    facts = machine_facts([])
-    return MachineFacts(facts.cores, facts.memory_bytes, (), None)
+    return MachineFacts(cores(), memory_bytes(), (), None)
 
 
 def _where(
@@ -251,8 +251,7 @@ def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluste
     """The CPU processes that stand for the devices `strategy` uses, where they were measured at
     its precision and nothing else slows them."""
     used = cluster.first(strategy.devices or len(cluster.devices))
-    cores = len(os.sched_getaffinity(0))
-    threads = threads_of(request, cores, len(used.devices))
+    threads = threads_of(request, cores(), len(used.devices))
     precision = training_of(request).precision
     measured = [
         x
@@ -261,7 +260,7 @@ def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluste
     ]
     if not measured or request.launcher.link_speed:
         return None
-    return stand_ins(used, measured[0], _paces(request, used), cores / threads)
+    return stand_ins(used, measured[0], _paces(request, used), cores() / threads)
 
 
 def _refuse_device_speed(
@@ -300,7 +299,7 @@ def _paces(request: Request, cluster: Cluster) -> tuple[float, ...] | None:
     """How slowly each rank computes, if they keep their devices' proportions."""
     if not request.launcher.device_speed:
         return None
-    processors = len(os.sched_getaffinity(0)) / (request.launcher.threads or 1)
+    processors = cores() / (request.launcher.threads or 1)
     return emulated_paces(cluster.devices, training_of(request).precision, processors)
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
+from whale_train.limits import cores
 from whale_train.runtime.failure import (
     FAILURE_FILE,
     RankEnd,
@@ -352,7 +353,7 @@ def num_threads(local_world_size: int) -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
-    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    return max(1, cores() // local_world_size)
 
 
 def set_num_threads(count: int) -> None:

@@ -1,17 +1,17 @@
 """Plans for CPU processes with what was measured of them, as a user meets them."""
 
-import os
 from pathlib import Path
 
 import pytest
 import yaml
 from tests.cli.command import whale_train
 
+from whale_train.limits import cores
 from whale_train.strategies.calibration import Calibration
 from whale_train.strategies.cluster import Kernel, Link, Roofline
 from whale_train.strategies.work import Kind
 
-CORES = len(os.sched_getaffinity(0))
+CORES = cores()
 
 
 def predicted(

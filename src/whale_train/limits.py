@@ -1,0 +1,63 @@
+"""What this process may use of its machine: cores and memory.
+
+A container's share is what control groups allow, and the system's own answers do not know of it.
+Read are cgroup v2's `cpu.max` and `memory.max`, and v1's `cpu.cfs_quota_us` and
+`memory.limit_in_bytes` (the kernel's admin-guide/cgroup-v2, scheduler/sched-bwc and
+cgroup-v1/memory), of the process's groups and of all around them.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+def cores() -> int:
+    """Cores that compute for it at one time, at least 1: those it may run on, or, where that is
+    less, whole ones of the processor time it is given."""
+    limits = [len(os.sched_getaffinity(0)), *(int(quota) for quota in _quotas())]
+    return max(1, min(limits))
+
+
+def memory_bytes() -> int:
+    """Of the machine, or as much of it as is allowed."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for group in _groups("memory"):
+        said = _words(group / "memory.max") + _words(group / "memory.limit_in_bytes")
+        limits += [int(word) for word in said if word.isdigit()]  # not "max"
+    return min(limits)
+
+
+def _quotas() -> Iterator[float]:
+    """Seconds of processor time a second, of every group that limits them."""
+    for group in _groups("cpu"):
+        limit = _words(group / "cpu.max")
+        limit = limit or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
+        if len(limit) == 2 and all(word.isdigit() for word in limit) and int(limit[1]) > 0:
+            yield int(limit[0]) / int(limit[1])
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """The folders of its groups, under either version, and of the groups around these. What a
+    container is shown begins with its own group, whatever path it has outside."""
+    for line in _lines(OWN_GROUPS):
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and controller not in controllers.split(","):
+            continue
+        root = GROUPS if number == "0" else GROUPS / controller
+        inner = root / path.lstrip("/")
+        yield from (inner, *(each for each in inner.parents if each.is_relative_to(root)))
+
+
+def _words(path: Path) -> list[str]:
+    return [word for line in _lines(path) for word in line.split()]
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a file that may not be there, nor be one this process may read."""
+    with suppress(OSError):
+        return path.read_text().splitlines()
+    return []
