@@ -28,6 +28,7 @@ from whale_train.strategies.calibration import calibrated, on_cores, stand_ins
 from whale_train.strategies.cluster import CPU_PROCESS, Cluster
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.grammar import Replicate, Strategy, every_node, read_strategy
+from whale_train.strategies.holes import THRESHOLD, said_of_holes
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Ref
 from whale_train.strategies.plan import Plan
@@ -105,7 +106,10 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     if found is not None:
         plan = replace(plan, decisions=(*found.decisions, *plan.decisions))
     evaluations = said_of_evaluations(request, plan, dataset)
-    plan = replace(plan, decisions=(*plan.decisions, *evaluations))
+    on_one_host = device == "cpu" and (emulated or len(cluster.nodes) == 1)
+    look = on_one_host and request.mode != "plan" and THRESHOLD not in os.environ
+    holes = said_of_holes(plan, memory_bytes()) if look else ()
+    plan = replace(plan, decisions=(*plan.decisions, *evaluations, *holes))
     used = cluster.first(plan.world_size)
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(step.events(here or used)) if request.train.trace else ()

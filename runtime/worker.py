@@ -15,11 +15,13 @@ from torch.distributed.distributed_c10d import Store
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
+from whale_train.limits import memory_bytes
 from whale_train.models.constants import with_constants
 from whale_train.models.export import export_model
 from whale_train.models.loss import LossModule
 from whale_train.runtime.assemble import assemble
 from whale_train.runtime.calibrate import calibrate
+from whale_train.runtime.freed_memory import give_back
 from whale_train.runtime.groups import (
     file_rendezvous,
     join,
@@ -41,6 +43,7 @@ from whale_train.runtime.verify import verify
 from whale_train.runtime.waits import named_waits
 from whale_train.runtime.weights import build_shared, let_go
 from whale_train.strategies.forms import is_nested
+from whale_train.strategies.holes import has_room
 from whale_train.strategies.plan import Plan
 
 
@@ -142,6 +145,8 @@ def train_as_planned(
     assert world_size == plan.world_size, (world_size, plan.world_size)
     timeout = timedelta(seconds=request.launcher.timeout_s)
     device, links = _joined(run_dir, rank, world_size, rendezvous, request)
+    if device.type == "cpu" and not has_room(plan, _here(rank), memory_bytes()):
+        give_back()
     seat = Seat(
         rank, device, make_groups(plan, rank, timeout), make_channels(plan, rank, device, timeout)
     )
@@ -172,6 +177,12 @@ def train_as_planned(
         path.with_suffix(".partial").write_text(json.dumps(summary, indent=1) + "\n")
         path.with_suffix(".partial").replace(path)
     return program
+
+
+def _here(rank: int) -> range:
+    """The ranks of this machine."""
+    first = rank - int(os.environ["LOCAL_RANK"])
+    return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def _pace(run_dir: Path, rank: int) -> Pace | None:
