@@ -50,8 +50,8 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """This machine: CPU cores, bytes of memory, GPUs in order, and the link that joins them
-    (None when it is not known)."""
+    """This machine: CPU cores, bytes of memory for ranks, GPUs in order, and the link that
+    joins them (None when it is not known)."""
 
     cores: int
     memory_bytes: int

@@ -111,14 +111,14 @@ def test_a_run_gives_memory_back_where_there_is_no_room_for_holes(
 
 
 def run_limited(run_dir: str, memory_bytes: int) -> str:
-    """The job as the command runs it, in a group that is allowed so much memory; why it failed."""
+    """The job as the command runs it, in a group that leaves ranks so much; why it failed."""
     folder = Path(run_dir)
     request = read_request(
         composed(rewritten(list(JOB))), {"hardware": "inventory", "strategy": "strategy"}
     )
     create_run_dir(folder)
     (folder / "own").write_text("0::/\n")
-    (folder / "memory.max").write_text(f"{memory_bytes}\n")
+    (folder / "memory.max").write_text(f"{memory_bytes + limits.PROGRAMS_BYTES}\n")
     limits.OWN_GROUPS, limits.GROUPS = folder / "own", folder
     write_text(folder / "request.json", request.to_json())
     write_plan(folder, resolve_request(request), request)

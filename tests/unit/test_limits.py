@@ -9,7 +9,7 @@ from whale_train import limits
 
 CORES = len(os.sched_getaffinity(0))
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-MIB = 2**20
+GIB = 2**30
 V1 = "12:pids:/jobs/one\n4:memory:/jobs/one\n2:cpu,cpuacct:/jobs/one\n"
 
 
@@ -29,20 +29,20 @@ def limited(
 @pytest.mark.parametrize(
     ("own", "files", "memory"),
     [
-        ("0::/\n", {"memory.max": str(256 * MIB)}, 256 * MIB),
+        ("0::/\n", {"memory.max": str(2 * GIB)}, 2 * GIB),
         ("0::/\n", {"memory.max": "max"}, MEMORY),
         ("0::/\n", {"memory.max": str(2**62)}, MEMORY),
         (
             "0::/jobs/one\n",
-            {"jobs/one/memory.max": "max", "jobs/memory.max": str(9 * MIB)},
-            9 * MIB,
+            {"jobs/one/memory.max": "max", "jobs/memory.max": str(GIB)},
+            GIB,
         ),
-        ("0::/jobs/one\n", {"jobs/two/memory.max": str(9 * MIB)}, MEMORY),
-        (V1, {"memory/jobs/one/memory.limit_in_bytes": str(128 * MIB)}, 128 * MIB),
+        ("0::/jobs/one\n", {"jobs/two/memory.max": str(GIB)}, MEMORY),
+        (V1, {"memory/jobs/one/memory.limit_in_bytes": str(GIB)}, GIB),
         # A container's folders begin with its own group.
-        (V1, {"memory/memory.limit_in_bytes": str(64 * MIB)}, 64 * MIB),
-        (V1, {"pids/jobs/one/memory.limit_in_bytes": str(64 * MIB)}, MEMORY),
-        ("", {"memory.max": str(MIB)}, MEMORY),
+        (V1, {"memory/memory.limit_in_bytes": str(2 * GIB)}, 2 * GIB),
+        (V1, {"pids/jobs/one/memory.limit_in_bytes": str(2 * GIB)}, MEMORY),
+        ("", {"memory.max": str(GIB)}, MEMORY),
     ],
     ids=["v2", "none", "more", "around", "another", "v1", "container", "other", "no_groups"],
 )
@@ -50,7 +50,7 @@ def test_memory(
     own: str, files: dict[str, str], memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limited(tmp_path, monkeypatch, own, files)
-    assert limits.memory_bytes() == memory
+    assert limits.memory_bytes() == memory - limits.PROGRAMS_BYTES
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,8 @@ def test_several_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     limited(tmp_path, monkeypatch, "0::/a\n", {"a/cpu.max": "350000 100000", "cpu.max": "max 1"})
     assert limits.cores() == 3
+
+
+def test_programs_alone_may_be_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(tmp_path, monkeypatch, "0::/\n", {"memory.max": "500000000"})
+    assert limits.memory_bytes() == 1
