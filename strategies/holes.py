@@ -33,8 +33,8 @@ def said_of_holes(plan: Plan, memory_bytes: int) -> tuple[Decision, ...]:
         return ()
     needed = needed_bytes(plan, ranks)
     reason = (
-        f"ranks need {in_bytes(needed)} of this machine's {in_bytes(memory_bytes)}, and what "
-        f"malloc keeps of freed blocks has been up to {HOLES:.0%} more: blocks of 64 KiB and more "
+        f"ranks need {in_bytes(needed)} of {in_bytes(memory_bytes)} they share, and what malloc "
+        f"keeps of freed blocks has been up to {HOLES:.0%} more: blocks of 64 KiB and more "
         "go back to the system instead, for a tenth to a fifth more processor time"
     )
     return (Decision("memory", "freed blocks given back", "", reason),)

@@ -30,6 +30,6 @@ def test_a_plan_says_what_is_done_where_there_is_no_room(plan: Plan) -> None:
     (said,) = said_of_holes(plan, int(1.1 * needed))
     assert (said.key, said.chosen) == ("memory", "freed blocks given back")
     assert said.reason.startswith(
-        f"ranks need {in_bytes(needed)} of this machine's {in_bytes(1.1 * needed)}, and what "
-        "malloc keeps of freed blocks has been up to 35% more: blocks of 64 KiB and more go back"
+        f"ranks need {in_bytes(needed)} of {in_bytes(1.1 * needed)} they share, and what malloc "
+        "keeps of freed blocks has been up to 35% more: blocks of 64 KiB and more go back"
     )
