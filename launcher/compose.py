@@ -29,11 +29,9 @@ from omegaconf.errors import OmegaConfBaseException
 from whale_train.config import close_key, read_request
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.launcher.run_dir import RUN_FILES
+from whale_train.models.options import MODEL_KEYS
 
 CONFIG_MODULE = "whale_train.conf"
-
-# What the model group itself defines; every other key under model is an argument of its class.
-_MODEL_KEYS = ("_target_", "loss", "sync_batchnorm", "architecture", "config", "pretrained")
 
 # What composing raises: Hydra, what it is made of, and files that cannot be read or hold no
 # mapping (ValueError, AssertionError).
@@ -70,7 +68,7 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
         first, _, name = override.key_or_group.partition(".")
         text = str(override.input_line)
         free = first == "strategy" or (
-            custom and first == "model" and name.split(".")[0] not in _MODEL_KEYS
+            custom and first == "model" and name.split(".")[0] not in MODEL_KEYS
         )
         if name and free and not override.is_delete():
             text = "++" + text.lstrip("+")

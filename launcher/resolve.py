@@ -22,6 +22,7 @@ from whale_train.launcher.emulation import paces as emulated_paces
 from whale_train.launcher.evaluations import said_of_evaluations
 from whale_train.launcher.machine import machine_facts, threads_asked
 from whale_train.launcher.profiles import profile_of
+from whale_train.launcher.samples import compared, must_compare
 from whale_train.limits import cores, memory_bytes
 from whale_train.strategies.auto import search
 from whale_train.strategies.calibration import calibrated, on_cores, stand_ins
@@ -32,6 +33,7 @@ from whale_train.strategies.holes import THRESHOLD, said_of_holes
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 from whale_train.strategies.operations import ModelProfile, OperationGraph, Ref
 from whale_train.strategies.plan import Plan
+from whale_train.strategies.prediction import Simulated
 from whale_train.strategies.resolve import refuse_without_model, resolve_and_simulate
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.timeline import Event
@@ -66,6 +68,8 @@ def training_of(request: Request) -> Training:
         request.optimizer.arguments(),
         request.model.sync_batchnorm,
         request.train.accumulate,
+        request.model.loss_over,
+        request.model.samples_are_independent,
     )
 
 
@@ -89,22 +93,18 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
         raise ConfigError(faults)
     profile = profile_of(request, dataset)
     _check_data(request, profile, dataset.num_evaluation_samples, faults)
-    findings, found = Findings(profile, training.precision), None
+
+    planned = partial(_planned, request, strategy, cluster, emulated, use_all)
     try:
-        if strategy.is_auto:
-            can_offload = _can_offload(request)
-            found = search(
-                strategy, cluster, findings, training, can_offload=can_offload, use_all=use_all
-            )
-            strategy = found.strategy
-        here = _stand_ins(request, strategy, cluster) if emulated else None
-        plan, step = resolve_and_simulate(strategy, cluster, findings, training, here)
+        made = planned(profile)
     except PlanError as error:
         raise PlanError([*faults, *error.faults]) from None
     if faults:
         raise ConfigError(faults)
-    if found is not None:
-        plan = replace(plan, decisions=(*found.decisions, *plan.decisions))
+    if must_compare(request, made.plan):
+        profile, plan = compared(request, dataset, profile, made.plan)
+        made = planned(profile) if profile.unequal_parts else replace(made, plan=plan)
+    plan = made.plan
     evaluations = said_of_evaluations(request, plan, dataset)
     on_one_host = device == "cpu" and (emulated or len(cluster.nodes) == 1)
     look = on_one_host and request.mode != "plan" and THRESHOLD not in os.environ
@@ -112,9 +112,44 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     plan = replace(plan, decisions=(*plan.decisions, *evaluations, *holes))
     used = cluster.first(plan.world_size)
     paces, links = _paces(request, used), _links(request, used)
-    timeline = tuple(step.events(here or used)) if request.train.trace else ()
-    written = None if found is None else found.written
-    return Resolved(plan, used, profile, device, emulated, paces, links, timeline, written)
+    timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
+    return Resolved(plan, used, profile, device, emulated, paces, links, timeline, made.written)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan, its step simulated on the devices or, where `here` are measured, on what stands for
+    them, and the strategy that was found, as `written` in a file."""
+
+    plan: Plan
+    step: Simulated
+    here: Cluster | None
+    written: Mapping[str, Any] | None
+
+
+def _planned(
+    request: Request,
+    strategy: Strategy,
+    cluster: Cluster,
+    emulated: bool,
+    use_all: bool,
+    profile: ModelProfile,
+) -> _Planned:
+    """Return the plan for `strategy`, or for the one that is found where it is to be. Raises
+    PlanError with all faults."""
+    training, found = training_of(request), None
+    findings = Findings(profile, training.precision)
+    if strategy.is_auto:
+        can_offload = _can_offload(request)
+        found = search(
+            strategy, cluster, findings, training, can_offload=can_offload, use_all=use_all
+        )
+        strategy = found.strategy
+    here = _stand_ins(request, strategy, cluster) if emulated else None
+    plan, step = resolve_and_simulate(strategy, cluster, findings, training, here)
+    if found is not None:
+        plan = replace(plan, decisions=(*found.decisions, *plan.decisions))
+    return _Planned(plan, step, here, None if found is None else found.written)
 
 
 def resolve_each(

@@ -6,22 +6,25 @@ same graph, in any process.
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
+from torch._C import DispatchKey
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
+from whale_train.errors import ConfigError
 from whale_train.models.build import build_model
 from whale_train.models.loss import MODEL_PREFIX, LossModule, forward_fields
 from whale_train.models.lost_backwards import Watch
 from whale_train.models.options import ModelOptions
 from whale_train.models.out_of_place import CannotReplace, out_of_place
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.operations import InputField, Size
 
 # Any batch but 0 and 1, which torch.export would take for constants. Odd sizes, so that a
 # multiple of the batch is not mistaken for something else by the code being traced.
@@ -43,8 +46,14 @@ def export_model(
 def on_meta(
     options: ModelOptions, fields: tuple[InputField, ...]
 ) -> tuple[LossModule, tuple[InputField, ...]]:
-    """The model without weights, and those of `fields` its forward takes."""
-    with torch.device("meta"):
+    """The model without weights, and those of `fields` its forward takes.
+
+    A model whose constructor looks at values is built with them, and then left without.
+    """
+    try:
+        with torch.device("meta"):
+            model = build_model(options)
+    except ConfigError:
         model = build_model(options)
     _leave_no_values(model)
     taken = forward_fields(model, options, fields)
@@ -73,7 +82,7 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
 
     Nor is there a graph of what a graph does not hold: a backward that is not the derivative of
     the forward, operations on all samples of a `torch.vmap` at once, and operations whose shapes
-    follow the values of a tensor.
+    follow the values of a tensor, or the batch in any other way than linearly.
     """
     if isinstance(module, LossModule):
         module.name(batch)
@@ -81,7 +90,7 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
     watch = Watch(module)
     # What the forward makes without saying where is made where the batch is.
     where = next((x.device for x in batch.values()), torch.device("cpu"))
-    with warnings.catch_warnings(), where, watch.watching():
+    with warnings.catch_warnings(), _true_shapes_of_losses(), where, watch.watching():
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(
@@ -111,12 +120,39 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
         return None, f"{module_path(error.node) or 'its forward'} changes in place: {error}"
     for reads, said in (
         (_follows_values, "makes tensors whose shapes follow values of others"),
+        (_is_not_linear, "makes tensors of all pairs of samples, or of a part of the batch"),
         (_is_a_value, "computes with numbers that it reads from tensors"),
     ):
         reading = next((node for node in graph.graph.nodes if reads(node)), None)
         if reading is not None:
             return None, f"{module_path(reading) or 'its forward'} {said}"
     return graph, ""
+
+
+# Losses whose kernel for meta tensors is a function of Python with other arguments: it takes the
+# number that says how to reduce for the old `size_average` (torch._refs.nn.functional.nll_loss), so
+# that a loss of each sample is traced as a scalar. Without it torch composes the loss of others,
+# whose shapes are right.
+_MISTAKEN = (
+    torch.ops.aten.nll_loss.default,
+    torch.ops.aten.hinge_embedding_loss.default,
+    torch.ops.aten.margin_ranking_loss.default,
+)
+
+
+@contextmanager
+def _true_shapes_of_losses() -> Iterator[None]:
+    """Trace losses on meta tensors with the shapes that they have."""
+    kernels = [operation.py_kernels.pop(DispatchKey.Meta, None) for operation in _MISTAKEN]
+    for operation in _MISTAKEN:
+        operation._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operation, kernel in zip(_MISTAKEN, kernels, strict=True):
+            if kernel is not None:
+                operation.py_kernels[DispatchKey.Meta] = kernel
+            operation._dispatch_cache.clear()
 
 
 def _is_mapped(node: fx.Node) -> bool:
@@ -130,6 +166,28 @@ def _follows_values(node: fx.Node) -> bool:
     """Whether a shape is made of numbers read from a tensor (`tolist`, `nonzero`)."""
     values = tree_leaves(node.meta.get("val"))
     return any(isinstance(x, Tensor) and free_unbacked_symbols(x.shape) for x in values)
+
+
+def size_of(extent: int | SymInt) -> Size | None:
+    """Return an exported extent, whose one symbol is the batch; None where it is not linear in
+    it, as those of all pairs of samples, or of half the batch, are not."""
+    if isinstance(extent, int):
+        return Size(extent)
+    expression = extent.node.expr
+    if not expression.free_symbols:
+        return Size(int(expression))
+    if len(expression.free_symbols) > 1:
+        return None
+    (symbol,) = expression.free_symbols
+    at = [int(expression.subs(symbol, batch)) for batch in range(8)]
+    size = Size(at[0], at[1] - at[0])
+    return size if at == [size.at(batch) for batch in range(8)] else None
+
+
+def _is_not_linear(node: fx.Node) -> bool:
+    """Whether an extent of a value grows with the batch in another way than linearly."""
+    values = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    return any(size_of(extent) is None for x in values for extent in x.shape)
 
 
 def _is_a_value(node: fx.Node) -> bool:

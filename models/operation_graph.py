@@ -1,12 +1,12 @@
 """The torch-free image of an exported graph, on which all planning works."""
 
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from whale_train.models.export import EXPORT_BATCH, fetched, model_path, module_path
+from whale_train.models.export import EXPORT_BATCH, fetched, model_path, module_path, size_of
 from whale_train.models.schemas import draws
 from whale_train.strategies.operations import (
     OWN,
@@ -15,7 +15,6 @@ from whale_train.strategies.operations import (
     OperationGraph,
     Ref,
     Shape,
-    Size,
 )
 
 
@@ -63,6 +62,8 @@ def _target(node: fx.Node, parameters: dict[str, nn.Parameter]) -> str:
         return "parameter" if node.target in parameters else "buffer"
     if node.op == "output":
         return "output"
+    if isinstance(node.target, FunctionType):  # printed, its address would be in the name
+        return f"<function {node.target.__name__}>"
     return str(node.target)
 
 
@@ -86,17 +87,11 @@ def _value(node: fx.Node, module: fx.GraphModule) -> Any:
 
 def _shape(node: fx.Node, module: fx.GraphModule) -> Shape | None:
     value = _value(node, module)
-    return tuple(_size(extent) for extent in value.shape) if isinstance(value, Tensor) else None
-
-
-def _size(extent: int | torch.SymInt) -> Size:
-    """The one symbol is the batch, and every exported extent is linear in it."""
-    if isinstance(extent, int):
-        return Size(extent)
-    expression = extent.node.expr
-    (symbol,) = expression.free_symbols
-    fixed = int(expression.subs(symbol, 0))
-    return Size(fixed, int(expression.subs(symbol, 1)) - fixed)
+    if not isinstance(value, Tensor):
+        return None
+    sizes = [size_of(extent) for extent in value.shape]
+    assert None not in sizes, f"{node.name}: export() leaves no graph with such extents"
+    return tuple(size for size in sizes if size is not None)
 
 
 def _dtype(node: fx.Node, module: fx.GraphModule) -> str:

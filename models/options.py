@@ -10,12 +10,16 @@ from whale_train.errors import ConfigError, Fault, nearest
 HUGGING_FACE = "whale_train.models.build.hugging_face"  # the _target_ of conf/model/hf.yaml
 MISSING = "???"  # how a config says that a value must be given
 
-_OWN_KEYS = ("_target_", "loss", "sync_batchnorm")
+_OWN_KEYS = ("_target_", "loss", "sync_batchnorm", "loss_over", "samples_are_independent")
 _HUGGING_FACE_KEYS = ("architecture", "config", "pretrained")
+# What the model group itself defines; every other key under model is an argument of its class.
+MODEL_KEYS = (*_OWN_KEYS, *_HUGGING_FACE_KEYS)
 RULES = {
     "_target_": ("is not the path of a class", "write model._target_=package.module.Class"),
     "loss": ("is not a loss", "use one of: cross_entropy, model"),
     "sync_batchnorm": ("is not true or false", "use true or false"),
+    "loss_over": ("is not what a loss can be of its samples'", "use mean, sum or null"),
+    "samples_are_independent": ("is not true or false", "use true or false"),
     "architecture": ("is not a name", "write model.architecture=LlamaForCausalLM or the like"),
     "config": ("is not a mapping", "write 'model.config={hidden_size: 64}' or the like"),
     "pretrained": ("is not a folder", "name a folder written by save_pretrained()"),
@@ -27,7 +31,9 @@ class ModelOptions(BaseModel):
     """What the `model` group of a config says.
 
     `architecture`, `config` and `pretrained` are the options of Hugging Face models; `arguments`
-    are the constructor arguments of every other class.
+    are the constructor arguments of every other class. `loss_over` says what a batch's loss is of
+    its samples' losses, where the model's graph does not; `samples_are_independent` vouches for a
+    model that nothing has proven to be trained equally in parts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -35,6 +41,8 @@ class ModelOptions(BaseModel):
     target: str = Field(alias="_target_", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
     loss: Literal["model", "cross_entropy"] = "model"
     sync_batchnorm: bool = True
+    loss_over: Literal["mean", "sum"] | None = None
+    samples_are_independent: bool = False
     architecture: str | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     pretrained: str | None = None

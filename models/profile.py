@@ -6,7 +6,7 @@ that run a rewritten part of it. A model that cannot be exported is measured as 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from whale_train.models.folding import CannotUnfold, Fold, folded, folds_of, unf
 from whale_train.models.loss import LossModule
 from whale_train.models.operation_graph import operation_graph
 from whale_train.models.options import ModelOptions
+from whale_train.models.repeated_calls import first_difference, recorded
 from whale_train.strategies.kept import View, kept
 from whale_train.strategies.operations import (
     INSIDE,
@@ -60,8 +61,7 @@ def profile_model(
         module, _ = on_meta(options, fields)  # as a forward may leave things in its modules
     error = ""
     if graph is None:
-        exported, error = export(module, batch)
-        graph = None if exported is None else _measured_graph(exported, batch)
+        graph, error = _exported_graph(module, batch)
     if graph is None:
         branches = not _runs(module, batch)
         if branches:  # it looks at values, which the meta device has none of
@@ -111,13 +111,36 @@ def _folded_graph(
 ) -> OperationGraph | None:
     """The whole model's graph out of a few of its blocks; None where their graphs are not equal."""
     with folded(module.model, folds):
-        exported, _ = export(module, batch)
-    if exported is None:
+        graph, _ = _exported_graph(module, batch)
+    if graph is None:
         return None
     try:
-        return unfold(_measured_graph(exported, batch), folds)
+        return unfold(graph, folds)
     except CannotUnfold:
         return None
+
+
+def _exported_graph(
+    module: LossModule, batch: dict[str, Tensor]
+) -> tuple[OperationGraph | None, str]:
+    """Return the measured graph of a model that does the same whenever it is called; or None and
+    the reason why there is none."""
+
+    def run() -> None:
+        with next(iter(batch.values())).device:
+            module(**batch)
+
+    before = recorded(run)
+    exported, error = export(module, batch)
+    if exported is None:
+        return None, error
+    changed = first_difference(before, recorded(run))
+    if changed:
+        return None, f"its forward changes from call to call: {changed}"
+    try:
+        return _measured_graph(exported, batch), ""
+    except NotImplementedError as error:  # of an operation that torch cannot run without values
+        return None, str(error).splitlines()[0]
 
 
 def _measured_graph(exported: fx.GraphModule, batch: dict[str, Tensor]) -> OperationGraph:
@@ -132,10 +155,24 @@ def _measure(
     run: Callable[[dict[str, Tensor]], Any], batch: dict[str, Tensor], module: nn.Module
 ) -> tuple[float, float]:
     """(forward FLOPs, bytes kept for backward) of one call on `batch`."""
-    with _saved_tensors(module) as saved, FlopCounterMode(display=False) as counter:
+    with _saved_tensors(module) as saved, _flop_counter() as counter:
         run(batch)
     each = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
     return float(counter.get_total_flops()), float(sum(each.values()))
+
+
+def _flop_counter() -> FlopCounterMode:
+    """Return a counter of all FLOPs, not told apart by modules: what tells them apart watches
+    backwards too, and breaks forwards that compute gradients."""
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
+
+
+class _NoModules(nullcontext[None]):
+    """What a FlopCounterMode asks for the modules that run."""
+
+    parents = frozenset({"Global"})
 
 
 @contextmanager
@@ -173,7 +210,7 @@ class _CountingInterpreter(fx.Interpreter):
     def run_batch(self, batch: dict[str, Tensor]) -> Any:
         # Placeholders are named after the arguments; the interpreter takes them in order.
         names = [str(node.target) for node in self.graph.nodes if node.op == "placeholder"]
-        with FlopCounterMode(display=False) as self.counter:
+        with _flop_counter() as self.counter:
             return self.run(*(batch[name] for name in names))
 
     def run_node(self, n: fx.Node) -> Any:

@@ -56,11 +56,11 @@ def _whole_model(
     )
     samples = plan.ranks[seat.rank].samples
     if not samples:
-        return WholeModel(engine, group, [task_graph.shares[seat.rank]], plan.global_batch)
+        return WholeModel(engine, group, [task_graph.shares[seat.rank]], plan.loss_weight)
     assert graph is not None
     counter = target_counter(module, graph, group, seat.device)
     sizes = [stop - start for start, stop in samples]
-    return WholeModel(engine, group, sizes, plan.global_batch, counter)
+    return WholeModel(engine, group, sizes, plan.loss_weight, counter)
 
 
 def _cut_model(
@@ -73,7 +73,7 @@ def _cut_model(
     pieces = None
     if len(batches) > 1:
         counter = target_counter(module, graph, seat.groups["world"], seat.device)
-        pieces = Pieces([shared[-1][1] for shared in batches], counter)
+        pieces = Pieces([plan.loss_weight(shared[-1][1]) for shared in batches], counter)
     canonical, tensors = own_tensors(
         written_segments, plan.task_graphs, module, graph, seat.rank, seat
     )

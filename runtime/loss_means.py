@@ -21,83 +21,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx
 from torch import distributed as dist
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from whale_train.models.export import model_path
 from whale_train.models.loss import LossModule
+from whale_train.models.target_means import TargetMean, target_mean
 from whale_train.runtime.losses import targets_graph
-
-_PLAIN = ("weight", "size_average", "ignore_index", "reduce", "reduction")
-# The losses that are means over targets, and the names of their arguments after these.
-_LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {
-    functional.cross_entropy: (*_PLAIN, "label_smoothing"),
-    functional.nll_loss: _PLAIN,
-}
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a loss that wants the mean over its targets.
-
-    `options` are all its arguments but logits and targets, by name.
-    """
-
-    function: Callable[..., Any]
-    logits: Tensor
-    target: Tensor
-    options: dict[str, Any]
-
-    @property
-    def counted(self) -> Tensor:
-        """Which targets are not ignored; one entry per row where targets are probabilities."""
-        if self.target.is_floating_point():
-            return torch.ones_like(self.target.select(self._class_dim, 0), dtype=torch.bool)
-        ignored: int = self.options.get("ignore_index", -100)
-        return torch.ne(self.target, ignored)
-
-    @property
-    def _class_dim(self) -> int:
-        return min(self.logits.dim() - 1, 1)
-
-    def divisor(self) -> Tensor:
-        """What torch's mean divides by, a fp64 scalar: the targets that count, or the sum of
-        their class weights."""
-        weight = self.options.get("weight")
-        if weight is None or self.target.is_floating_point():
-            return self.counted.sum(dtype=torch.float64)
-        weights: Tensor = weight[self.target.clamp(0, len(weight) - 1)]
-        return (weights * self.counted).sum(dtype=torch.float64)
-
-    def sum(self) -> Tensor:
-        """Over my targets, in fp32 for halves: one of their factors is a count."""
-        logits = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))
-        options = {**self.options, "reduction": "sum"}
-        total: Tensor = self.function(logits, self.target, **options)
-        return total
-
-    def correct(self) -> Tensor:
-        """How many targets are the largest logit of their row."""
-        target = self.target
-        if target.is_floating_point():
-            target = target.argmax(self._class_dim)
-        return ((self.logits.argmax(self._class_dim) == target) & self.counted).sum()
-
-
-def _mean_call(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> _Call | None:
-    """None for everything that is not the mean of a loss we know."""
-    names = _LOSSES.get(function)
-    if names is None:
-        return None
-    options = {**dict(zip(("input", "target", *names), args, strict=False)), **kwargs}
-    logits, target = options.pop("input"), options.pop("target")
-    legacy = (options.pop("size_average", None), options.pop("reduce", None))
-    reduction = options.get("reduction", "mean")
-    if legacy != (None, None):  # torch's deprecated pair, which overrules `reduction`
-        reduction = "other" if False in legacy else "mean"
-    return _Call(function, logits, target, options) if reduction == "mean" else None
 
 
 @dataclass(frozen=True)
@@ -156,14 +85,12 @@ def target_counter(
 
 class Pieces:
     """The micro-batches of a step, of which a graph computes one after another for all replicas
-    at once. `sizes` are their samples, over all replicas.
-
-    A mean over samples of a micro-batch has the weight of its part of the samples. A mean over
+    at once. `weights` are those of their losses in the step's (`Plan.loss_weight`). A mean over
     targets becomes a sum times `scale`, so that, weighted alike, all add up to the mean over all.
     """
 
-    def __init__(self, sizes: Sequence[int], counter: TargetCounter) -> None:
-        self._sizes, self._counter = sizes, counter
+    def __init__(self, weights: Sequence[float], counter: TargetCounter) -> None:
+        self._weights, self._counter = weights, counter
         self._whole, self._now = torch.zeros(0), 0
         self._numbers = {name: i for i, name in enumerate(counter.losses)}
 
@@ -176,7 +103,7 @@ class Pieces:
         self._now = micro_batch
 
     def weight(self, micro_batch: int) -> float:
-        return self._sizes[micro_batch] / sum(self._sizes)
+        return self._weights[micro_batch]
 
     def scale(self, loss: str) -> Tensor:
         """For the operation `loss` in the current micro-batch."""
@@ -186,9 +113,9 @@ class Pieces:
 class GlobalMeans(TorchFunctionMode):
     """Inside it, means of `cross_entropy` and `nll_loss` are those of the global batch.
 
-    `group` joins the replicas; `samples` are those of this forward, `global_samples` those of the
-    step over all replicas. The caller weights the loss by `samples / global_samples`. All members
-    of the group call the same losses in the same order; counts are all-reduced at each call. With
+    `group` joins the replicas; the caller multiplies the loss of this forward by `weight`. All
+    members of the group call the same losses in the same order; counts are all-reduced at each
+    call. With
     several micro-batches a step, `targets` are those of this one, counted before, and losses that
     are not those counted raise RuntimeError. A replica without targets gets a term of 0 that still
     has a gradient.
@@ -200,8 +127,7 @@ class GlobalMeans(TorchFunctionMode):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        samples: int,
-        global_samples: int,
+        weight: float,
         targets: Targets | None = None,
         *,
         accuracy: bool = False,
@@ -210,7 +136,7 @@ class GlobalMeans(TorchFunctionMode):
         self.correct: Tensor | int = 0
         self.targets: Tensor | int = 0
         self._group = group
-        self._inverse_share = global_samples / samples if samples else 0.0
+        self._inverse_weight = 1.0 / weight if weight else 0.0
         self._accuracy = accuracy
         self._counted, self._calls = targets, 0
 
@@ -233,7 +159,7 @@ class GlobalMeans(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        call = _mean_call(func, args, kwargs)
+        call = target_mean(func, args, kwargs)
         if call is None:
             return func(*args, **kwargs)
         if self._accuracy:
@@ -244,7 +170,7 @@ class GlobalMeans(TorchFunctionMode):
         total = call.sum()
         if work is not None:
             work.wait()
-        scale = self._inverse_share / divisor
+        scale = self._inverse_weight / divisor
         # Autocast computes these losses in fp32 and leaves them so.
         dtype = total.dtype if torch.is_autocast_enabled(total.device.type) else call.logits.dtype
         return (total * scale.to(total.dtype)).to(dtype)
@@ -262,6 +188,6 @@ class GlobalMeans(TorchFunctionMode):
         return self._counted.whole[self._calls - 1], None
 
     @torch.no_grad()
-    def _record(self, call: _Call) -> None:
+    def _record(self, call: TargetMean) -> None:
         self.correct = self.correct + call.correct()
         self.targets = self.targets + call.counted.sum()

@@ -1,6 +1,6 @@
 """The loss of a step whose micro-batches several ranks compute."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from whale_train.runtime.programs import Evaluation, PendingLoss
 class LossOfPieces:
     """The loss of the global batch, of which every rank of a last stage has pieces.
 
-    A micro-batch of n samples has the weight n / N of the global batch's N. A cross-entropy is a
+    `weight` gives the weight of so many samples' loss in the step's (`Plan.loss_weight`): n / N of
+    the global batch's N where it is their mean. A cross-entropy is a
     mean over targets, of which micro-batches hold different numbers: it becomes a sum, scaled so
     that the weighted pieces add up to the mean over all targets. They are counted before the
     first forward (`counter`; None where one piece is all there is).
@@ -23,11 +24,11 @@ class LossOfPieces:
     def __init__(
         self,
         samples: Sequence[tuple[int, int]],
-        global_batch: int,
+        weight: Callable[[int], float],
         counter: TargetCounter | None,
         device: torch.device,
     ) -> None:
-        self._samples, self._global_batch = samples, global_batch
+        self._samples, self._weight_of = samples, weight
         self._counter, self._device = counter, device
         self._pending: tuple[Tensor, dist.Work | None] | None = None
         self._now = 0
@@ -49,7 +50,7 @@ class LossOfPieces:
 
     def weight(self, micro_batch: int) -> float:
         start, stop = self._samples[micro_batch]
-        return (stop - start) / self._global_batch
+        return self._weight_of(stop - start)
 
     def scale(self, name: str) -> Tensor:
         """What the sum of the cross-entropy `name` over the current micro-batch is multiplied by

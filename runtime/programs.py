@@ -5,7 +5,7 @@ a rewritten graph, all of it on every rank; `runtime/pipeline.py`'s a rewritten 
 every rank has a part.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,7 +63,8 @@ class Program(Protocol):
 class WholeModel:
     """The unmodified model, copied; each copy's loss weighted by its part of the batch.
 
-    `sizes` are the samples of this copy's micro-batches. With more than one, `counter` counts the
+    `sizes` are the samples of this copy's micro-batches, `weight` says what the loss of so many
+    samples counts in the step's (`Plan.loss_weight`). With more than one, `counter` counts the
     targets of a step before the first.
     """
 
@@ -72,11 +73,11 @@ class WholeModel:
         engine: Engine,
         group: dist.ProcessGroup,
         sizes: Sequence[int],
-        global_batch: int,
+        weight: Callable[[int], float],
         counter: TargetCounter | None = None,
     ) -> None:
         self._engine, self._group = engine, group
-        self._sizes, self._global_batch = sizes, global_batch
+        self._sizes, self._weight = sizes, weight
         self._counter = counter
         self.trace: Trace | None = None
 
@@ -89,12 +90,12 @@ class WholeModel:
         for number, (batch, targets) in enumerate(self._counted(batches)):
             last = number == len(batches) - 1
             with nullcontext() if last else engine.accumulating():
-                size = self._sizes[number]
+                weight = self._weight(self._sizes[number])
                 with (
                     span(self.trace, Instruction(Kind.FORWARD, 0, number)),
-                    GlobalMeans(self._group, size, self._global_batch, targets),
+                    GlobalMeans(self._group, weight, targets),
                 ):
-                    part = engine(**batch) * (size / self._global_batch)
+                    part = engine(**batch) * weight
                 with span(self.trace, Instruction(Kind.BACKWARD, 0, number)):
                     engine.backward([part], [torch.full_like(part, loss_scale)])
             parts.append(part.detach().float())
@@ -111,9 +112,9 @@ class WholeModel:
         found: list[Tensor] = []
         try:
             for size, (batch, targets) in zip(self._sizes, self._counted(batches), strict=True):
-                group, whole = self._group, self._global_batch
-                with GlobalMeans(group, size, whole, targets, accuracy=True) as means:
-                    part = self._engine(**batch) * (size / whole)
+                weight = self._weight(size)
+                with GlobalMeans(self._group, weight, targets, accuracy=True) as means:
+                    part = self._engine(**batch) * weight
                 seen = (part, means.correct, means.targets)
                 found.append(
                     torch.stack([torch.as_tensor(x, device=part.device).double() for x in seen])

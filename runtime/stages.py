@@ -47,7 +47,7 @@ def assemble_stages(
     pieces = sum(len(each["samples"]) for each in plan.pipeline["copies"])
     world = seat.groups["world"]
     counter = target_counter(module, graph, world, seat.device) if pieces > 1 else None
-    loss = LossOfPieces(copy["samples"], plan.global_batch, counter, seat.device)
+    loss = LossOfPieces(copy["samples"], plan.loss_weight, counter, seat.device)
     counts = Counts()
     weight_gradients = WeightGradients()
     several = plan.ranks[seat.rank].micro_batches > 1

@@ -31,8 +31,8 @@ class FlatPlan:
     sharing: Sharing
     kept: Sequence[float]
 
-    def written(self, predicted: Prediction, decisions: Sequence[Decision]) -> Plan:
-        """The plan, `decisions` before those made here."""
+    def written(self, predicted: Prediction) -> Plan:
+        """Return the plan."""
         count = len(self.cluster.devices)
         planned = tuple(self._task_graph(i) for i in range(len(self.graph.task_graphs)))
         groups: dict[str, tuple[tuple[int, ...], ...]] = {"world": (tuple(range(count)),)}
@@ -55,7 +55,7 @@ class FlatPlan:
             schedule="none",
             ranks=tuple(self._rank(rank, backbone) for rank in range(count)),
             predicted=predicted,
-            decisions=(*decisions, *self._decisions()),
+            decisions=tuple(self._decisions()),
             exported=self.profile.graph is not None,
             rewrite=rewrite,
         )

@@ -252,6 +252,8 @@ class ModelProfile:
     per sample in fp32 (2 FLOPs a multiply-add; bytes autograd keeps between forward and
     backward). `unused_parameters` get no gradient, whatever the batch. A model that looks at
     values may leave out others: `perhaps_unused` got none from one batch, and may from another.
+    `unequal_parts` says what a batch and its parts were found to differ in when they were compared
+    ('': nothing, or not compared), `unequal_remedy` what the user can do.
     """
 
     name: str
@@ -265,6 +267,8 @@ class ModelProfile:
     batch_norm_modules: tuple[str, ...] = ()
     unused_parameters: tuple[str, ...] = ()
     perhaps_unused: tuple[str, ...] = ()
+    unequal_parts: str = ""
+    unequal_remedy: str = ""
 
     @cached_property
     def parameter_by_path(self) -> dict[str, Parameter]:

@@ -110,7 +110,8 @@ class Plan:
     have (None when the model runs as it is); `exported` whether there was a graph at all, and so
     whether parameters without a gradient are known. `predicted_here` is the step of the CPU
     processes that stand for the devices, where those were measured. `pipeline` says who runs which
-    chunk of it for which micro-batch (None for a flat strategy); the order is `schedule.py`'s."""
+    chunk of it for which micro-batch (None for a flat strategy); the order is `schedule.py`'s.
+    `loss_over` is what a batch's loss is of the losses of its samples: their `mean` or `sum`."""
 
     cluster: str
     world_size: int
@@ -126,6 +127,17 @@ class Plan:
     exported: bool = True
     rewrite: dict[str, Any] | None = None
     pipeline: dict[str, Any] | None = None
+    loss_over: str = "mean"
+
+    @property
+    def shares_batch(self) -> bool:
+        """Whether a step's samples are shared: by copies, or among micro-batches."""
+        copied = any(len(task_graph.replicas) > 1 for task_graph in self.task_graphs)
+        return copied or any(rank.micro_batches > 1 for rank in self.ranks)
+
+    def loss_weight(self, samples: int) -> float:
+        """Return the weight that the loss of so many of a step's samples has in the step's."""
+        return samples / self.global_batch if self.loss_over == "mean" else 1.0
 
     def to_json(self) -> str:
         """The file's text; keys keep the order of the fields, so equal plans are equal bytes."""

@@ -21,7 +21,11 @@ from whale_train.strategies.offloading import kept_on_hosts
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.prediction import Simulated, simulated
-from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
+from whale_train.strategies.samples import (
+    refuse_learned_targets,
+    refuse_shared_batch,
+    with_samples,
+)
 from whale_train.strategies.sharing import Training, share
 from whale_train.strategies.staged import consider_nested
 from whale_train.strategies.staging import nested_form
@@ -74,12 +78,13 @@ def consider(
     if faults:
         raise PlanError(faults)
     cluster = _used_devices(strategy, cluster, faults, decisions)
-    if not is_nested(strategy):
-        return _consider_flat(strategy, cluster, findings, training, decisions)
-    found = consider_nested(strategy, cluster, findings, training, moving=moving)
+    if is_nested(strategy):
+        found = consider_nested(strategy, cluster, findings, training, moving=moving)
+    else:
+        found = _consider_flat(strategy, cluster, findings, training)
 
     def plan() -> Plan:
-        inside = found.plan()
+        inside = with_samples(found.plan(), findings, training)
         return replace(inside, decisions=(*decisions, *inside.decisions))
 
     return replace(found, plan=plan)
@@ -90,12 +95,11 @@ def _consider_flat(
     cluster: Cluster,
     findings: Findings,
     training: Training,
-    decisions: list[Decision],
 ) -> Considered:
     faults: list[Fault] = []
     profile = findings.profile
     if len(cluster.devices) > 1 or training.accumulate > 1:
-        refuse_shared_batch(findings, faults)
+        refuse_shared_batch(findings, training, training.accumulate, faults)
     graph = bind(strategy, profile, len(cluster.devices), cluster.name, faults)
     if graph is not None:
         _refuse_tied_batch_norm(graph, profile, faults)
@@ -119,7 +123,7 @@ def _consider_flat(
 
     def plan() -> Plan:
         decided = FlatPlan(graph, cluster, profile, training, sharing, kept)
-        return decided.written(step.prediction(), decisions)
+        return decided.written(step.prediction())
 
     return Considered(step, plan, on, len(step.spans.tasks))
 

@@ -1,38 +1,103 @@
-"""Whether a loss is a mean over samples, so that a batch can be shared.
+"""Whether a batch may be shared: what its loss is, given the losses of its parts.
 
-Replicas and micro-batches compute the losses of their own samples, and the weighted sum of these
-is the loss of the batch; unless the samples of a batch meet: in a matrix of all against all
-(contrastive losses), or in a statistic of the batch that is not simply averaged into the loss (a
-product of two means, as routers' balancing losses have). BatchNorm is known and synchronised.
+Copies and micro-batches compute the losses of their own samples, and the loss of the batch is made
+of these: their mean, weighted by samples, or their sum. `independence/` says which by the graph;
+where it cannot say, or there is no graph, the launcher compares numbers before the first step
+(`models/samples_check.py`).
 """
+
+from dataclasses import replace
 
 from whale_train.errors import Fault
 from whale_train.strategies.findings import Findings
-from whale_train.strategies.layouts import differentiable
-from whale_train.strategies.operations import ModelProfile, Operation, OperationGraph, Ref
+from whale_train.strategies.independence.judge import Judgement, judge
+from whale_train.strategies.operations import ModelProfile, Operation, OperationGraph
+from whale_train.strategies.plan import Decision, Plan
+from whale_train.strategies.sharing import Training
+
+VOUCHED = "model.samples_are_independent"
+COMPARED = "compared before the first step"  # what a plan decides of a model nobody knows this of
 
 
-def refuse_shared_batch(findings: Findings, faults: list[Fault]) -> None:
-    """A fault where a model's samples meet, for a plan in which they are handed out."""
+def judged(findings: Findings) -> Judgement:
+    """Return what the loss of the model's batch is of its samples, as far as its graph says."""
     profile = findings.profile
     graph = profile.graph
+    if profile.unequal_parts:
+        return Judgement("meets", because=profile.unequal_parts)
     if graph is None:
+        return Judgement("unknown", because=profile.export_error)
+    return findings.once("samples", lambda: judge(graph, profile.batch_norm_modules))
+
+
+def refuse_shared_batch(
+    findings: Findings, training: Training, micro_batches: int, faults: list[Fault]
+) -> None:
+    """Add a fault where a model's batch cannot be shared, for a plan in which it is.
+
+    `micro_batches` are those of one copy.
+    """
+    profile, found = findings.profile, judged(findings)
+    if training.samples_are_independent:
         return
-    met = findings.once("where samples meet", lambda: where_samples_meet(graph))
-    if met is not None:
-        where = met.module or "its own forward"
-        rule = (
-            f"lets the samples of a batch meet in {where} ({met.name}), so that its loss is no "
-            "mean over samples, which copies and micro-batches could share"
-        )
+    if found.kind == "meets":
+        where = f"{_said(found.operation)} " if found.operation is not None else ""
+        rule = f"lets the samples of a batch meet: {where}{found.because}, so that copies and "
+        rule += "micro-batches of their own samples would train something else"
         remedy = "use strategy=single, strategy=split, or a pipeline of one micro-batch"
+        remedy = profile.unequal_remedy or remedy
         faults.append(Fault("model", profile.name, rule, remedy))
+    elif micro_batches > 1 and found.counts is not None:
+        rule = f"changes in every call: {_said(found.counts)} writes into a buffer, once in each "
+        rule += f"of {micro_batches} micro-batches instead of once a step"
+        remedy = "use one micro-batch, or strategy=dp without train.accumulate"
+        faults.append(Fault("model", profile.name, rule, remedy))
+    asked = training.loss_over
+    if asked is not None and found.kind in ("mean", "sum") and asked != found.kind:
+        rule = (
+            f"is not what the loss of {profile.name} is: by its graph, it is a {found.kind} over "
+        )
+        rule += "the samples"
+        faults.append(Fault("model.loss_over", asked, rule, f"use {found.kind}, or null"))
+
+
+def with_samples(plan: Plan, findings: Findings, training: Training) -> Plan:
+    """Return `plan` with what its loss is over the samples, where its batch is shared."""
+    if not plan.shares_batch:
+        return plan
+    found = judged(findings)
+    loss_over = found.kind if found.kind in ("mean", "sum") else training.loss_over or "mean"
+    decisions = plan.decisions
+    if found.kind == "sum":
+        reason = "the model's graph adds its samples' losses up: parts are added, not averaged"
+        decisions = (*decisions, Decision("model.loss_over", "sum", "mean", reason))
+    if training.samples_are_independent and found.kind in ("meets", "unknown"):
+        reason = "the request vouches that samples do not meet, which nobody has checked"
+        decisions = (*decisions, Decision(VOUCHED, "true", "", f"{reason}{_why(found)}"))
+    elif found.kind == "unknown":
+        reason = "nobody knows whether its batch may be trained in parts"
+        decisions = (*decisions, Decision("model", COMPARED, "", f"{reason}{_why(found)}"))
+    return replace(plan, loss_over=loss_over, decisions=decisions)
+
+
+def _why(found: Judgement) -> str:
+    if found.operation is not None:
+        because = found.because or "has no rule that says what it does with samples"
+        return f" ({_said(found.operation)} {because})"
+    return f" (there is no graph to see it in: {found.because})" if found.because else ""
+
+
+def _said(operation: Operation) -> str:
+    """Return an operation as a message calls it: what it is, and where."""
+    kind = operation.target.removeprefix("aten.").partition(".")[0]
+    kind = kind.removeprefix("<built-in function ").rstrip(">")
+    return f"{kind} in {operation.module or 'its own forward'} ({operation.name})"
 
 
 def refuse_learned_targets(
     profile: ModelProfile, key: str, value: str, remedy: str, faults: list[Fault]
 ) -> None:
-    """Faults for means over targets that parameters have a part in, for a plan whose steps have
+    """Add faults for means over targets that parameters have a part in, for a plan whose steps have
     several pieces: `key` is what cuts them, `remedy` the way out."""
     assert profile.graph is not None
     trained = {p.path for p in profile.parameters}
@@ -51,54 +116,7 @@ _MEANS_OVER_TARGETS = (
 
 
 def where_samples_meet(graph: OperationGraph) -> Operation | None:
-    """The first operation in which samples of a batch meet on the way to the loss, if any does."""
-    loss = set(graph.operations[-1].inputs[:1])
-    wanted = graph.ancestors(loss)
-    learned = differentiable(graph)
-    depends = graph.descendants({op.name for op in graph if op.target == "parameter"})
-    pooled: set[str] = set()  # what is made of all samples, and has none of its own any more
-    for operation in graph:
-        if operation.name not in wanted & depends or operation.target == "parameter":
-            continue
-        follows = sum(size.per_sample > 0 for size in operation.shape or ())
-        if follows > 1 and operation.name in learned:
-            return operation
-        inputs = [name for name in operation.inputs if name in depends]
-        from_pooled = [name for name in inputs if name in pooled]
-        # What is given back to samples (x - mean) is not averaged into the loss any more.
-        averaged = not from_pooled or (not follows and _is_linear(operation, from_pooled))
-        if operation.name in learned and not averaged:
-            return operation
-        met = from_pooled or any(_has_samples(graph[name]) for name in inputs)
-        if follows == 0 and met and "float" in operation.dtype:
-            pooled.add(operation.name)
-    return None
-
-
-def _has_samples(operation: Operation) -> bool:
-    return operation.shape is not None and any(size.per_sample for size in operation.shape)
-
-
-def _is_linear(operation: Operation, pooled: list[str]) -> bool:
-    """Whether it is linear in the one or several pooled values it reads together."""
-    kind = operation.target.removeprefix("aten.").partition(".")[0].rstrip("_")
-    if kind in _LINEAR:
-        return True
-    return len(pooled) == 1 and kind in ("mul", "div") and _is_first(operation, pooled[0], kind)
-
-
-def _is_first(operation: Operation, name: str, kind: str) -> bool:
-    """Whether it is a product of `name` with something else, or its quotient by something."""
-    if kind == "mul":
-        return operation.args.count(Ref(name)) == 1
-    first = operation.args[0] if operation.args else None
-    return isinstance(first, Ref) and first.name == name
-
-
-# fmt: off
-_LINEAR = frozenset((
-    "add", "sub", "sum", "mean", "view", "reshape", "to", "_to_copy", "alias", "clone",
-    "contiguous", "squeeze", "unsqueeze", "stack", "cat", "neg", "detach", "select", "slice",
-    "float", "type_as", "expand",
-))
-# fmt: on
+    """Return the operation in which the samples of a batch meet on the way to the loss, if one is
+    proven to."""
+    found = judge(graph)
+    return found.operation if found.kind == "meets" else None

@@ -7,7 +7,7 @@ what would. Estimates are `memory.py`'s.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from whale_train.errors import Fault
 from whale_train.quantities import in_bytes
@@ -35,6 +35,7 @@ class Training:
     `optimizer_options` are the keyword arguments of the optimizer of that name (`sgd`, `adam`,
     `adamw`, `lamb`); `grad_clip` 0 means off. `sync_batchnorm`: BatchNorm's statistics are those
     of the global batch. `accumulate` is in how many micro-batches a rank takes its share.
+    `loss_over` and `samples_are_independent` are what the user says of the model's loss.
     """
 
     global_batch: int
@@ -44,6 +45,8 @@ class Training:
     optimizer_options: dict[str, Any]
     sync_batchnorm: bool = True
     accumulate: int = 1
+    loss_over: Literal["mean", "sum"] | None = None
+    samples_are_independent: bool = False
 
     @property
     def optimizer_states(self) -> int:

@@ -178,9 +178,9 @@ def _staging(
 
 def _refuse_pieces(job: Staging, pieces: int) -> None:
     faults: list[Fault] = []
-    if pieces > 1 or any(stage.body for stage in job.form.stages):
-        refuse_shared_batch(job.findings, faults)
     each, pipeline = pieces // job.form.copies, job.form.pipeline
+    if pieces > 1 or any(stage.body for stage in job.form.stages):
+        refuse_shared_batch(job.findings, job.training, each, faults)
     if pipeline is not None and each > 1:
         key = f"{pipeline.path}.micro_batches"
         refuse_learned_targets(job.profile, key, str(each), "use 1, and one copy", faults)

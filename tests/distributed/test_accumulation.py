@@ -150,7 +150,7 @@ def pieces_of_two_ranks(sizes: list[list[int]]) -> tuple[float, dict[str, Tensor
     counter = TargetCounter(counting(("first", "second")), dist.group.WORLD)
     loss = torch.zeros((), dtype=torch.float64)
     for batch, size, targets in zip(batches, sizes[rank], counter.count(batches), strict=True):
-        with GlobalMeans(dist.group.WORLD, size, total, targets):
+        with GlobalMeans(dist.group.WORLD, size / total, targets):
             piece = model(**batch) * (size / total)
         piece.backward()
         loss += piece.detach()
@@ -179,7 +179,7 @@ def refusals() -> list[str]:
     for mine in ([*right.mine, 1.0], right.mine[:1], [right.mine[0] + 1, right.mine[1]]):
         targets = torch.tensor([float(x) for x in mine], dtype=torch.float64)
         try:
-            with GlobalMeans(dist.group.WORLD, 4, 4, Targets(targets, targets)):
+            with GlobalMeans(dist.group.WORLD, 1.0, Targets(targets, targets)):
                 model(**batch)
             said.append("nothing")
         except RuntimeError as error:
@@ -197,7 +197,7 @@ def test_losses_that_were_not_counted_are_refused() -> None:
 def scales() -> list[float]:
     assert dist.group.WORLD is not None
     counter = TargetCounter(counting(("first", "second")), dist.group.WORLD)
-    pieces = Pieces([6, 2], counter)
+    pieces = Pieces([0.75, 0.25], counter)
     first = torch.tensor([0, 1, -100, 2, 2, 3, -100, -100])
     second = torch.tensor([0, 1, 1, 1, 2, 3, 0, 0])
     pieces.begin(

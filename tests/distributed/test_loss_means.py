@@ -96,7 +96,7 @@ def entropies(
     torch.manual_seed(0)
     model = CrossEntropies(dtype, **options)
     mine = part(entropy_batch(total, dtype), sum(sizes[:rank]), sizes[rank])
-    with GlobalMeans(dist.group.WORLD, sizes[rank], total):
+    with GlobalMeans(dist.group.WORLD, sizes[rank] / total):
         loss = model(**mine)
     (loss * (sizes[rank] / total)).backward()
     return loss.detach() * (sizes[rank] / total), gradients(model)
@@ -140,7 +140,7 @@ def other_reductions() -> list[bool]:
         functional.cross_entropy(x, target, reduce=False),
     ]
     probable = functional.cross_entropy(x, x.softmax(1))
-    with GlobalMeans(dist.group.WORLD, 3, 6):
+    with GlobalMeans(dist.group.WORLD, 3 / 6):
         same = [
             functional.cross_entropy(x, target, reduction="sum"),
             functional.cross_entropy(x, target, reduction="none"),
@@ -165,7 +165,7 @@ def test_what_is_not_a_mean_over_targets_is_left_alone() -> None:
 def evaluated() -> list[float]:
     model = built()
     mine = part(batch(9), [0, 4][dist.get_rank()], [4, 5][dist.get_rank()])
-    with GlobalMeans(dist.group.WORLD, 4, 9, accuracy=True) as means, torch.no_grad():
+    with GlobalMeans(dist.group.WORLD, 4 / 9, accuracy=True) as means, torch.no_grad():
         model(**mine)
     return [float(means.correct), float(means.targets)]
 
@@ -192,7 +192,7 @@ def with_an_idle_rank() -> tuple[Tensor, dict[str, Tensor]]:
     rank = dist.get_rank()
     model = built()
     mine = batch(5) if rank == 0 else part(batch(5), 0, 0)
-    with GlobalMeans(dist.group.WORLD, 5 if rank == 0 else 0, 5):
+    with GlobalMeans(dist.group.WORLD, 1.0 if rank == 0 else 0.0):
         logits = model.tokens(model.embedding(mine["ids"])).transpose(1, 2)
         target = mine["ids"].masked_fill(mine["ids"] == 0, -100)
         loss = functional.cross_entropy(logits, target)

@@ -176,10 +176,19 @@ def classifier(classes: int = 10, batch_norm: bool = True) -> ModelProfile:
         module="trunk", flops=64.0,
     )  # fmt: skip
     if batch_norm:
-        s.call("counted", "add_.Tensor", "norm_num_batches_tracked", 1, shape="", dtype="int64")
+        s.call(
+            "counted",
+            "add_.Tensor",
+            "norm_num_batches_tracked",
+            1,
+            shape="",
+            dtype="int64",
+            module="norm",
+        )
         features = s.call(
             "normed", "batch_norm.default", "hidden", "norm_weight", "norm_bias",
             "norm_running_mean", "norm_running_var", True, 0.1, 1e-5, True, shape="B 4",
+            module="norm",
         )  # fmt: skip
     s.call(
         "logits", "linear.default", features, "head_weight", "head_bias", shape=f"B {classes}",

@@ -269,12 +269,8 @@ def test_what_a_split_gathers_for_want_of_a_rule_is_said() -> None:
     )
     profile = replace(auxiliary_loss(), graph=replace(graph, operations=renamed))
     plan = resolve(shipped("hybrid_split_dp"), mixed().first(2), profile, training())
-    assert plan.decisions[-1] == Decision(
-        "operation task",
-        "whole",
-        "sharded",
-        "no rule for it: it is given whole tensors, which is slower",
-    )
+    reason = "no rule for it: it is given whole tensors, which is slower"
+    assert Decision("operation task", "whole", "sharded", reason) in plan.decisions
 
 
 FAST = Device("fast", {"fp32": 3e12}, 16e9, 1e12)

@@ -1,18 +1,32 @@
 """Losses that are means over samples, and those that are not."""
 
+from typing import Any
+
 import pytest
 from tests.unit.test_stages import model
 
 from whale_train.errors import Fault
 from whale_train.strategies.findings import Findings
-from whale_train.strategies.operations import Argument, Operation, OperationGraph, Ref, Size
+from whale_train.strategies.independence.judge import judge
+from whale_train.strategies.operations import (
+    Argument,
+    ModelProfile,
+    Operation,
+    OperationGraph,
+    Parameter,
+    Ref,
+    Size,
+)
 from whale_train.strategies.samples import refuse_shared_batch, where_samples_meet
+from whale_train.strategies.sharing import Training
 
 SAMPLE = (Size(0, 1), Size(8))
 BATCH, ALL, SCALAR = (Size(0, 1),), (Size(8),), ()
 
 
-def graph(*operations: tuple[str, str, tuple[Argument, ...], tuple[Size, ...]]) -> OperationGraph:
+def graph(
+    *operations: tuple[str, str, tuple[Argument, ...], tuple[Size, ...] | None],
+) -> OperationGraph:
     """`x` times a weight gives `y`; then these; the last one is the loss."""
     made = [
         Operation("x", "input", shape=SAMPLE, dtype="float32"),
@@ -36,13 +50,11 @@ Y, MEAN = Ref("y"), ("mean", "mean.dim", (Ref("y"), (0,)), ALL)
         [MEAN, ("loss", "sum.default", (Ref("mean"),), SCALAR)],
         [MEAN, ("half", "mul.Tensor", (Ref("mean"), 0.5), ALL),
          ("loss", "sum.default", (Ref("half"),), SCALAR)],
-        [("a", "mean.default", (Y,), SCALAR), ("b", "sum.default", (Y,), SCALAR),
-         ("loss", "add.Tensor", (Ref("a"), Ref("b")), SCALAR)],
         [("a", "mean.default", (Y,), SCALAR), ("loss", "div.Tensor", (Ref("a"), 3.0), SCALAR)],
     ],
 )  # fmt: skip
 def test_means_over_samples(
-    operations: list[tuple[str, str, tuple[Argument, ...], tuple[Size, ...]]],
+    operations: list[tuple[str, str, tuple[Argument, ...], tuple[Size, ...] | None]],
 ) -> None:
     assert where_samples_meet(graph(*operations)) is None
 
@@ -64,14 +76,97 @@ def test_means_over_samples(
     ],
 )  # fmt: skip
 def test_samples_that_meet(
-    operations: list[tuple[str, str, tuple[Argument, ...], tuple[Size, ...]]], where: str
+    operations: list[tuple[str, str, tuple[Argument, ...], tuple[Size, ...] | None]], where: str
 ) -> None:
     met = where_samples_meet(graph(*operations))
     assert met is not None
     assert met.name == where
 
 
+def test_a_mean_and_a_sum_are_neither() -> None:
+    made = graph(
+        ("a", "mean.default", (Y,), SCALAR),
+        ("b", "sum.default", (Y,), SCALAR),
+        ("loss", "add.Tensor", (Ref("a"), Ref("b")), SCALAR),
+    )
+    assert judge(made).kind == "meets"
+    assert judge(made).because.startswith("adds a sum over the samples of the batch to a mean")
+
+
+# What was once accepted as a mean over samples: each operation, and where samples meet in it.
+EACH = ("r", "mean.dim", (Y, (1,)), BATCH)
+ACROSS = {
+    "max over the batch": [("m", "amax.default", (Y, (0,)), ALL)],
+    "variance over the batch": [("m", "var.correction", (Y, (0,)), ALL)],
+    "norm of all": [("m", "linalg_vector_norm.default", (Y,), SCALAR)],
+    "log-sum-exp over the batch": [("m", "logsumexp.default", (Y, (0,)), ALL)],
+    "softmax over the batch": [("m", "softmax.int", (Y, 0), SAMPLE)],
+    "mixup": [("m", "flip.default", (Y, (0,)), SAMPLE)],
+    "cumulative sum": [("m", "cumsum.default", (Y, 0), SAMPLE)],
+    "rolled": [("m", "roll.default", (Y, (1,), (0,)), SAMPLE)],
+    "sorted samples": [EACH, ("m", "sort.default", (Ref("r"),), None)],
+    "the hardest": [EACH, ("m", "topk.default", (Ref("r"), 4), None)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_what_looks_across_the_batch(name: str) -> None:
+    last = ("value", "<built-in function getitem>", (Ref("m"), 0), (Size(4),))
+    picked = [last] if ACROSS[name][-1][3] is None else []
+    loss = ("loss", "sum.default", (Ref("value" if picked else "m"),), SCALAR)
+    met = where_samples_meet(graph(*ACROSS[name], *picked, loss))
+    assert met is not None
+    assert met.name == "m"
+
+
+def test_what_nobody_has_said_anything_about() -> None:
+    made = graph(
+        ("odd", "matrix_exp.default", (Y,), SAMPLE), ("loss", "mean.default", (Ref("odd"),), SCALAR)
+    )
+    found = judge(made)
+    assert found.kind == "unknown"
+    assert found.operation is not None
+    assert found.operation.name == "odd"
+
+
+def test_sums_over_samples_are_sums() -> None:
+    made = graph(("loss", "sum.default", (Y,), SCALAR))
+    assert judge(made).kind == "sum"
+    faults: list[Fault] = []
+    findings = Findings(profile_of(made), "fp32")
+    refuse_shared_batch(findings, training(loss_over="mean"), 1, faults)
+    assert [str(fault) for fault in faults] == [
+        "model.loss_over=mean is not what the loss of sketched is: by its graph, it is a sum over "
+        "the samples; use sum, or null"
+    ]
+
+
+@pytest.mark.parametrize("vouched", [False, True])
+def test_samples_that_meet_are_refused_by_the_name_of_the_operation(vouched: bool) -> None:
+    made = graph(
+        ("m", "softmax.int", (Y, 0), SAMPLE), ("loss", "mean.default", (Ref("m"),), SCALAR)
+    )
+    faults: list[Fault] = []
+    findings = Findings(profile_of(made), "fp32")
+    refuse_shared_batch(findings, training(samples_are_independent=vouched), 1, faults)
+    said = [] if vouched else [
+        "model=sketched lets the samples of a batch meet: softmax in top (m) works along the "
+        "samples of the batch, so that copies and micro-batches of their own samples would train "
+        "something else; use strategy=single, strategy=split, or a pipeline of one micro-batch"
+    ]  # fmt: skip
+    assert [str(fault) for fault in faults] == said
+
+
+def profile_of(made: OperationGraph) -> ModelProfile:
+    weight = Parameter("w", (8, 8))
+    return ModelProfile("sketched", (weight,), (), 1.0, 1.0, graph=made)
+
+
+def training(**said: Any) -> Training:
+    return Training(8, "fp32", 0.0, "sgd", {"lr": 0.1}, **said)
+
+
 def test_a_stack_of_blocks_is_shared() -> None:
     faults: list[Fault] = []
-    refuse_shared_batch(Findings(model([1.0, 2.0]), "fp32"), faults)
+    refuse_shared_batch(Findings(model([1.0, 2.0]), "fp32"), training(), 1, faults)
     assert not faults

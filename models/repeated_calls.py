@@ -1,0 +1,75 @@
+"""What a forward does when it is called again: the same operations with the same numbers, or not.
+
+A graph holds what one call did. A counter that the forward keeps in Python, a number that it draws
+with Python's `random`, a list that grows: torch.export writes what they were into the graph, and
+the graph would go on with that for ever.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Call = tuple[str, tuple[Any, ...]]
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations that run inside it, with their numbers and the shapes of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        self.calls.append((str(func), tuple(_plain(tree_leaves((args, kwargs))))))
+        return func(*args, **kwargs)
+
+
+def _plain(leaves: list[Any]) -> Iterator[Any]:
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            yield tuple(leaf.shape)
+        elif isinstance(leaf, int | float | bool | str | SymInt | torch.dtype):
+            yield leaf
+
+
+def recorded(run: Callable[[], object]) -> list[Call] | None:
+    """Return the operations of one call of `run`, without gradients; None where it raises."""
+    recorder = _Recorder()
+    try:
+        with torch.no_grad(), recorder:
+            run()
+    except Exception:  # whatever a user's forward raises without values to look at
+        return None
+    return recorder.calls
+
+
+def first_difference(before: list[Call] | None, after: list[Call] | None) -> str:
+    """Return how a call differs from the one before, in words; '' where it does not, or where
+    neither could be recorded."""
+    if before is None or after is None:
+        return ""
+    for (name, was), (other, numbers) in zip(before, after, strict=False):
+        if name != other:
+            return f"it calls {_short(name)} at first, and {_short(other)} when called again"
+        if was != numbers:
+            pairs = ((a, b) for a, b in zip(was, numbers, strict=False) if a != b)
+            one, two = next(pairs, (was, numbers))
+            return f"it gives {_short(name)} {one} at first, and {two} when called again"
+    if len(before) != len(after):
+        return f"it runs {len(before)} operations at first, and {len(after)} when called again"
+    return ""
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("aten.").partition(".")[0]

@@ -1,0 +1,148 @@
+"""How a value of the graph depends on the samples of a batch: the states and their algebra.
+
+Let a batch of n samples be cut into parts of n_r samples. A state says how the value computed from
+the whole batch follows from the values computed from the parts. `degree` counts factors of the
+batch's size: what is n^degree times something that does not know n.
+
+| state | the whole batch's value |
+|---|---|
+| Fixed(k) | n^k times a constant |
+| PerSample(dim, k) | the parts' values, each over n_r^k, end to end along `dim`, times n^k |
+| Pooled(k) | the sum of the parts' values, each over n_r^k, times n^k: 0 is a sum, -1 a mean |
+| Position | the place of every sample in its batch |
+| Permutation | an order of all samples' rows, by some value of theirs |
+| Meets | proven to be none of these |
+| Unknown | nothing is known of it |
+"""
+
+from dataclasses import dataclass, replace
+
+from whale_train.strategies.operations import Shape
+
+
+@dataclass(frozen=True)
+class Fixed:
+    degree: int = 0
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """One entry per sample along `dim`, which runs over `before` x batch x something.
+
+    `uniform` rows are all equal, so that they fit beside any others. `order` names the operation
+    that sorted the rows; rows without one are as the batch has them.
+    """
+
+    dim: int
+    before: int = 1
+    degree: int = 0
+    uniform: bool = False
+    order: str = ""
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """`targets`: a mean over targets has a part in it, which the runtime makes one over the whole
+    batch's (`runtime/loss_means.py`): of parts that are weighted as means are."""
+
+    degree: int = 0
+    targets: bool = False
+
+
+@dataclass(frozen=True)
+class Position:
+    dim: int
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Row numbers in the order that the operation `order` found; or, `inverse`, every row's place
+    in that order. A row number divided by `unit` is the number of a row of `unit` entries."""
+
+    order: str
+    unit: int = 1
+    inverse: bool = False
+
+
+@dataclass(frozen=True)
+class Meets:
+    """Samples met in the operation `name`, which `because` says."""
+
+    name: str
+    because: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Nobody has said what the operation `name` does with the samples of a batch."""
+
+    name: str
+
+
+State = Fixed | PerSample | Pooled | Position | Permutation | Meets | Unknown
+FIXED = Fixed()
+
+
+def batch_dims(shape: Shape) -> list[int]:
+    """Return the dimensions of `shape` whose extent follows the batch."""
+    return [dim for dim, size in enumerate(shape) if size.per_sample]
+
+
+def equal_rows(shape: Shape) -> State | None:
+    """Return the state of a value that is one constant everywhere; None with two dimensions, or
+    part of one, that follow the batch."""
+    dims = batch_dims(shape)
+    if not dims:
+        return FIXED
+    if len(dims) > 1 or shape[dims[0]].fixed:
+        return None
+    return PerSample(dims[0], uniform=True)
+
+
+def beside(states: list[PerSample]) -> PerSample | None:
+    """Return the one layout of rows that all `states` have (their `dim` already that of the
+    result), or None where rows of different samples would lie beside each other."""
+    distinct = {replace(x, degree=0) for x in states if not x.uniform}
+    if len({x.dim for x in states}) > 1 or len(distinct) > 1:
+        return None
+    return distinct.pop() if distinct else replace(states[0], degree=0)
+
+
+def added(states: list[State]) -> State | None:
+    """Return the state of a sum of values in `states` of one shape; None where it has none."""
+    rows = [x for x in states if isinstance(x, PerSample)]
+    if rows:
+        degrees = {x.degree for x in states if isinstance(x, PerSample | Fixed)}
+        one = beside(rows)
+        mixed = any(not isinstance(x, PerSample | Fixed) for x in states)
+        if one is None or mixed or len(degrees) > 1:
+            return None
+        return replace(one, degree=degrees.pop())
+    if not all(isinstance(x, Fixed | Pooled) for x in states):
+        return None
+    if all(isinstance(x, Fixed) for x in states):
+        degrees = {x.degree for x in states if isinstance(x, Fixed)}
+        return Fixed(degrees.pop()) if len(degrees) == 1 else None
+    # n^k c is the sum over n samples of n^(k-1) c.
+    degrees = {x.degree if isinstance(x, Pooled) else x.degree - 1 for x in states}  # type: ignore[union-attr]
+    targets = any(isinstance(x, Pooled) and x.targets for x in states)
+    return Pooled(degrees.pop(), targets) if len(degrees) == 1 else None
+
+
+def multiplied(states: list[State], powers: list[int]) -> State | None:
+    """Return the state of the product of values in `states`, each to a power of 1 or -1; None
+    where it has none."""
+    if not all(isinstance(x, Fixed | PerSample | Pooled) for x in states):
+        return None
+    known = [x for x in states if isinstance(x, Fixed | PerSample | Pooled)]
+    degree = sum([x.degree * power for x, power in zip(known, powers, strict=True)])
+    rows = [x for x in states if isinstance(x, PerSample)]
+    pooled = [i for i, x in enumerate(states) if isinstance(x, Pooled)]
+    if rows:
+        one = beside(rows)
+        return replace(one, degree=degree) if one is not None and not pooled else None
+    if not pooled:
+        return Fixed(degree)
+    if len(pooled) > 1 or powers[pooled[0]] != 1:
+        return None
+    return replace(states[pooled[0]], degree=degree)  # type: ignore[arg-type]
