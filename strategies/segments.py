@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from whale_train.strategies.cast_times import cast_times, moved_bytes
+from whale_train.strategies.cast_times import cast_times
 from whale_train.strategies.cluster import Cluster, Device
 from whale_train.strategies.cost import Times, whole_times, work_times
 from whale_train.strategies.findings import Findings
@@ -85,15 +85,14 @@ class Segments:
         return tuple(self.findings.order.operations[x] for x in sorted(found))
 
     def sent_bytes(self, values: tuple[str, ...], samples: float) -> float:
-        """Of a micro-batch's `values` that are sent."""
-        graph, precision = self.findings.graph, self.findings.precision
-        return sum(moved_bytes(graph, value, samples, precision) for value in values)
+        """Of a micro-batch's `values` that are sent, at the least: of ZeRO's dtypes."""
+        view = self.findings.view(True)
+        return sum(view.crossing_bytes(value, samples) for value in values)
 
     def crossing_bytes(self, place: int, samples: float) -> float:
         """At most of a micro-batch's values that a stage which begins at `place` may be sent."""
-        graph, precision = self.findings.graph, self.findings.precision
-        names = self._crossing[place]
-        return sum(moved_bytes(graph, name, samples, precision) for name in names)
+        view = self.findings.view(False)
+        return sum(view.crossing_bytes(name, samples) for name in self._crossing[place])
 
     @cached_property
     def _crossing(self) -> Sequence[Sequence[str]]:
