@@ -76,7 +76,7 @@ Node = Replicate | Split | Stage | Pipeline
 class Strategy:
     """A whole strategy file. `devices` is how many of the inventory it may use (None: all). Without
     a node in `graph` (auto) it is for the planner to find, within `time_limit_s` (0: once the most
-    promising have been tried; None: until nothing can be faster)."""
+    promising have been tried; None: until nothing left is estimated to be faster)."""
 
     name: str
     graph: tuple[Node, ...]
