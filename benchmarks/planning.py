@@ -7,7 +7,7 @@ python benchmarks/planning.py --parts search
 Set-up (export and profile of the model, or finding the profile a plan before this one kept, the
 best of three) and the plan are timed apart, after imports, in this process. Nodes of 8 V100 over
 50 Gbit/s; a GPT of width 512 with 64 tokens a sample, 4 samples a device. A search that runs out of
-time has not looked at all there is: *no faster than* says what it is sure of.
+time has not looked at all there is: *rest estimated* is the least that the rest may take.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def measure_searches(options: argparse.Namespace) -> None:
     profile, setup_s, again_s = profiled(options.depth)
     title = f"strategy=auto, {options.depth} blocks (set-up {setup_s:.2f} s; kept {again_s:.3f} s)"
     table = Table(title=title, title_justify="left")
-    for heading in ("devices", "seconds", "resolved", "found", "step", "no faster than"):
+    for heading in ("devices", "seconds", "resolved", "found", "step", "rest estimated"):
         left = heading in ("devices", "found")
         table.add_column(heading, justify="left" if left else "right", overflow="fold")
     for name in options.searches:

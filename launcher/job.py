@@ -2,14 +2,13 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from omegaconf import DictConfig
 from rich.console import Console
 
@@ -35,13 +34,12 @@ from whale_train.launcher.resolve import (
     threads_of,
     training_of,
 )
-from whale_train.launcher.run_dir import (
-    RUN_FILES,
-    create_run_dir,
-    mark_ready,
-    write_environment,
-    write_json,
-    write_text,
+from whale_train.launcher.run_dir import RUN_FILES, write_json
+from whale_train.launcher.run_files import (
+    make_run_dir,
+    start_ranks,
+    write_plan,
+    write_plans,
 )
 from whale_train.launcher.show_comparison import comparison_view
 from whale_train.launcher.show_error import error_text, terminal_width
@@ -88,20 +86,8 @@ def run_job(
             rule = f"starts {what}, and some were started from outside"
             remedy = "run it without torchrun or srun"
             raise ConfigError([Fault("mode", request.mode, rule, remedy)])
-        if request.compare:
-            found = resolve_each(request, compared_strategies(request.compare))
-            console.print(comparison_view(found))
-            return JobEnd("done", run_dir)
         if request.mode == "plan":
-            resolved = resolve_request(request)
-            _show(resolved, request, console)
-            if resolved.timeline:
-                path = write_timeline(run_dir, resolved)
-                console.print(f"the predicted step's timeline: {path}")
-            if resolved.found is not None:
-                path = write_strategy(run_dir, resolved.found, request)
-                console.print(f"the strategy, as a file: {path}", soft_wrap=True)
-            return JobEnd("done", run_dir)
+            return _plan(request, run_dir, console)
         with remembered_interrupts() as interrupts:
             if request.mode == "verify":
                 return _verify(request, run_dir, console, interrupts)
@@ -117,50 +103,25 @@ def run_job(
         return _interrupted(run_dir)
 
 
-def make_run_dir(request: Request, run_dir: Path) -> Path:
-    """The run directory with the request in it. Raises ConfigError for one that is taken."""
-    run_dir = create_run_dir(run_dir)
-    write_text(run_dir / "request.json", request.to_json())
-    return run_dir
-
-
-def write_timeline(run_dir: Path, resolved: Resolved) -> Path:
-    """The predicted step's, to be laid beside that of a run."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / "predicted_trace.json"
-    write_json(path, {"traceEvents": resolved.timeline})
-    return path
-
-
-def write_strategy(run_dir: Path, found: Mapping[str, Any], request: Request) -> Path:
-    """The strategy the planner found, as a file of conf/strategy."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    names, batch = request.names, request.train.global_batch
-    head = f"# Found for model={names.get('model')} hardware={names.get('hardware')} "
-    head += f"train.global_batch={batch}\n"
-    path = run_dir / "strategy.yaml"
-    write_text(path, head + yaml.dump(dict(found), Dumper=_WithoutAliases, sort_keys=False))
-    return path
-
-
-class _WithoutAliases(yaml.SafeDumper):
-    """Equal stages are each written out."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
-    """All the ranks wait for, `ready` last."""
-    if resolved.found is not None:
-        write_strategy(run_dir, resolved.found, request)
-    if resolved.timeline:
-        write_timeline(run_dir, resolved)
-    write_environment(run_dir)
-    launch = {"device": resolved.device, "paces": resolved.paces, "links": resolved.links}
-    write_json(run_dir / "launch.json", launch)
-    write_text(run_dir / "plan.json", resolved.plan.to_json())
-    mark_ready(run_dir)
+def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
+    """Resolve, write and show the plan, or one for each strategy to compare; nothing starts."""
+    run_dir = make_run_dir(request, run_dir)
+    if request.compare:
+        found = resolve_each(request, compared_strategies(request.compare))
+        written = [("the plan", path) for path in write_plans(run_dir, found)]
+        console.print(comparison_view(found))
+    else:
+        resolved = resolve_request(request)
+        write_plan(run_dir, resolved, request)
+        _show(resolved, request, console)
+        written = [("the plan", run_dir / "plan.json")]
+        if resolved.timeline:
+            written.append(("the predicted step's timeline", run_dir / "predicted_trace.json"))
+        if resolved.found is not None:
+            written.append(("the strategy, as a file", run_dir / "strategy.yaml"))
+    for what, path in written:
+        console.print(f"{what}: {path}", soft_wrap=True, markup=False, highlight=False)
+    return JobEnd("done", run_dir)
 
 
 def _train(
@@ -178,7 +139,7 @@ def _train(
         resolved = resolve_request(request, use_all=place is not None)
         if place is not None:
             check_world(place, resolved.plan)
-        write_plan(run_dir, resolved, request)
+        start_ranks(run_dir, resolved, request)
         _show(resolved, request, console)
         if _offloads_adam(request, resolved.plan) and not is_compiled(CPU_ADAM):
             console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
@@ -218,7 +179,7 @@ def _verify(request: Request, run_dir: Path, console: Console, interrupts: Seque
         # Its ranks start as those of a training, and are refused for the same reasons.
         resolved = resolve_request(request.model_copy(update={"mode": "train"}))
         alone, one_process = on_one_process(request, resolved)
-        write_plan(run_dir, resolved, request)
+        start_ranks(run_dir, resolved, request)
         _show(resolved, request, console)
         alone_dir = make_run_dir(alone, run_dir / "verify" / "one_process")
         hosts.append(Host.start(alone_dir))  # imports meanwhile, and waits for its plan
@@ -226,7 +187,7 @@ def _verify(request: Request, run_dir: Path, console: Console, interrupts: Seque
             hosts, (resolved, one_process), (run_dir, alone_dir), strict=True
         ):
             if folder == alone_dir:
-                write_plan(folder, plan, request)
+                start_ranks(folder, plan, request)
             outcome = host.wait(poll)
             if outcome.status != "done":
                 return finish(outcome, plan, folder, console)
@@ -263,7 +224,7 @@ def _calibrate(
             console.print(f"{count} of {asked} processes measure: as many as there are cores for")
             request = measuring(request, count)
             resolved = resolve_request(request.model_copy(update={"mode": "train"}))
-        write_plan(run_dir, resolved, request)
+        start_ranks(run_dir, resolved, request)
         threads = partial(threads_of, request, cores())
         console.print(announced(resolved.cluster, count, threads))
         outcome = host.wait(poll)

@@ -1,8 +1,8 @@
 """The run directory: making it, and the files the parent writes into it.
 
 One run, one directory. Hydra has already made it (with `.hydra/` and the job log) when our code
-starts. The parent writes `request.json`, `environment.json`, `plan.json` and, last, `ready`;
-the ranks write the rest.
+starts. The parent writes `request.json`, `environment.json`, `plan.json` (or `plans/`, of a
+comparison) and, where ranks wait for it, last `ready`; the ranks write the rest.
 """
 
 import json
@@ -17,7 +17,8 @@ from typing import Any
 from whale_train.errors import ConfigError, Fault
 
 # Any of these says that a run has been here.
-RUN_FILES = ("request.json", "plan.json", "metrics.jsonl", "ready", "failure.json")
+PLANS = "plans"  # of a comparison, a file each
+RUN_FILES = ("request.json", "plan.json", "metrics.jsonl", "ready", "failure.json", PLANS)
 
 # The packages a run's numbers may depend on.
 PACKAGES = (

@@ -1,9 +1,9 @@
-"""The search behind `graph: auto`: the fastest strategy there is, under the cost model.
+"""The search behind `graph: auto`: the fastest of the strategies it simulates, and of how many.
 
-Branch and bound, the most promising first: an arrangement of devices is opened when no other one
-has a lower bound, a candidate is resolved, by the resolver itself, when its bound is below the best
-step found. What is left when nothing is, cannot be faster: the answer is that of trying all. Where
-that takes too much, the fastest of those that promise most is the answer, and a bound is told.
+The most promising first, then best first by estimates that are to be below the step
+(`used_bounds.py`): an arrangement of devices is opened when no other one has a lower estimate, a
+candidate is resolved and simulated, by the resolver itself, when its estimate is below the best
+step found. The search ends when none is, or when that takes too much (docs/adr/030).
 """
 
 import gc
@@ -24,6 +24,7 @@ from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.considered import Considered
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.grammar import Strategy, read_strategy
+from whale_train.strategies.left_out import left_out_families
 from whale_train.strategies.plan import Decision
 from whale_train.strategies.promising import Promising
 from whale_train.strategies.resolve import consider, refuse_precision
@@ -43,9 +44,9 @@ _NEAR = 1.25  # times the shortest step is one that may be shortest with stages 
 
 @dataclass(frozen=True)
 class Found:
-    """The strategy found, as it would have been `written`, and why it and no other. Nothing in the
-    space is faster than `bound_s`, which is its own step's time unless time ran out. `resolved`
-    counts the candidates that were resolved."""
+    """The strategy found, as it would have been `written`, and why it and no other. `bound_s` is
+    the least that the rest of the space is estimated to take; its own step's time where that is
+    less. `resolved` counts the candidates that were resolved."""
 
     strategy: Strategy
     written: Mapping[str, Any]
@@ -65,11 +66,11 @@ def search(
     use_all: bool = False,
     clock: Callable[[], float] = monotonic,
 ) -> Found:
-    """The fastest strategy for `training` on devices that `asked` leaves free, of which some may
-    stay idle unless it has to `use_all`; where it has a `time_limit_s`, the fastest found when so
-    many seconds of `clock` have passed (or the first, if there is none by then); at 0 the fastest
-    of those that promise most, and of all where few tasks are to be simulated for that. Raises
-    PlanError where nothing fits."""
+    """Return the fastest strategy simulated for `training` on devices that `asked` leaves free, of
+    which some may stay idle unless it has to `use_all`. Where it has a `time_limit_s`, strategies
+    are simulated until so many seconds of `clock` have passed and there is one; at 0 those that
+    promise most, and where few tasks are to be simulated for that, all that are estimated to be
+    faster. Raises PlanError where nothing fits."""
     asked, idle = _able(asked, cluster, training.precision, use_all)
     cluster = cluster.first(asked.devices or len(cluster.devices))
     space = replace(space_of(cluster, findings, training, can_offload), use_all=use_all)
@@ -153,6 +154,8 @@ class _Search:
         # Pipelines whose stages, balanced, are so many bytes short of memory.
         self.short: list[tuple[float, Candidate]] = []
         self.is_moved = False
+        self.simulated: set[Candidate] = set()
+        self.without_room = 0  # candidates estimated to need more memory than there is
         self.work = 0  # tasks simulated, and stages bounded
 
     def run(self) -> Found | None:
@@ -216,6 +219,7 @@ class _Search:
             if short > 0:
                 family = self.family_of(candidate)
                 family.short_bytes = min(family.short_bytes, short)
+                self.without_room += 1
             elif candidate not in self.tried:
                 self.push(max(bound, self.bounds.least(candidate)), candidate)
 
@@ -231,6 +235,7 @@ class _Search:
             return
         seconds = found.step.spans.seconds
         self.steps.append((seconds, candidate))
+        self.simulated.add(candidate)
         self.work += found.work
         family.best_s = min(family.best_s, seconds)
         faster = seconds < self.best_s * _SAME
@@ -264,6 +269,7 @@ class _Search:
             self.work += error.work if isinstance(error, ShortOfMemoryError) else 0
             return
         seconds, family = found.step.spans.seconds, self.family_of(candidate)
+        self.simulated.add(candidate)
         self.work += found.work
         family.best_s = min(family.best_s, seconds)
         if seconds < self.best_s * _SAME:
@@ -307,24 +313,39 @@ class _Search:
 
     def decisions(self, chosen: Candidate, bound: float) -> Iterator[Decision]:
         """Why this one, and of every other family why not."""
-        step = in_seconds(self.best_s)
-        reason = f"{step} a step, the fastest there is; {len(self.tried)} strategies resolved, "
-        reason += "the others bounded"
-        if bound < self.best_s * _SAME:
-            limit = f" in {self.asked.time_limit_s:g} s" if self.asked.time_limit_s else ""
-            reason = f"{step} a step, the fastest of {len(self.tried)} strategies resolved{limit}; "
-            reason += f"none is faster than {in_seconds(bound)}"
-            reason += "" if limit else "; strategy.time_limit_s=60 looks further"
+        reason = f"{in_seconds(self.best_s)} a step, the fastest of {self.counted()}"
         if self.is_moved:
             reason += "; then the ends of its stages were moved"
+        if bound < self.best_s * _SAME and not self.asked.time_limit_s:
+            reason += "; strategy.time_limit_s=60 looks further"
         if chosen.arrangement.devices < self.space.available:
-            reason += ", on fewer devices and on all"
+            reason += "; on all devices, and on fewer: the inventory's first"
         yield Decision("strategy.graph", chosen.described, "", reason)
         yield from self.not_measured(chosen.arrangement.devices)
         listed = sorted(self.families.items(), key=lambda each: (each[1].best_s, each[1].bound_s))
         for name, family in listed:
             if name != chosen.family:
                 yield Decision("strategy.graph", chosen.family, name, self.why_not(family))
+        for name, reason in self.left_out.items():
+            yield Decision("strategy.graph", chosen.family, name, reason)
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        return left_out_families(self.space, self.findings, self.training)
+
+    def counted(self) -> str:
+        """How many strategies were simulated, and how many were not."""
+        number = len(self.simulated)
+        said = f"{number} {'strategy' if number == 1 else 'strategies'} simulated"
+        if self.asked.time_limit_s:
+            said += f" in {self.asked.time_limit_s:g} s"
+        alone = self.without_room + sum(isinstance(item, Candidate) for *_, item in self.waiting)
+        unopened = len(self.waiting) + self.without_room - alone
+        kinds = ((alone, "more", "more"), (unopened, "arrangement", "arrangements"))
+        listed = [f"{n} {one if n == 1 else many}" for n, one, many in kinds if n]
+        if unopened:
+            listed[-1] += " of devices"
+        return f"{said}; {' and '.join(listed)} only estimated" if listed else said
 
     def not_measured(self, chosen: int) -> Iterator[Decision]:
         """Of fewer processes with more threads each, why they were not looked at."""
@@ -340,14 +361,15 @@ class _Search:
             yield Decision("strategy.devices", str(chosen), listed, reason)
 
     def why_not(self, family: _Family) -> str:
-        known = min(family.best_s, family.bound_s)
-        if known < self.best_s * _SAME:
-            return f"not looked at further: not under {in_seconds(known)} a step"
-        if known < inf:
-            more = f"{100 * (known / self.best_s - 1):.0f}% slower"
-            if family.best_s <= family.bound_s:
-                return f"{in_seconds(family.best_s)} a step at best, {more}"
-            return f"not under {in_seconds(known)} a step, {more}, whatever the details"
+        said = []
+        if family.best_s < inf:
+            slower = f"{100 * (family.best_s / self.best_s - 1):.0f}% slower"
+            said.append(f"{in_seconds(family.best_s)} a step, the fastest simulated, {slower}")
+        if family.bound_s < family.best_s:
+            which = "others" if said else "none simulated,"
+            said.append(f"{which} estimated at {in_seconds(family.bound_s)} or more")
+        if said:
+            return "; ".join(said)
         if family.fault is not None:
             return str(family.fault)
         return f"{in_bytes(family.short_bytes)} more than there is memory for, at least"
@@ -364,6 +386,8 @@ class _Search:
             rule += f"nearest, {in_bytes(short)} more than hardware={self.cluster.name} has memory "
             rule += "for in a copy"
             remedy = "use more devices, a smaller model, bf16, or an optimizer with less state"
+            if self.training.accumulate > 1 and "pipeline" in self.left_out:
+                remedy = "use train.accumulate=1, with which models are cut as well"
             return Fault(key, value, rule, remedy)
         if said is None:
             rule = f"finds no strategy for {self.training.global_batch} samples a step"

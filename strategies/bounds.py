@@ -304,7 +304,7 @@ class Bounds:
 
     @cached_property
     def segments(self) -> Segments:
-        return Segments(self.findings, self.cluster)
+        return Segments(self.findings, self.cluster, self.training.global_batch)
 
     @cached_property
     def arranged(self) -> Arranged:

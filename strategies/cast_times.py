@@ -1,9 +1,10 @@
 """The seconds of the casts between layouts that a split puts into a piece of the model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from whale_train.strategies.cluster import Link
 from whale_train.strategies.cost import Times
+from whale_train.strategies.kept import View
 from whale_train.strategies.layouts import Assignment
 from whale_train.strategies.links import all_reduce_time_s, gather_time_s
 from whale_train.strategies.operations import OperationGraph
@@ -30,11 +31,20 @@ def cast_times(
 
 
 def moved_bytes(graph: OperationGraph, value: str, samples: float, precision: str) -> float:
-    """Of a value that is sent, for `samples` samples."""
+    """Return the bytes of a value that a shard group's collective moves, for `samples` samples:
+    what products read and give travels in their 16 bits (`runtime/entered_products.py`)."""
     num_bytes = 4.0 if precision == "fp32" else 2.0
     for size in graph[value].shape or ():
         num_bytes *= size.fixed + size.per_sample * samples
     return num_bytes
+
+
+def bridge_time_s(
+    view: View, names: Iterable[str], samples: float, members: int, link: Link
+) -> float:
+    """Return the seconds in which the values `names` cross to a split head, or their gradients come
+    back: each is gathered over the `members` that share the samples."""
+    return sum(gather_time_s(view.crossing_bytes(name, samples), members, link) for name in names)
 
 
 # Design §7's table: what each cast is forward and backward; an all-reduce, a gather (or a

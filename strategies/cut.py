@@ -44,9 +44,11 @@ class Segment:
 class HeadCut:
     """Backbone (TaskGraph 0) and head (TaskGraph 1) over the same devices.
 
-    `shards` maps the canonical path of each of the head's parameters to its layout.
+    `operation` makes the logits; `shards` maps the canonical path of each of the head's parameters
+    to its layout.
     """
 
+    operation: str
     segments: tuple[Segment, ...]
     shards: dict[str, Shard]
     backbone_parameters: tuple[str, ...]
@@ -115,6 +117,7 @@ def cut_head(profile: ModelProfile, head: Head) -> HeadCut:
     segments.append(Segment(1, _ordered(graph, last), features, (loss,), typed_last))
     held = {canonical[graph[name].path] for name in middle & parameters}
     return HeadCut(
+        head.operation,
         tuple(segments),
         shards,
         tuple(p.path for p in profile.parameters if p.path in held),

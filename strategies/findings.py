@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from whale_train.errors import PlanError
 from whale_train.strategies.head import Head, find_heads
+from whale_train.strategies.kept import View
 from whale_train.strategies.likeness import Likeness
 from whale_train.strategies.operations import ModelProfile, OperationGraph, block_of
 from whale_train.strategies.pricing import Prices
@@ -52,6 +53,13 @@ class Findings:
     @cached_property
     def likeness(self) -> Likeness:
         return Likeness(self.profile, self.prices.works)
+
+    def view(self, partitioned: bool) -> View:
+        """Return what values are at the precision of training, their weights `partitioned` by
+        DeepSpeed or not."""
+        return self.once(
+            ("view", partitioned), lambda: View.at(self.graph, self.precision, partitioned)
+        )
 
     def weights_to_cut(self, members: int) -> tuple[int, ...]:
         """Before each place of `order`, how many of the weights read could be cut over a shard

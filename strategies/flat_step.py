@@ -8,6 +8,7 @@ from functools import partial
 from math import ceil
 
 from whale_train.strategies.batch_norm_sums import batch_norm_times
+from whale_train.strategies.cast_times import bridge_time_s
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.cost import (
     Times,
@@ -32,6 +33,7 @@ from whale_train.strategies.links import (
     partitioned_sum_time_s,
     sum_time_s,
 )
+from whale_train.strategies.memory import travelling_bytes
 from whale_train.strategies.pricing import part_of
 from whale_train.strategies.shares import even_shares, tile
 from whale_train.strategies.sharing import Training
@@ -61,7 +63,8 @@ class FlatStep:
         self.link = group_link(cluster, range(self.count))
         self.elements = self._elements(0)
         self.prices = findings.prices if findings.profile.graph else None
-        self.weights_bytes = 2 if training.precision == "bf16" and body.zero else 4
+        self.findings = findings
+        self.travelling = travelling_bytes(training.precision, body.zero)
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
         """The step of the ranks that stand for all, and who stands for each. Ranks that share
@@ -135,7 +138,7 @@ class FlatStep:
         """ZeRO 3's parameters, for a forward and for a backward."""
         if self.body.zero < 3:
             return 0.0, 0.0
-        num_bytes = self.weights_bytes * self.elements
+        num_bytes = self.travelling.parameters * self.elements
         sent = gather_time_s(num_bytes, self.count, self.link)
         if self.body.offload_parameters == "cpu":
             devices = self.cluster.devices
@@ -156,21 +159,20 @@ class FlatStep:
 
     def _bridges_s(self) -> float:
         """What crosses to a split head and back, for a forward or a backward."""
-        cut, total = self.graph.cut, 0.0
-        if cut is None or self.profile.graph is None:
+        cut = self.graph.cut
+        if cut is None:
             return 0.0
         batch = ceil(self.training.global_batch / self.training.accumulate)
-        for name in (name for segment in cut.segments for name in segment.takes):
-            num_bytes = 4.0
-            for size in self.profile.graph[name].shape or ():
-                num_bytes *= size.at(batch)
-            total += gather_time_s(num_bytes, self.count, self.link)
-        return total
+        view = self.findings.view(self.body.zero > 0)
+        link = group_link(self.cluster, range(self.count), by_memory=True)
+        taken = (name for segment in cut.segments for name in segment.takes)
+        return bridge_time_s(view, taken, batch, self.count, link)
 
     def _syncs(self, actors: int) -> list[Sync]:
         if self.count == 1:
             return []
-        num_bytes, zero, link = 4.0 * self.elements, self.body.zero, self.link
+        num_bytes = self.travelling.gradients * self.elements
+        zero, link = self.body.zero, self.link
         members = tuple(range(actors))
         pieces = sum_pieces(self.elements)
         if zero == 0:
@@ -178,7 +180,6 @@ class FlatStep:
             seconds = sum_time_s(self.cluster, ranks, num_bytes, by_memory=True)
             busy = group_link(self.cluster, ranks, by_memory=True).busy
             return [Sync(members, seconds, pieces, True, busy)]
-        gathers = gather_time_s(self.weights_bytes * self.elements, self.count, link)
         if zero == 3:
             seconds = gather_time_s(num_bytes, self.count, link)
             return [Sync(members, seconds, 1, False, link.busy)]
@@ -188,6 +189,7 @@ class FlatStep:
             self.cluster.devices,
             self.training.precision,
         )
+        gathers = gather_time_s(self.travelling.parameters * self.elements, self.count, link)
         return [Sync(members, seconds, 1, False, link.busy, gathers)]
 
     def _norm_s(self) -> float:

@@ -224,10 +224,6 @@ def _keeper(
             faults.append(Fault(f"{other.path}.zero", str(other.zero), rule, remedy))
     if first is None:
         return None
-    for what in ("optimizer", "parameters"):
-        if getattr(first, f"offload_{what}") == "nvme":
-            rule, remedy = "is valid but not executed by this version", "use cpu"
-            faults.append(Fault(f"{first.path}.offload.{what}", "nvme", rule, remedy))
     if first.zero > 1 and pipeline is not None:
         does = {2: "reduces gradients with all copies at every backward",
                 3: "gathers parameters with all copies at every forward"}[first.zero]  # fmt: skip

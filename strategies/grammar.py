@@ -6,7 +6,7 @@ a model and to devices is `graph.py`'s. Every fault carries the full path of its
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, cast
 
@@ -14,9 +14,10 @@ from whale_train.errors import Fault, nearest
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
+HEAD_DIMS = ("auto", "vocabulary")  # of a split beside a replicate, which is one of the head
 PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
 RECOMPUTE = ("none", "full", "auto")
-OFFLOAD = ("none", "cpu", "nvme")
+OFFLOAD = ("none", "cpu")
 BALANCE = ("hardware", "even")
 
 
@@ -75,7 +76,7 @@ Node = Replicate | Split | Stage | Pipeline
 class Strategy:
     """A whole strategy file. `devices` is how many of the inventory it may use (None: all). Without
     a node in `graph` (auto) it is for the planner to find, within `time_limit_s` (0: once the most
-    promising have been tried; None: until nothing can be faster)."""
+    promising have been tried; None: until nothing left is estimated to be faster)."""
 
     name: str
     graph: tuple[Node, ...]
@@ -132,13 +133,18 @@ class _Reader:
             return (node,) if node else ()
         if not value:
             self.fault(path, "[]", "is an empty list", "give at least one node")
-        read = [self.node(item, f"{path}[{i}]", inside) for i, item in enumerate(value)]
+        shared = inside != "pipeline"  # whose stages have devices of their own
+        beside = shared and any(_primitive(item) == "replicate" for item in value)
+        read = [self.node(item, f"{path}[{i}]", inside, beside) for i, item in enumerate(value)]
         return tuple(node for node in read if node)
 
-    def node(self, value: Any, path: str, inside: str | None) -> Node | None:
+    def node(
+        self, value: Any, path: str, inside: str | None, beside_copies: bool = False
+    ) -> Node | None:
+        """A node; `beside_copies`, in a list with a replicate."""
         readers: dict[str, Callable[[Mapping[str, Any], str], Node | None]] = {
             "replicate": self.replicate,
-            "split": self.split,
+            "split": self.split_head if beside_copies else self.split,
             "stage": self.stage,
             "pipeline": self.pipeline,
         }
@@ -206,12 +212,19 @@ class _Reader:
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:
         given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of"))
+        return replace(self.any_split(given, path, SPLIT_DIMS), patterns=self.patterns(given, path))
+
+    def split_head(self, body: Mapping[str, Any], path: str) -> Split:
+        """A split beside a replicate: its head's classes are what there is to cut."""
+        given = self.keys(body, path, ("degree", "dim", "modules", "of"))
+        return self.any_split(given, path, HEAD_DIMS)
+
+    def any_split(self, given: Mapping[str, Any], path: str, dims: tuple[str, ...]) -> Split:
         return Split(
             path,
             degree=self.count_or_auto(given, path, "degree"),
-            dim=self.choice(given, path, "dim", SPLIT_DIMS, "auto"),
+            dim=self.choice(given, path, "dim", dims, "auto"),
             modules=self.modules(given, path) or ("*",),
-            patterns=self.patterns(given, path),
             of=self.children(given, path, "split"),
         )
 
@@ -312,6 +325,13 @@ class _Reader:
             self.fault(f"{path}.modules", value, rule, remedy)
             return None
         return tuple(listed)
+
+
+def _primitive(value: Any) -> str:
+    """The primitive of what may be a node."""
+    if isinstance(value, Mapping):
+        return str(next(iter(value), ""))
+    return str(value)
 
 
 def _is_name(value: object) -> bool:

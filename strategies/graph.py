@@ -13,8 +13,6 @@ from whale_train.strategies.grammar import Node, Replicate, Split, Strategy
 from whale_train.strategies.head import Head, find_heads, matching
 from whale_train.strategies.operations import ModelProfile
 
-_UNEXECUTED = "is valid but not executed by this version"
-
 
 @dataclass(frozen=True)
 class BoundTaskGraph:
@@ -61,10 +59,6 @@ def shared_degree(
     """How many of `devices` devices the nodes share; None when `faults` grew. All that can be
     said against a strategy before there is a model."""
     before = len(faults)
-    for node in strategy.graph:
-        _refuse_unexecuted(node, faults)
-    if len(faults) > before:
-        return None
     degree = _common_degree(strategy.graph, devices, hardware, faults)
     match strategy.graph:
         case (Replicate() as node,):
@@ -82,19 +76,6 @@ def shared_degree(
         case _:
             raise AssertionError(strategy.graph)
     return degree if len(faults) == before else None
-
-
-def _refuse_unexecuted(node: Node, faults: list[Fault]) -> None:
-    rule = _UNEXECUTED
-    match node:
-        case Replicate():
-            for key in ("optimizer", "parameters"):
-                if getattr(node, f"offload_{key}") == "nvme":
-                    path = f"{node.path}.offload.{key}"
-                    faults.append(Fault(path, "nvme", rule, "use cpu"))
-        case Split() if node.dim not in ("auto", "vocabulary"):
-            remedy = "use auto: the classes of the output head"
-            faults.append(Fault(f"{node.path}.dim", node.dim, rule, remedy))
 
 
 def legal_degrees(devices: int) -> str:

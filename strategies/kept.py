@@ -8,7 +8,7 @@ is the caller's; when anything is let go of, `alive.py`'s.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from whale_train.strategies.operations import INSIDE, OWN, Operation, OperationGraph
+from whale_train.strategies.operations import INSIDE, OWN, Operation, OperationGraph, value_bytes
 
 
 def whole(name: str) -> float:
@@ -50,6 +50,11 @@ class View:
 
     def num_bytes(self, name: str) -> float:
         return self.graph.num_bytes[name] * self.part(name)
+
+    def crossing_bytes(self, name: str, samples: float) -> float:
+        """Return the bytes of all of a value, or of its gradient, where it crosses to another part
+        of the model: it is sent, or gathered for a split head, in the dtype it was made in."""
+        return value_bytes(self.graph[name], samples) * (0.5 if name in self.halves else 1.0)
 
     def inside(self, operation: Operation) -> float:
         """The part it has of what an operation makes on the way: as cut as the most cut value

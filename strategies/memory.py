@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from whale_train.strategies.alive import Moment, Passing
+from whale_train.strategies.cut import HeadCut
 from whale_train.strategies.grammar import Replicate
-from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph
-from whale_train.strategies.operations import ModelProfile, block_of
+from whale_train.strategies.graph import BoundTaskGraph
+from whale_train.strategies.operations import ModelProfile, Operation, block_of, value_bytes
 from whale_train.strategies.plan import MemoryEstimate
 
 # What a process takes for a byte of values that come and go. Allocators round sizes up and leave
@@ -51,6 +52,29 @@ def precision_bytes(precision: str, zero: int, apart: bool = False) -> Precision
     if precision == "bf16" and zero:
         return Precision(2, 4, 0.5, 4)
     return Precision(4, 4, 0.5, flat, casts=2)
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """Bytes per element of what copies send each other: gradients that they sum, those of tied
+    weights that several stages sum before, and parameters that ZeRO gathers."""
+
+    gradients: int
+    tied_gradients: int
+    parameters: int
+
+
+def travelling_bytes(precision: str, zero: int) -> Travelling:
+    """Return in what widths values travel between copies.
+
+    Engines sum gradients in fp32: DistributedDataParallel has no others, and DeepSpeed 0.19.8
+    converts to `communication_data_type` (`deepspeed_config.py`). Parameters are gathered as
+    forward reads them, by ZeRO 1 and 2 after the update (`bit16_groups_flat` in
+    zero/stage_1_and_2.py), by ZeRO 3 before it is needed; a tied weight's gradient is of its
+    weight's dtype until an engine has it (runtime/reduction.py).
+    """
+    weights = precision_bytes(precision, zero).weights
+    return Travelling(gradients=4, tied_gradients=weights, parameters=weights)
 
 
 def replica_memory(
@@ -213,40 +237,47 @@ def unmeasured(activation_bytes: float, gradients: float, largest: float) -> Pas
     return Passing(activation_bytes, 0.0, gradients, forward, all_of_it, again)
 
 
+def head_activation_bytes(logits: Operation) -> float:
+    """Return the bytes a sample keeps of a head, in fp32, where nobody measured them: the logits in
+    the output's dtype, and as the softmax."""
+    return 2 * value_bytes(logits)
+
+
 def head_memory(
-    graph: StrategyGraph,
+    cut: HeadCut,
     profile: ModelProfile,
-    classes: int,
+    part: float,
     optimizer_states: int,
     precision: str,
-    batch: int,
+    samples: int,
     accumulate: bool = False,
+    in_flight: int = 1,
 ) -> MemoryEstimate:
-    """One shard of `classes` of the head, which sees all `batch` samples at a time: its rows of
-    every sharded parameter, the logits it makes and the gathered inputs. The forward has its
-    logits and their exponentials, of which the latter stay and become their gradient
-    (`runtime/cross_entropy.py`) while that of the weights is made; of several backwards where
-    gradients `accumulate`, it is there already."""
-    assert graph.head is not None
-    assert graph.cut is not None
+    """One shard of the head with a `part` of its classes, which sees all `samples` of a micro-batch
+    at a time: its rows of every sharded parameter, the logits it makes and the gathered inputs. The
+    forward has its logits and their exponentials, of which the latter stay and become their
+    gradient (`runtime/cross_entropy.py`) while that of the weights is made; of several backwards
+    where gradients `accumulate`, it is there already. Micro-batches `in_flight` beside the last
+    have run forward and keep what their backwards want."""
     assert profile.graph is not None
-    fraction = classes / graph.head.classes
-    elements = sum(profile.parameter_by_path[p].elements for p in graph.cut.shards) * fraction
-    logits = profile.graph[graph.head.operation].shape or ()
+    elements = sum(profile.parameter_by_path[path].elements for path in cut.shards) * part
+    *lead, classes = profile.graph[cut.operation].shape or ()
     rows = 1
-    for size in logits[:-1]:
-        rows *= size.at(batch)
+    for size in lead:
+        rows *= size.at(samples)
     sizes = precision_bytes(precision, 0)
     width = 4 * sizes.activations
-    gathered = 0.0
-    for name in graph.cut.segments[-1].takes:
+    entered = 0.0
+    for name in cut.segments[-1].takes:
         each = 1
         for size in profile.graph[name].shape or ():
-            each *= size.at(batch)
-        gathered += each * width * 2
-    kept, gradients = rows * classes * width, 4 * elements
-    forward = Needed(gradients if accumulate else 0.0, 2 * kept, gathered)
-    worst = max(forward, Needed(gradients, kept, gathered), key=lambda needed: needed.total)
+            each *= size.at(samples)
+        entered += each * width
+    kept, gradients = rows * classes.at(samples) * part * width, 4 * elements
+    beside = (in_flight - 1) * (kept + entered)
+    forward = Needed(gradients if accumulate else 0.0, 2 * kept + beside, 2 * entered)
+    backward = Needed(gradients, kept + beside, 2 * entered)
+    worst = max(forward, backward, key=lambda needed: needed.total)
     return MemoryEstimate(
         parameters=(sizes.weights + sizes.casts) * elements,
         gradients=worst.gradients,

@@ -114,13 +114,13 @@ def is_repeated(block: str) -> bool:
     return any(part.isdecimal() for part in block.split("."))
 
 
-def value_bytes(operation: Operation) -> float:
-    """Bytes of its value per sample; a value without a batch counts whole."""
+def value_bytes(operation: Operation, samples: float = 1) -> float:
+    """Bytes of its value for so many samples; a value without a batch counts whole."""
     if operation.shape is None:
         return 0.0
     total = float(_DTYPE_BYTES.get(operation.dtype, 4))
     for size in operation.shape:
-        total *= size.at(1)
+        total *= size.fixed + size.per_sample * samples
     return total
 
 

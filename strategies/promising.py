@@ -1,4 +1,4 @@
-"""Which strategies promise most: what a search resolves first, before it proves anything.
+"""Which strategies promise most: what a search simulates first.
 
 Bounds order these badly where kinds of devices have stages of their own, as stages on unlike
 devices wait in ways that no bound sees. Under 1F1B they wait for most and under zero_bubble for

@@ -1,16 +1,17 @@
 """The model in segments, between the places where it may be cut: what each takes, and holds.
 
-A segment's time on a device grows with the samples of a micro-batch (a `Line`), and lines add up:
-whatever the cut, a stage takes the sum of its segments. Over a shard group operations are counted
-as if all were divided, and of collectives those inside of repeated blocks, which every split has.
+A segment's time on a device grows with the samples of a micro-batch, and is at least a `Line`:
+lines add up, so that whatever the cut, a stage takes the sum of its segments. Over a shard group
+operations are counted as if all were divided, and of collectives those inside of repeated blocks,
+which every split has.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
-from whale_train.strategies.cast_times import cast_times, moved_bytes
+from whale_train.strategies.cast_times import cast_times
 from whale_train.strategies.cluster import Cluster, Device
 from whale_train.strategies.cost import Times, whole_times, work_times
 from whale_train.strategies.findings import Findings
@@ -45,10 +46,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Segments:
-    """Of a model on the devices of `cluster`, at one precision."""
+    """Lower bounds of what segments of a model take on the devices of `cluster`, at one precision,
+    for micro-batches of 1 to `most` samples."""
 
     findings: Findings
     cluster: Cluster
+    most: int
     _sums: dict[tuple[int, int], Sequence[Line]] = field(default_factory=dict)
 
     @property
@@ -66,8 +69,7 @@ class Segments:
         if self.findings.profile.graph is not None:
             return self.line(device, shards, 0, self.count)
         flops, precision = self.findings.profile.forward_flops, self.findings.precision
-        one, two = (whole_times(n * flops, device, precision) for n in (1, 2))
-        return _through(one, two)
+        return self._chord(lambda samples: whole_times(samples * flops, device, precision))
 
     def elements(self, first: int, last: int) -> float:
         """Trained parameters that the segments read, and no others do."""
@@ -85,15 +87,14 @@ class Segments:
         return tuple(self.findings.order.operations[x] for x in sorted(found))
 
     def sent_bytes(self, values: tuple[str, ...], samples: float) -> float:
-        """Of a micro-batch's `values` that are sent."""
-        graph, precision = self.findings.graph, self.findings.precision
-        return sum(moved_bytes(graph, value, samples, precision) for value in values)
+        """Of a micro-batch's `values` that are sent, at the least: of ZeRO's dtypes."""
+        view = self.findings.view(True)
+        return sum(view.crossing_bytes(value, samples) for value in values)
 
     def crossing_bytes(self, place: int, samples: float) -> float:
         """At most of a micro-batch's values that a stage which begins at `place` may be sent."""
-        graph, precision = self.findings.graph, self.findings.precision
-        names = self._crossing[place]
-        return sum(moved_bytes(graph, name, samples, precision) for name in names)
+        view = self.findings.view(False)
+        return sum(view.crossing_bytes(name, samples) for name in self._crossing[place])
 
     @cached_property
     def _crossing(self) -> Sequence[Sequence[str]]:
@@ -178,15 +179,28 @@ class Segments:
                 alike = (frozenset(works.items()), self._list_of(number))
                 if alike not in known:
                     divided = {_divided(work, shards): n for work, n in works.items()}
-                    one, two = (
-                        work_times(divided, n, device, self.findings.precision)
-                        + self._casts(number, device, shards, n)
-                        for n in (1, 2)
+                    known[alike] = self._chord(
+                        partial(self._times, divided, number, device, shards)
                     )
-                    known[alike] = _through(one, two)
                 found.append(found[-1] + known[alike])
             self._sums[key] = found
         return self._sums[key]
+
+    def _times(
+        self, works: Mapping[Work, int], number: int, device: Device, shards: int, samples: float
+    ) -> Times:
+        """Return what a segment of these `works` takes for so many samples."""
+        times = work_times(works, samples, device, self.findings.precision)
+        return times + self._casts(number, device, shards, samples)
+
+    def _chord(self, times: Callable[[float], Times]) -> Line:
+        """Return the line through what the fewest and the most samples take, above which all
+        between them lie: work grows in proportion, and of an all-reduce, which is done as a tree
+        or a ring, whichever is faster, more samples take less each."""
+        most = max(self.most, 2)
+        first = times(1)
+        each = (times(most) + first.scaled(-1)).scaled(1 / (most - 1))
+        return Line(first + each.scaled(-1), each)
 
     def _list_of(self, number: int) -> str:
         """The list of repeated blocks that a segment is of; empty for others."""
@@ -251,12 +265,6 @@ class Segments:
                 ).assignment
             ),
         )
-
-
-def _through(one: Times, two: Times) -> Line:
-    """The line of what takes `one` for a sample and `two` for two."""
-    each = two + one.scaled(-1)
-    return Line(one + each.scaled(-1), each)
 
 
 def _divided(work: Work, shards: int) -> Work:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from whale_train.strategies.cast_times import moved_bytes
 from whale_train.strategies.cluster import Link
 from whale_train.strategies.links import Crowd, crowd_of, group_link, send_time_s
 from whale_train.strategies.micro_batches import Batches
@@ -30,8 +29,9 @@ class Sends:
         if key not in self._bytes:
             maker, taker = sorted((sender, receiver))
             taken, graph = set(self._chunks[taker].slice.takes), self._job.graph
+            view = self._job.findings.view(self._job.zero > 0)
             self._bytes[key] = sum(
-                moved_bytes(graph, name, samples, self._job.training.precision)
+                view.crossing_bytes(name, samples)
                 for name in self._chunks[maker].slice.gives
                 if name in taken and (sender == maker or "float" in graph[name].dtype)
             )

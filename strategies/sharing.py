@@ -18,6 +18,7 @@ from whale_train.strategies.grammar import Replicate, Strategy
 from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph
 from whale_train.strategies.kept import View
 from whale_train.strategies.memory import (
+    head_activation_bytes,
     head_memory,
     precision_bytes,
     replica_memory,
@@ -182,25 +183,25 @@ def _alive(graph: StrategyGraph, profile: ModelProfile, precision: str) -> Passi
 
 
 def _activation_bytes(graph: StrategyGraph, profile: ModelProfile) -> float:
-    """Bytes a sample keeps in the replicated part of a model whose operations nobody measured: all
-    but the head's logits, which its shards keep (once in the output's dtype, once as the
-    softmax)."""
+    """Return the bytes a sample keeps in the replicated part of a model whose operations nobody
+    measured: all but what the head's shards keep."""
     if graph.head is None or profile.graph is None:
         return profile.activation_bytes
-    logits = 4.0 * graph.head.classes
-    for size in (profile.graph[graph.head.operation].shape or ())[:-1]:
-        logits *= size.at(1)
-    return max(profile.activation_bytes - 2 * logits, 0.0)
+    of_head = head_activation_bytes(profile.graph[graph.head.operation])
+    return max(profile.activation_bytes - of_head, 0.0)
 
 
 def split_head_memory(
     graph: StrategyGraph, profile: ModelProfile, training: Training, classes: int
 ) -> MemoryEstimate:
     """With every rank's largest micro-batch gathered, whatever their shares are."""
+    assert graph.head is not None
+    assert graph.cut is not None
     whole, pieces = training.global_batch, training.accumulate
     batch = min(whole, (whole + graph.degree * (pieces - 1)) // pieces)
     states = training.optimizer_states
-    return head_memory(graph, profile, classes, states, training.precision, batch, pieces > 1)
+    part, precision = classes / graph.head.classes, training.precision
+    return head_memory(graph.cut, profile, part, states, precision, batch, pieces > 1)
 
 
 def _no_room_for_one(

@@ -7,22 +7,27 @@ take it away and leave gradients. The worst moment within any of them is what a 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import accumulate
 
 from whale_train.errors import Fault, PlanError
 from whale_train.quantities import in_bytes
 from whale_train.strategies.alive import Passing, passing, passing_again
+from whale_train.strategies.cut import HeadCut
 from whale_train.strategies.in_place import added_in_place, named_in_place
 from whale_train.strategies.instructions import ENDS, Instruction, Kind
 from whale_train.strategies.kept import View, whole
-from whale_train.strategies.layouts import Layout, Shard
 from whale_train.strategies.memory import (
     Gradients,
+    added,
     gathered_at_once,
+    head_activation_bytes,
+    head_memory,
     precision_bytes,
     unmeasured,
 )
-from whale_train.strategies.micro_batches import Batches
+from whale_train.strategies.micro_batches import Batches, member_shares
 from whale_train.strategies.plan import MemoryEstimate
+from whale_train.strategies.stage_engines import fraction, held_elements
 from whale_train.strategies.staging import Axes, Chunk, Staging, alike_members
 
 
@@ -44,29 +49,43 @@ def memory_of_ranks(
     alike = [
         alike_members([axis for n in mine for axis in chunks[n].axes], axes) for mine in held_by
     ]  # fmt: skip
-    passings: dict[tuple[int, int], Held] = {}
+    passings: dict[tuple[int, int, bool], Held] = {}
     alike_orders = _alike_orders(orders)
     view = job.findings.once(
-        ("view", job.zero > 0),
-        lambda: View.at(job.graph, job.training.precision, job.zero > 0).rewritten(),
+        ("rewritten", job.zero > 0), lambda: job.findings.view(job.zero > 0).rewritten()
     )
     for copy, of_copy in enumerate(job.seats.positions):
         samples = max(stop - start for start, stop in batches.samples[copy])
+        shares = {  # of the samples, where members have their own beside a split head
+            stage: member_shares(job, stage, samples, copy)
+            for stage in stages
+            if job.form.stages[stage].body
+        }
         for position, ranks in enumerate(of_copy):
             stage = job.seats.stage_of[position]
             order = orders[copy][position]
+            joins = _accumulates(order)
             for index, rank in enumerate(ranks):
                 member = alike[stage][index] if alike[stage] else 0
-                if (stage, member) not in passings:
+                if (stage, member, joins) not in passings:
                     mine = {number: chunks[number] for number in held_by[stage]}
-                    passings[stage, member] = Held(
-                        job, mine, axes, member, stage in recomputed, view
+                    passings[stage, member, joins] = Held(
+                        job, mine, axes, member, stage in recomputed, view, joins
                     )
-                key = (stage, member, samples, alike_orders[id(order)])
+                own = shares[stage][index] if stage in shares else samples
+                key = (stage, member, samples, own, alike_orders[id(order)])
                 if key not in known:
-                    known[key] = passings[stage, member].needs(order, samples)
+                    known[key] = passings[stage, member, joins].needs(order, samples, own)
                 found[rank] = known[key]
     return found
+
+
+def _accumulates(order: Sequence[Instruction]) -> bool:
+    """Return whether weights' gradients are added to as they are made, or left for later: where a
+    chunk has one backward, they are not (`assemble_stages` in runtime/stages.py)."""
+    chunks = {x.chunk for x in order}
+    several = sum(x.kind is Kind.FORWARD for x in order) > len(chunks)
+    return several or any(x.kind is Kind.BACKWARD_WEIGHT for x in order)
 
 
 def _alike_orders(orders: Sequence[Sequence[Sequence[Instruction]]]) -> Mapping[int, int]:
@@ -81,33 +100,10 @@ def _alike_orders(orders: Sequence[Sequence[Sequence[Instruction]]]) -> Mapping[
     return found
 
 
-def held_elements(job: Staging, chunk: Chunk, axes: Axes, member: int) -> dict[str, float]:
-    """How much of each of a chunk's parameters one member of its shard group holds."""
-    return {
-        path: job.profile.parameter_by_path[path].elements
-        * _fraction(chunk.shards.get(path), axes, member)
-        for path in chunk.slice.parameters
-    }
-
-
-def held_of_stages(job: Staging, chunks: Sequence[Chunk], axes: Axes) -> Sequence[Sequence[float]]:
-    """By stage and place in its shard group, how many parameters a rank holds of a copy."""
-    found = []
-    for stage, form in enumerate(job.form.stages):
-        mine = [chunk for chunk in chunks if chunk.stage == stage]
-        listed = []
-        for member in range(form.shards):
-            held: dict[str, float] = {}
-            for chunk in mine:
-                held |= held_elements(job, chunk, axes, member)
-            listed.append(sum(held.values()))
-        found.append(listed)
-    return found
-
-
 class Held:
     """What one member of a shard group holds of its chunks, by their numbers, and what their
-    forwards and backwards hold meanwhile; `again`: blocks are computed again in the backward."""
+    forwards and backwards hold meanwhile. `again`: blocks are computed again in the backward.
+    `accumulates`: gradients are added to as they are made, or left for later."""
 
     def __init__(
         self,
@@ -117,16 +113,22 @@ class Held:
         member: int,
         again: bool,
         view: View,
+        accumulates: bool,
     ) -> None:
         self._job, self._chunks, self._view = job, chunks, view
+        self._accumulates = accumulates
         self._elements: dict[str, float] = {}
+        self._head_part = 0.0
         self._passing: dict[int, Passing] = {}
         for number, chunk in chunks.items():
             local = held_elements(job, chunk, axes, member)
+            if chunk.head is not None:  # whose shard has an engine, and a reckoning, of its own
+                self._head_part = fraction(next(iter(chunk.shards.values())), axes, member)
+                local = {path: n for path, n in local.items() if path not in chunk.shards}
             self._elements |= local
             dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
             self._passing[number] = job.findings.once(
-                ("passing", chunk.key, dealt, again, job.zero > 0),
+                ("passing", chunk.key, dealt, again, job.zero > 0, accumulates),
                 partial(self._passed, chunk, axes, member, local, again),
             )
 
@@ -145,20 +147,26 @@ class Held:
         job, part = self._job, chunk.slice
         if not any(operation.saved for operation in job.graph):
             return self._unmeasured(chunk, local, again)
-        weights = {
-            name: 4.0 * local[job.profile.parameter_by_path[job.graph[name].path].path]
-            for name in part.operations
-            if job.graph[name].target == "parameter"
-        }
-        in_place = named_in_place(job, chunk)
+        operations = part.operations
+        if chunk.head is not None:
+            of_head = job.graph.descendants({chunk.head.operation})
+            operations = tuple(name for name in operations if name not in of_head)
+        canonical = {name: p.path for name, p in job.profile.parameter_by_path.items()}
+        read = ((name, job.graph[name]) for name in operations)
+        paths = {name: canonical[op.path] for name, op in read if op.target == "parameter"}
+        weights = {name: 4.0 * local[path] for name, path in paths.items() if path in local}
+        # The loss is a number, which nobody takes.
+        gives = [name for name in part.gives if name in operations and job.graph[name].shape]
+        in_place = named_in_place(job, chunk) if self._accumulates else ()
         run = passing_again if again else passing
         view = self._view.held_by(_part_of(chunk, axes, member))
-        return run(view, part.operations, weights, part.takes, part.gives, in_place)
+        return run(view, operations, weights, part.takes, gives, in_place)
 
     @cached_property
     def _largest_made(self) -> float:
         """Bytes of the largest gradient that is made before it is added."""
-        in_place = {x for chunk in self._chunks.values() for x in added_in_place(self._job, chunk)}
+        chunks = self._chunks.values() if self._accumulates else ()
+        in_place = {x for chunk in chunks for x in added_in_place(self._job, chunk)}
         made = (n for path, n in self._elements.items() if path not in in_place)
         return 4.0 * max(made, default=0.0)
 
@@ -167,26 +175,53 @@ class Held:
         part, gradients = chunk.slice, 4.0 * sum(local.values())
         largest = 4.0 * max(local.values(), default=0.0)
         if not again:
-            return unmeasured(part.activation_bytes * halved, gradients, largest)
+            kept = part.activation_bytes
+            if chunk.head is not None:
+                logits = self._job.graph[chunk.head.operation]
+                kept = max(kept - head_activation_bytes(logits), 0.0)
+            return unmeasured(kept * halved, gradients, largest)
         entering, block = part.entering_bytes * halved, part.block_bytes * halved
         once = unmeasured(entering + block, gradients, largest)
         return replace(once, kept=entering, forward=())
 
-    def needs(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
-        """With micro-batches of `samples`, in the order of the schedule."""
+    def needs(self, order: Sequence[Instruction], samples: int, own: int) -> MemoryEstimate:
+        """Return what a rank needs that runs micro-batches of `samples` in the order of the
+        schedule; beside a split head it has `own` of these, and of the head a shard."""
+        head = next((chunk.head for chunk in self._chunks.values() if chunk.head), None)
+        rest = self._rest(order, own)
+        return rest if head is None else added(rest, self._shard(head, order, samples))
+
+    def _shard(self, head: HeadCut, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
+        """Return what the rank's shard of `head` needs. Its gradients are there from the start
+        where there are several backwards, or copies, whose buckets they are."""
+        job, stage = self._job, self._stage
+        kinds = [x.kind for x in order if x.kind in (Kind.FORWARD, *ENDS)]
+        steps = (1 if kind is Kind.FORWARD else -1 for kind in kinds)
+        stay = kinds.count(Kind.FORWARD) > 1 or len(job.replicas(stage)) > 1
+        return head_memory(
+            head, job.profile, self._head_part, job.training.optimizer_states,
+            job.training.precision, samples, stay, max(accumulate(steps)),
+        )  # fmt: skip
+
+    @property
+    def _stage(self) -> int:
+        return next(iter(self._chunks.values())).stage
+
+    def _rest(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
+        """Return what all but a split head needs, with micro-batches of `samples`."""
         job, held = self._job, sum(self._elements.values())
-        sizes = precision_bytes(job.training.precision, job.zero)
-        stage = next(iter(self._chunks.values())).stage
-        copies = job.form.copies * job.form.stages[stage].copies
+        keeper, on_cpu = job.form.keeper, job.cluster.on_cpu
+        apart = keeper is not None and keeper.offload_parameters == "cpu"
+        sizes = precision_bytes(job.training.precision, job.zero, apart)
+        copies = len(job.copies_of_rest(self._stage)[0])
         own = held / copies if job.zero else held
         gathered = gathered_at_once(self._elements, by_block=True) if job.zero == 3 else 0.0
-        keeper, on_cpu = job.form.keeper, job.cluster.on_cpu
         offloads = keeper is not None and keeper.offload_optimizer == "cpu"
         engine = Gradients(job.zero, copies, held, gathered, sizes, on_cpu, offloads)
         steps = self._steps(order, engine)
         worst = engine.worst((come, added, values * samples) for come, added, values in steps)
         parameters = sizes.weights * (own if job.zero == 3 else held)
-        if keeper is not None and keeper.offload_parameters == "cpu" and not on_cpu:
+        if apart and not on_cpu:
             parameters = 0.0
         states = 4 * job.training.optimizer_states + sizes.master
         return MemoryEstimate(
@@ -246,13 +281,10 @@ class Held:
 
 def _part_of(chunk: Chunk, axes: Axes, member: int) -> Callable[[str], float]:
     """The part of a value that a member of a chunk's shard group has."""
-    if chunk.head is not None:  # of the samples or of the classes
-        part = _fraction(next(iter(chunk.shards.values())), axes, member)
-        return lambda name: part
-    if chunk.sharded is None:
+    if chunk.sharded is None:  # or beside a split head, whose shard is reckoned by itself
         return whole
     layouts = chunk.sharded.assignment.layouts
-    return lambda name: _fraction(layouts.get(name), axes, member)
+    return lambda name: fraction(layouts.get(name), axes, member)
 
 
 def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set[int]:
@@ -299,10 +331,3 @@ def refuse_memory(job: Staging, memory: Mapping[int, MemoryEstimate], work: int)
     else:
         remedy = "use more stages or a wider split, or zero: 1 among copies"
     raise ShortOfMemoryError(Fault("strategy", job.strategy.name, rule, remedy), over[worst], work)
-
-
-def _fraction(layout: Layout | None, axes: Axes, index: int) -> float:
-    if not isinstance(layout, Shard) or layout.axis not in axes:
-        return 1.0
-    start, stop = axes[layout.axis][index]
-    return (stop - start) / axes[layout.axis][-1][1]

@@ -13,14 +13,15 @@ from whale_train.strategies.links import (
     partitioned_sum_time_s,
     sum_time_s,
 )
-from whale_train.strategies.memory import precision_bytes
+from whale_train.strategies.memory import Travelling, travelling_bytes
+from whale_train.strategies.stage_engines import StageEngine
 from whale_train.strategies.staging import Staging
 from whale_train.strategies.step_tasks import Sync, sum_pieces
 
 
 def gradient_sums(
     job: Staging,
-    held: Sequence[float],
+    engines: Sequence[Sequence[StageEngine]],
     shared: Mapping[str, Sequence[int]],
     crowd: Crowd,
     actors: Mapping[tuple[int, int], int],
@@ -28,22 +29,21 @@ def gradient_sums(
     """All sums of a step, in their order; `actors` has the numbers of those that stand for all, by
     copy and position.
 
-    `held` are the elements of each stage, of the member with most of them, and `shared` the stages
-    of each tied weight. Torch's engine sums these over all their holders, when all else is on its
-    way; DeepSpeed, which waits for that before it sums what it has partitioned, sums them with the
-    rest once more (runtime/reduction.py, runtime/deepspeed_engine.py).
+    `engines` are those of each stage, and `shared` the stages of each tied weight. Torch's engine
+    sums these over all their holders, when all else is on its way; DeepSpeed, which waits for that
+    before it sums what it has partitioned, sums them with the rest once more
+    (runtime/reduction.py, runtime/deepspeed_engine.py).
     """
     unused = job.profile.unused_parameters
     summed = {path: stages for path, stages in shared.items() if path not in unused}
     tied = list(_of_tied(job, summed, crowd, actors))
     if job.zero:
-        return [*tied, *_of_stages(job, held, crowd, actors)]
+        return [*tied, *_of_stages(job, engines, [0.0] * len(engines), crowd, actors)]
     apart = [
         sum(_elements(job, path) for path, stages in summed.items() if stage in stages)
-        for stage in range(len(held))
+        for stage in range(len(engines))
     ]
-    left = [elements - others for elements, others in zip(held, apart, strict=True)]
-    return [*_of_stages(job, left, crowd, actors), *tied]
+    return [*_of_stages(job, engines, apart, crowd, actors), *tied]
 
 
 def _of_tied(
@@ -54,7 +54,7 @@ def _of_tied(
 ) -> Iterator[Sync]:
     """Of each tied weight, which all its holders have whole (docs/adr/009), when these have run
     their last backwards."""
-    width = precision_bytes(job.training.precision, job.zero).weights
+    width = _travelling(job).tied_gradients
     for path, stages in shared.items():
         holders = sorted(rank for s in stages for ranks in job.replicas(s) for rank in ranks)
         seconds = sum_time_s(job.cluster, holders, width * _elements(job, path), crowd)
@@ -63,28 +63,46 @@ def _of_tied(
 
 
 def _of_stages(
-    job: Staging, held: Sequence[float], crowd: Crowd, actors: Mapping[tuple[int, int], int]
+    job: Staging,
+    engines: Sequence[Sequence[StageEngine]],
+    apart: Sequence[float],
+    crowd: Crowd,
+    actors: Mapping[tuple[int, int], int],
 ) -> Iterator[Sync]:
-    """Of each stage's gradients over its copies."""
-    for stage, elements in enumerate(held):
-        groups = job.data_parallel(stage)
-        copies = len(groups[0])
-        if copies == 1 or not elements:
-            continue
-        link, num_bytes = group_link(job.cluster, groups[0], crowd), 4 * elements
-        members = _members(job, (stage,), actors)
-        summed = sum_time_s(job.cluster, groups[0], num_bytes, crowd)
-        if job.zero == 0:
-            yield Sync(members, summed, sum_pieces(elements), True, link.busy)
-            continue
-        gathered = gather_time_s(num_bytes, copies, link)
-        if job.zero == 3:
-            yield Sync(members, gathered, 1, False, link.busy)
-            continue
-        seconds = partitioned_sum_time_s(
-            elements, summed, job.cluster.devices, job.training.precision
-        )
-        yield Sync(members, seconds, 1, False, link.busy, gathered)
+    """Yield the sum of each engine's gradients over its copies; of each stage, the elements `apart`
+    are summed by themselves (a head's are none of these)."""
+    for stage, of_stage in enumerate(engines):
+        for number, engine in enumerate(of_stage):
+            elements = max(engine.elements) - (0.0 if number else apart[stage])
+            if len(engine.groups[0]) > 1 and elements:
+                yield _of_engine(job, stage, elements, engine.groups[0], crowd, actors)
+
+
+def _of_engine(
+    job: Staging,
+    stage: int,
+    elements: float,
+    group: Sequence[int],
+    crowd: Crowd,
+    actors: Mapping[tuple[int, int], int],
+) -> Sync:
+    """Return the sum of so many gradients over `group`, one of those that do so at once."""
+    link, travelling = group_link(job.cluster, group, crowd), _travelling(job)
+    num_bytes = travelling.gradients * elements
+    members = _members(job, (stage,), actors)
+    summed = sum_time_s(job.cluster, group, num_bytes, crowd)
+    if job.zero == 0:
+        return Sync(members, summed, sum_pieces(elements), True, link.busy)
+    if job.zero == 3:
+        scattered = gather_time_s(num_bytes, len(group), link)
+        return Sync(members, scattered, 1, False, link.busy)
+    gathered = gather_time_s(travelling.parameters * elements, len(group), link)
+    seconds = partitioned_sum_time_s(elements, summed, job.cluster.devices, job.training.precision)
+    return Sync(members, seconds, 1, False, link.busy, gathered)
+
+
+def _travelling(job: Staging) -> Travelling:
+    return travelling_bytes(job.training.precision, job.zero)
 
 
 def _members(

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from functools import partial
 
-from whale_train.strategies.cast_times import cast_times, moved_bytes
+from whale_train.strategies.cast_times import bridge_time_s, cast_times
 from whale_train.strategies.cluster import Link
 from whale_train.strategies.cost import Times
 from whale_train.strategies.in_place import named_in_place
 from whale_train.strategies.layouts import BATCH
-from whale_train.strategies.links import gather_time_s, group_link
+from whale_train.strategies.links import group_link
 from whale_train.strategies.micro_batches import Batches, member_shares
 from whale_train.strategies.pricing import part_of
 from whale_train.strategies.shares import tile
@@ -108,8 +108,8 @@ class ChunkTimes:
         graph, precision = self.job.graph, self.job.training.precision
         if chunk.head is not None:
             taken = (name for segment in chunk.head.segments for name in segment.takes)
-            bridged = sum(moved_bytes(graph, name, samples, precision) for name in taken)
-            each = gather_time_s(bridged, members, link)
+            view = self.job.findings.view(self.job.zero > 0)
+            each = bridge_time_s(view, taken, samples, members, link)
             return Times(each, each)
         if chunk.sharded is None:
             return Times()

@@ -32,8 +32,8 @@ from whale_train.strategies.samples import refuse_learned_targets, refuse_shared
 from whale_train.strategies.schedule import schedule
 from whale_train.strategies.sends import Sends
 from whale_train.strategies.sharing import Training
+from whale_train.strategies.stage_engines import held_of_stages
 from whale_train.strategies.stage_memory import (
-    held_of_stages,
     memory_of_ranks,
     recomputed_stages,
     refuse_memory,

@@ -58,8 +58,7 @@ def written(
         for number in numbers:
             name = task_graphs[number].name
             if form.stages[stage].body and number == numbers[0]:  # beside a split head
-                everyone = sorted(rank for group in job.replicas(stage) for rank in group)
-                groups[f"{name}.data_parallel"] = (tuple(everyone),)
+                groups[f"{name}.data_parallel"] = job.copies_of_rest(stage)
                 continue
             groups[f"{name}.data_parallel"] = job.data_parallel(stage)
             groups[f"{name}.model_parallel"] = job.replicas(stage)

@@ -29,12 +29,12 @@ from whale_train.strategies.links import (
     modules_of,
     send_time_s,
 )
-from whale_train.strategies.memory import precision_bytes
+from whale_train.strategies.memory import travelling_bytes
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.operations import LOOKUP
 from whale_train.strategies.pricing import part_of
 from whale_train.strategies.sends import Sends
-from whale_train.strategies.stage_memory import held_elements, held_of_stages
+from whale_train.strategies.stage_engines import engines_of_stages, held_elements
 from whale_train.strategies.stage_sums import gradient_sums
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staging import Staging
@@ -55,9 +55,8 @@ class StagedStep:
     ) -> None:
         self.job, self.times, self.batches, self.orders = job, times, batches, orders
         self.shared, self.cluster = shared, job.cluster
-        crossing = (
-            group for stage in range(len(job.form.stages)) for group in job.data_parallel(stage)
-        )
+        self.engines = engines_of_stages(job, times.chunks, times.axes)
+        crossing = (g for of_stage in self.engines for engine in of_stage for g in engine.groups)
         self.crowd: Crowd = crowd_of(self.cluster, crossing)
         self.sends = Sends(job, times.chunks)
         norms = job.profile.batch_norm_modules
@@ -90,8 +89,7 @@ class StagedStep:
         norm = all_reduce_time_s(
             4.0, len(self.cluster.devices), group_link(self.cluster, range(len(stands)))
         )
-        held = [max(members) for members in self._held]
-        syncs = gradient_sums(self.job, held, self.shared, self.crowd, numbers)
+        syncs = gradient_sums(self.job, self.engines, self.shared, self.crowd, numbers)
         return Step(actors, syncs, norm), stands
 
     def _seated(self, positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
@@ -187,10 +185,10 @@ class StagedStep:
         if self.job.zero < 3:
             return 0.0, 0.0
         stage = self.job.seats.stage_of[position]
-        group = self.job.data_parallel(stage)[0]
-        width = precision_bytes(self.job.training.precision, self.job.zero).weights
+        (engine,) = self.engines[stage]  # ZeRO has none of a split head's
+        group, held = engine.groups[0], max(engine.elements)
+        width = travelling_bytes(self.job.training.precision, self.job.zero).parameters
         link = group_link(self.cluster, group, self.crowd)
-        held = max(self._held[stage])
         sent = gather_time_s(width * held, len(group), link)
         keeper = self.job.form.keeper
         if keeper is not None and keeper.offload_parameters == "cpu":
@@ -211,9 +209,7 @@ class StagedStep:
 
     def _priced_norms(self, number: int) -> Times:
         chunk = self.times.chunks[number]
-        groups = self.job.data_parallel(chunk.stage)
-        if chunk.head is not None:  # all members of all copies take samples of their own
-            groups = (tuple(rank for group in groups for rank in group),)
+        groups = self.job.copies_of_rest(chunk.stage)
         assignment = chunk.sharded.assignment if chunk.sharded else None
         found = batch_norm_times(
             self.job.graph,
@@ -226,20 +222,18 @@ class StagedStep:
             found += Times(backward_input=found.forward)
         return found
 
-    @cached_property
-    def _held(self) -> Sequence[Sequence[float]]:
-        """By stage and place in its shard group, how many parameters a rank holds of a copy."""
-        return held_of_stages(self.job, self.times.chunks, self.times.axes)
-
     def _update_s(self, rank: int) -> float:
         copy, position = self.job.place_of(rank)
         number = self.job.seats.stage_of[position]
-        stage = self.job.form.stages[number]
-        held = self._held[number][self.job.seats.positions[copy][position].index(rank)]
-        if self.job.zero:
-            held /= self.job.form.copies * stage.copies
+        member = self.job.seats.positions[copy][position].index(rank)
+        keeper, seconds = self.job.form.keeper, 0.0
         device, states = self.cluster.devices[rank], self.job.training.optimizer_states
-        keeper = self.job.form.keeper
-        if keeper is not None and keeper.offload_optimizer == "cpu":
-            return offloaded_update_time_s(held, states, device, self.cluster.on_cpu)
-        return update_time_s(held, states, device)
+        for engine in self.engines[number]:
+            held = engine.elements[member]
+            if self.job.zero:
+                held /= len(engine.groups[0])
+            if keeper is not None and keeper.offload_optimizer == "cpu":
+                seconds += offloaded_update_time_s(held, states, device, self.cluster.on_cpu)
+            else:
+                seconds += update_time_s(held, states, device)
+        return seconds

@@ -116,7 +116,8 @@ def balanced(
     `stage_time(stage, first, last)` is what stage `stage` takes for the operations between two
     places; infinite where it must not hold them. `fixed` maps a position in `order.operations` to
     the stage that must hold it. Minimises the slowest stage, then the bytes that cross. None when
-    no cut gives every stage something to run. O(stages x places^2).
+    no cut gives every stage something to run. O(stages x places^2), twice: which beginning of a cut
+    is best in bytes depends on the slowest stage of all, which is found first.
     """
     places = len(order.places) - 1
     wanted = sorted(fixed.items())
@@ -127,30 +128,59 @@ def balanced(
         high = bisect_right(positions, order.places[last] - 1)
         return all(owner == stage for _, owner in wanted[low:high])
 
-    worst = (inf, inf)
-    best: list[tuple[tuple[float, float], tuple[int, ...]] | None]
-    best = [((0.0, 0.0), (0,)), *([None] * places)]
+    def time(stage: int, first: int, last: int) -> float:
+        return inf if wanted and not allowed(stage, first, last) else stage_time(stage, first, last)
+
+    slowest = _slowest_stage(time, places, count)
+    return None if slowest == inf else _least_crossing(order, time, count, slowest)
+
+
+def _slowest_stage(stage_time: Callable[[int, int, int], float], places: int, count: int) -> float:
+    """Return the time of the slowest stage of the cut in which it is least; infinite where no cut
+    gives every stage something to run."""
+    best = [0.0, *([inf] * places)]  # of the stages so far, by the place where they end
     for stage in range(count):
-        found: list[tuple[tuple[float, float], tuple[int, ...]] | None] = [None] * (places + 1)
-        for last in range(stage + 1, places + 1 - (count - stage - 1)):
-            if stage == count - 1 and last != places:
-                continue
-            choice: tuple[tuple[float, float], tuple[int, ...]] | None = None
+        found = [inf] * (places + 1)
+        for last in _ends(stage, places, count):
             for first in range(last - 1, stage - 1, -1):
-                before = best[first]
                 time = stage_time(stage, first, last)
-                if choice is not None and time > choice[0][0]:
+                if found[last] < time < inf:
                     break  # an earlier beginning only makes this stage longer
-                if before is None or time == inf or (wanted and not allowed(stage, first, last)):
-                    continue
-                crossing = before[0][1] + order.bytes_crossing[first]
-                score = (max(before[0][0], time), crossing)
-                if score < (choice[0] if choice else worst):
-                    choice = (score, (*before[1], last))
-            found[last] = choice
+                found[last] = min(found[last], max(best[first], time))
         best = found
-    chosen = best[places]
-    return chosen[1] if chosen else None
+    return best[places]
+
+
+def _least_crossing(
+    order: Sequenced, stage_time: Callable[[int, int, int], float], count: int, limit: float
+) -> tuple[int, ...]:
+    """Return the places of the cut that sends the fewest bytes from stage to stage, of those
+    without a stage that takes longer than `limit`, of which there is one."""
+    places = len(order.places) - 1
+    best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, (0,)), *([None] * places)]
+    for stage in range(count):
+        found: list[tuple[float, tuple[int, ...]] | None] = [None] * (places + 1)
+        for last in _ends(stage, places, count):
+            for first in range(last - 1, stage - 1, -1):
+                time, before = stage_time(stage, first, last), best[first]
+                if limit < time < inf:
+                    break
+                if before is None or time == inf:
+                    continue
+                crossing = before[0] + order.bytes_crossing[first]
+                chosen = found[last]
+                if chosen is None or crossing < chosen[0]:
+                    found[last] = (crossing, (*before[1], last))
+        best = found
+    cut = best[places]
+    assert cut is not None
+    return cut[1]
+
+
+def _ends(stage: int, places: int, count: int) -> Iterable[int]:
+    """Return the places where stage number `stage` of `count` may end: each stage before and after
+    it runs something."""
+    return (places,) if stage == count - 1 else range(stage + 1, places + 1 - (count - stage - 1))
 
 
 def stage_of_modules(

@@ -187,6 +187,13 @@ class Staging:
         """Ranks that hold the same shard, per shard."""
         return tuple(zip(*self.replicas(stage), strict=True))
 
+    def copies_of_rest(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks that hold the same of a stage, but for a split head: beside
+        one, every member of every shard group has a copy of all the rest."""
+        if self.form.stages[stage].body is None:
+            return self.data_parallel(stage)
+        return (tuple(sorted(rank for group in self.replicas(stage) for rank in group)),)
+
     def place_of(self, rank: int) -> tuple[int, int]:
         """(copy, position) of a rank."""
         return self._places[rank]

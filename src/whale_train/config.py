@@ -49,7 +49,7 @@ class _Section(BaseModel):
 class TrainOptions(_Section):
     """`steps` optimizer steps of `global_batch` samples each, every device's share taken in
     `accumulate` micro-batches. `loss_scale` is fp16's first (null: 2^15). `grad_clip` null or 0 is
-    off. `evaluate_every` and `checkpoint_every` count steps, null is never."""
+    off. `evaluate_every` counts steps, null is never."""
 
     steps: _Count
     global_batch: _Count
@@ -62,8 +62,6 @@ class TrainOptions(_Section):
     evaluate_every: _Count | None = None
     evaluation_samples: _Count = 512
     tensorboard: bool = False
-    checkpoint_every: _Count | None = None
-    resume: str | None = None
 
 
 class OptimizerOptions(_Section):
@@ -189,7 +187,7 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
     for key in plain:
         if key not in known:
             faults.append(Fault(str(key), "", "is not a key of the config", nearest(key, known)))
-    _refuse_unexecuted(sections, faults)
+    _refuse_together(sections, faults)
     if faults:
         raise ConfigError(faults)
     return Request.model_construct(**sections)
@@ -330,22 +328,16 @@ def _known_keys(name: str, section: str, problem: Any, error: ValidationError) -
     return f"remove {section}.{name}"
 
 
-def _refuse_unexecuted(sections: Mapping[str, Any], faults: list[Fault]) -> None:
-    """Keys of the design that later work executes: known, and refused by name."""
-    rule = "is valid but not executed by this version"
+def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
+    """Refuse values that others make wrong, or of no effect."""
     train, verify = sections.get("train"), sections.get("verify")
     if sections.get("mode") == "verify" and isinstance(verify, VerifyOptions):
         _refuse_steps(verify, train, faults)
     if isinstance(train, TrainOptions):
         _refuse_loss_scale(train, faults)
-        if train.checkpoint_every is not None:
-            value = str(train.checkpoint_every)
-            faults.append(Fault("train.checkpoint_every", value, rule, "use null"))
-        if train.resume is not None:
-            faults.append(Fault("train.resume", train.resume, rule, "use null"))
         if train.grad_clip and not train.grad_norm:
-            rule_norm = "is off, and train.grad_clip needs the gradient's norm"
-            faults.append(Fault("train.grad_norm", "false", rule_norm, "use train.grad_norm=true"))
+            rule = "is off, and train.grad_clip needs the gradient's norm"
+            faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
     optimizer = sections.get("optimizer")
     if isinstance(optimizer, OptimizerOptions):
         _refuse_ineffective(optimizer, faults)

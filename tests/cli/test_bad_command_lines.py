@@ -42,9 +42,9 @@ COMMAND_LINE = (
     Case(
         "added_unknown_key",
         "+train.foo=1",
-        "train.foo=1 is not a key here; use one of: accumulate, checkpoint_every, "
-        "evaluate_every, evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, "
-        "precision, resume, steps, tensorboard, trace",
+        "train.foo=1 is not a key here; use one of: accumulate, evaluate_every, "
+        "evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, precision, steps, "
+        "tensorboard, trace",
     ),
     Case(
         "added_existing_key",

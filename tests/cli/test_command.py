@@ -10,6 +10,8 @@ import pytest
 import yaml
 from tests.cli.command import ROOT, Answer, files_in, whale_train
 
+from whale_train.strategies.plan import Plan
+
 SMOKE_STEPS, SMOKE_BATCH = 5, 8  # conf/experiment/smoke.yaml
 ESCAPE = "\x1b"
 
@@ -93,9 +95,23 @@ def test_a_plan_needs_none_of_its_devices_and_starts_nothing(tmp_path: Path) -> 
     assert "512 on 64 nodes" in answer.stdout
     assert "v100_sxm2_32gb" in answer.stdout
     assert ESCAPE not in answer.stdout
-    hydra = {f"planned/.hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
-    assert files_in(tmp_path) == hydra  # neither a request for a host nor a log of one
+    path = tmp_path / "planned" / "plan.json"
+    assert answer.stdout.splitlines()[-1] == f"the plan: {path}"
+    written = ("request.json", "environment.json", "plan.json", "logs")
+    # Nothing for a host to wait for, and no log of one.
+    assert files_in(tmp_path) == {*_hydra("planned"), *(f"planned/{name}" for name in written)}
+    plan = Plan.from_json(path.read_text())
+    assert (plan.world_size, plan.task_graphs[0].zero) == (512, 1)
     assert answer.left_running == ()
+
+    again = whale_train([*arguments, "hydra.run.dir=planned"], tmp_path)
+    assert again.status == 2
+    assert "hydra.run.dir=planned already holds a run (request.json)" in again.stderr
+    assert Plan.from_json(path.read_text()) == plan
+
+
+def _hydra(run_dir: str) -> set[str]:
+    return {f"{run_dir}/.hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
 
 
 HALVING = """import torch
@@ -150,10 +166,17 @@ def test_strategies_are_compared_side_by_side(tmp_path: Path) -> None:
     assert names[:4] == ["strategy", "zero1", "split", "dp"]
     assert sum("fastest" in line for line in lines) == 1
     assert lines[4] == "split_zero3 cannot be:"
-    assert " ".join(" ".join(lines[5:]).split()) == (
+    assert " ".join(" ".join(lines[5:-3]).split()) == (
         "strategy.graph.replicate=2 devices does not divide the 3 devices of hardware=cpu; "
         "use 1 or 3"
     )
+    plans = {name: tmp_path / "compared" / "plans" / f"{name}.json" for name in names[1:4]}
+    assert lines[-3:] == [f"the plan: {path}" for path in plans.values()]
+    written = ("request.json", "environment.json", "logs", *(f"plans/{n}.json" for n in plans))
+    assert files_in(tmp_path) == {*_hydra("compared"), *(f"compared/{name}" for name in written)}
+    zero1, split, copies = (Plan.from_json(path.read_text()) for path in plans.values())
+    assert [zero1.task_graphs[0].zero, copies.task_graphs[0].zero] == [1, 0]
+    assert split.task_graphs[0].primitive == "split"
 
 
 def test_a_run_says_how_it_went(smoke: Run) -> None:

@@ -40,9 +40,14 @@ class Net(nn.Module):
 def test_a_second_plan_is_the_same_without_torch(model: tuple[str, ...], tmp_path: Path) -> None:
     cache = {"WHALE_TRAIN_CACHE": str(tmp_path / ".cache")}
     arguments = ["mode=plan", "strategy=hybrid_split_dp", "hardware=v100_p100_mix", *model]
-    first, second = (whale_train(arguments, tmp_path, cache | LISTED) for _ in range(2))
+    first, second = (
+        whale_train([*arguments, f"hydra.run.dir=runs/{name}"], tmp_path, cache | LISTED)
+        for name in ("first", "second")
+    )
     assert (first.status, second.status) == (0, 0)
-    assert second.stdout == first.stdout
+    assert second.stdout == first.stdout.replace("/runs/first/", "/runs/second/")
+    plans = [(tmp_path / "runs" / name / "plan.json").read_bytes() for name in ("first", "second")]
+    assert plans[0] == plans[1]
     imported = re.compile(r"\| +(torch|transformers)$", re.MULTILINE)
     assert imported.search(first.stderr)
     assert not imported.search(second.stderr)

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from whale_train.config import Request, read_request
 from whale_train.data.arrays import ArraysOptions
 from whale_train.launcher.compose import composed, rewritten
-from whale_train.launcher.job import write_plan
 from whale_train.launcher.resolve import resolve_request
 from whale_train.launcher.run_dir import create_run_dir, write_text
+from whale_train.launcher.run_files import start_ranks
 from whale_train.models import profile
 from whale_train.models.export import model_path
 from whale_train.runtime import host, worker
@@ -243,7 +243,7 @@ def run_job(overrides: list[str], plainly: bool, run_dir: str) -> str:
     create_run_dir(folder)
     write_text(folder / "request.json", request.to_json())
     resolved = resolve_request(request)
-    write_plan(folder, resolved, request)
+    start_ranks(folder, resolved, request)
     return run_host(folder, train_plainly if plainly else train_and_save)
 
 

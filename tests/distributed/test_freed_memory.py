@@ -17,9 +17,9 @@ from tests.distributed.served import ROOT, Served, serve
 from whale_train import limits
 from whale_train.config import read_request
 from whale_train.launcher.compose import composed, rewritten
-from whale_train.launcher.job import write_plan
 from whale_train.launcher.resolve import resolve_request
 from whale_train.launcher.run_dir import create_run_dir, write_text
+from whale_train.launcher.run_files import start_ranks
 from whale_train.runtime import worker
 from whale_train.strategies.holes import THRESHOLD
 
@@ -121,7 +121,7 @@ def run_limited(run_dir: str, memory_bytes: int) -> str:
     (folder / "memory.max").write_text(f"{memory_bytes + limits.PROGRAMS_BYTES}\n")
     limits.OWN_GROUPS, limits.GROUPS = folder / "own", folder
     write_text(folder / "request.json", request.to_json())
-    write_plan(folder, resolve_request(request), request)
+    start_ranks(folder, resolve_request(request), request)
     return run_host(folder, train_and_tell)
 
 

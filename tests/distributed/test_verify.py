@@ -19,8 +19,9 @@ from torch import Tensor
 
 from whale_train.config import Request, read_request
 from whale_train.launcher.compose import composed, rewritten
-from whale_train.launcher.job import make_run_dir, on_one_process, only_steps, write_plan
+from whale_train.launcher.job import on_one_process, only_steps
 from whale_train.launcher.resolve import resolve_request
+from whale_train.launcher.run_files import make_run_dir, start_ranks
 from whale_train.launcher.verify import Verification, compare
 from whale_train.models.build import build_model
 from whale_train.models.loss import LossModule
@@ -143,7 +144,7 @@ def run_side(overrides: list[str], alone: bool, fault: str, run_dir: str) -> str
     if alone:
         request, resolved = on_one_process(request, resolved)
     folder = make_run_dir(request, Path(run_dir))
-    write_plan(folder, resolved, request)
+    start_ranks(folder, resolved, request)
     if fault == "swapped_shards":
         swap_shards(folder / "plan.json")
     return run_host(folder, run_steep_rank if fault == "steep" else worker.run_rank)

@@ -1,5 +1,6 @@
 """The search for a strategy: its answer is that of trying all there is, and its bounds hold."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -173,10 +174,11 @@ def test_copies_that_take_their_samples_at_once_run_the_model_as_it_is() -> None
 def test_every_family_has_its_reason() -> None:
     found = found_for(gpt(), cluster([FAST] * 2, [SLOW] * 2), training(16))
     first, *others = found.decisions
-    assert "the fastest there is" in first.reason
+    assert re.search(r"a step, the fastest of \d+ strategies simulated", first.reason)
     assert {d.rejected for d in others} >= {"copies, ZeRO 1", "pipeline", "split"} - {first.chosen}
+    known = ("the fastest simulated", "estimated at", "more than there is memory for")
     for decision in others:
-        assert "slower" in decision.reason or "more than there is memory for" in decision.reason
+        assert any(words in decision.reason for words in known)
 
 
 def test_out_of_time_it_says_how_much_faster_another_might_be() -> None:
@@ -188,7 +190,9 @@ def test_out_of_time_it_says_how_much_faster_another_might_be() -> None:
     seconds = found.considered.step.spans.seconds
     assert found.bound_s < seconds
     assert found.resolved < found_for(gpt(), cluster([FAST] * 2, [SLOW] * 2), training(16)).resolved
-    assert "in 3 s; none is faster than" in found.decisions[0].reason
+    assert re.search(
+        r"the fastest of \d+ strateg(y|ies) simulated in 3 s", found.decisions[0].reason
+    )
 
 
 def test_at_once_the_most_promising_are_tried() -> None:
@@ -199,7 +203,6 @@ def test_at_once_the_most_promising_are_tried() -> None:
     assert (again.written, again.decisions) == (found.written, found.decisions)
     seconds = found.considered.step.spans.seconds
     assert found.bound_s < seconds
-    assert "strategies resolved; none is faster than" in found.decisions[0].reason
     assert "strategy.time_limit_s=60 looks further" in found.decisions[0].reason
     longer = found_for(gpt(), devices, train, replace(AUTO, time_limit_s=10.0))
     assert longer.resolved > found.resolved
@@ -328,7 +331,7 @@ def test_one_process_with_all_threads_waits_for_nobody() -> None:
     devices = processes(2, {1: 1e9, 2: 1.9e9}, bandwidth_bytes_s=1e6)
     found = found_for(gpt(), devices, training(16))
     assert found.written["devices"] == 1
-    assert "on fewer devices and on all" in found.decisions[0].reason
+    assert "on all devices, and on fewer: the inventory's first" in found.decisions[0].reason
     # Where more threads are no faster, two processes are that exchange fast enough.
     slower = processes(2, {1: 1e6, 2: 1e6}, bandwidth_bytes_s=1e12)
     assert found_for(gpt(), slower, training(16)).written.get("devices", 4) > 1

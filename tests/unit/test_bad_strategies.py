@@ -118,13 +118,13 @@ PIPELINE = "strategy.graph.pipeline"
             f"{REPLICATE}.offload=cpu is not a mapping; use {{optimizer: cpu, parameters: none}}",
         ),
         (
-            {"replicate": {"zero": 1, "offload": {"optimizer": "disk"}}},
-            f"{REPLICATE}.offload.optimizer=disk is unknown; use one of: cpu, none, nvme",
+            {"replicate": {"zero": 1, "offload": {"optimizer": "nvme"}}},
+            f"{REPLICATE}.offload.optimizer=nvme is unknown; use one of: cpu, none",
         ),
         (
             {"replicate": {"zero": 3, "offload": {"parameters": None}}},
             f"{REPLICATE}.offload.parameters=null is unknown; "
-            "did you mean none? One of: cpu, none, nvme",
+            "did you mean none? One of: cpu, none",
         ),
         (
             {"replicate": {"offload": {"optimizer": "cpu"}}},
@@ -132,8 +132,8 @@ PIPELINE = "strategy.graph.pipeline"
             f"moved once it is partitioned; use {REPLICATE}.zero=1, 2 or 3",
         ),
         (
-            {"replicate": {"zero": 2, "offload": {"parameters": "nvme"}}},
-            f"{REPLICATE}.offload.parameters=nvme needs ZeRO 3: only partitioned parameters can "
+            {"replicate": {"zero": 2, "offload": {"parameters": "cpu"}}},
+            f"{REPLICATE}.offload.parameters=cpu needs ZeRO 3: only partitioned parameters can "
             f"live elsewhere; use {REPLICATE}.zero=3",
         ),
         *(

@@ -66,11 +66,11 @@ def test_defaults() -> None:
 
 
 def test_every_key() -> None:
-    offload = {"optimizer": "nvme", "parameters": "cpu"}
+    offload = {"optimizer": "cpu", "parameters": "cpu"}
     replicate = {"degree": 4, "zero": 3, "offload": offload, "modules": ["a", "b.*"]}
     assert read({"replicate": replicate}, balance="even", devices=8) == Strategy(
         "mine",
-        (Replicate("strategy.graph.replicate", 4, 3, "nvme", "cpu", ("a", "b.*")),),
+        (Replicate("strategy.graph.replicate", 4, 3, "cpu", "cpu", ("a", "b.*")),),
         "even",
         8,
     )

@@ -56,7 +56,15 @@ def nodes(inside: str | None, depth: int) -> st.SearchStrategy[Any]:
 
 def trees(inside: str | None, depth: int) -> st.SearchStrategy[Any]:
     node = nodes(inside, depth)
-    return node | st.lists(node, min_size=1, max_size=2)
+    return node | st.lists(node, min_size=1, max_size=2).map(_beside)
+
+
+def _beside(listed: list[Any]) -> list[Any]:
+    """Beside a replicate a split is one of the head, along its classes."""
+    if any("replicate" in node for node in listed):
+        for node in listed:
+            node.get("split", {}).pop("dim", None)
+    return listed
 
 
 def written(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:

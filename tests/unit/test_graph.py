@@ -138,23 +138,6 @@ def test_legal_degrees(devices: int, text: str) -> None:
                 "degree=5, though nodes of a list share their devices; give both the same, or auto",
             ],
         ),
-        # Valid, and later work
-        (
-            {"replicate": {"zero": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}}},
-            [
-                "strategy.graph.replicate.offload.optimizer=nvme is valid but not executed by "
-                "this version; use cpu",
-                "strategy.graph.replicate.offload.parameters=nvme is valid but not executed by "
-                "this version; use cpu",
-            ],
-        ),
-        (
-            ["replicate", {"split": {"dim": "tensor"}}],
-            [
-                "strategy.graph[1].split.dim=tensor is valid but not executed by this version; "
-                "use auto: the classes of the output head"
-            ],
-        ),
         # What a node covers
         (
             {"replicate": {"modules": "encoder.*"}},

@@ -4,9 +4,9 @@ import pytest
 from tests.unit.operation_graphs import classifier, conv1d_head, gpt
 
 from whale_train.strategies.alive import Moment, Passing
-from whale_train.strategies.cut import cut_head
-from whale_train.strategies.grammar import Replicate, Split
-from whale_train.strategies.graph import BoundTaskGraph, StrategyGraph
+from whale_train.strategies.cut import HeadCut, cut_head
+from whale_train.strategies.grammar import Replicate
+from whale_train.strategies.graph import BoundTaskGraph
 from whale_train.strategies.head import find_heads
 from whale_train.strategies.memory import (
     ROUNDED_UP,
@@ -167,19 +167,15 @@ def test_a_model_without_parameters() -> None:
     assert found == MemoryEstimate(500.0, 0, 0, 0, 0)
 
 
-def head_graph(profile: ModelProfile) -> StrategyGraph:
-    head = find_heads(profile)[0]
-    cut = cut_head(profile, head)
-    body = BoundTaskGraph("backbone", Replicate(""), ("*",), cut.backbone_parameters, 0.0)
-    top = BoundTaskGraph("head", Split(""), (head.module,), tuple(cut.shards), 0.0)
-    return StrategyGraph((body, top), 2, head, cut)
+def head_cut(profile: ModelProfile) -> HeadCut:
+    return cut_head(profile, find_heads(profile)[0])
 
 
 def test_a_shard_of_a_classifiers_head() -> None:
     profile = classifier()
     # 5 of 10 classes: half of 10 x 4 weights and 10 biases are 25 elements. 7 samples give
     # 7 x 5 logits, there twice before there are gradients, and 7 x 4 gathered features with theirs.
-    assert head_memory(head_graph(profile), profile, 5, 1, "fp32", 7) == MemoryEstimate(
+    assert head_memory(head_cut(profile), profile, 0.5, 1, "fp32", 7) == MemoryEstimate(
         parameters=100.0,
         gradients=0.0,
         optimizer=100.0,
@@ -188,16 +184,20 @@ def test_a_shard_of_a_classifiers_head() -> None:
     )
 
     # Of 2 samples, the gradients are more than the second copy of the logits.
-    few = head_memory(head_graph(profile), profile, 5, 1, "fp32", 2)
+    few = head_memory(head_cut(profile), profile, 0.5, 1, "fp32", 2)
     assert (few.gradients, few.activations) == (100.0, 10 * 4)
-    again = head_memory(head_graph(profile), profile, 5, 1, "fp32", 7, accumulate=True)
+    again = head_memory(head_cut(profile), profile, 0.5, 1, "fp32", 7, accumulate=True)
     assert (again.gradients, again.activations) == (100.0, 2 * 35 * 4)
+
+    # Two more micro-batches wait for their backwards, with their logits and features.
+    waiting = head_memory(head_cut(profile), profile, 0.5, 1, "fp32", 7, True, in_flight=3)
+    assert waiting.activations == again.activations + 2 * (35 + 28) * 4
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_halves_of_what_the_head_keeps_of_the_batch(precision: str) -> None:
     profile = classifier()
-    assert head_memory(head_graph(profile), profile, 5, 2, precision, 7) == MemoryEstimate(
+    assert head_memory(head_cut(profile), profile, 0.5, 2, precision, 7) == MemoryEstimate(
         parameters=150.0,  # with the 16-bit weights
         gradients=100.0,
         optimizer=200.0,
@@ -214,7 +214,7 @@ def test_every_position_of_a_sequence_has_logits(
     profile: ModelProfile, classes: int, parameters: int
 ) -> None:
     # Whether they are [batch, 3, classes] or [batch * 3, classes]; features are [batch, 3, 4].
-    found = head_memory(head_graph(profile), profile, classes, 0, "fp32", 5)
+    found = head_memory(head_cut(profile), profile, 1.0, 0, "fp32", 5)
     assert found.activations == 2 * 15 * classes * 4
     assert found.communication == 2 * 15 * 4 * 4
     assert found.parameters == 4 * parameters
@@ -222,7 +222,7 @@ def test_every_position_of_a_sequence_has_logits(
 
 def test_no_classes_still_see_the_features() -> None:
     profile = classifier()
-    assert head_memory(head_graph(profile), profile, 0, 2, "fp32", 7).total == 2 * 28 * 4
+    assert head_memory(head_cut(profile), profile, 0.0, 2, "fp32", 7).total == 2 * 28 * 4
 
 
 def test_two_task_graphs_on_a_device_add_up() -> None:

@@ -31,7 +31,9 @@ def test_a_request_refused_before_its_plan_may_be_tried_again(tmp_path: Path) ->
     rd.create_run_dir(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["request.json", "plan.json", "metrics.jsonl", "failure.json"])
+@pytest.mark.parametrize(
+    "file", ["request.json", "plan.json", "metrics.jsonl", "failure.json", "plans"]
+)
 def test_another_runs_directory_is_refused(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_text("{}")
     with pytest.raises(ConfigError) as caught:

@@ -1,5 +1,6 @@
 """Where a pipeline is cut: every operation once, the slowest stage as fast as any cut allows."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
 
@@ -157,6 +158,38 @@ def test_the_cut_is_the_best_there_is(work: list[int], speeds: list[float]) -> N
     assert all(a < b for a, b in pairwise(found))
     every = (slowest((0, *cut, places)) for cut in combinations(range(1, places), count - 1))
     assert slowest(found) == min(every)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 10, 100])),
+        min_size=2,
+        max_size=8,
+    ),
+    st.integers(2, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_of_equally_slow_cuts_it_sends_the_fewest_bytes(
+    drawn: list[tuple[int, int]], stages: int
+) -> None:
+    """Against every cut: a beginning that is faster than the slowest stage may send more bytes."""
+    work = [float(flops) for flops, _ in drawn]
+    order = sequenced(graph_of(model(work)))
+    places, count = len(order.places) - 1, min(stages, len(work))
+    crossing = (0.0, *(float(num_bytes) for _, num_bytes in drawn), 0.0)
+    order = replace(order, bytes_crossing=crossing)
+
+    def time(stage: int, first: int, last: int) -> float:
+        return order.flops[last] - order.flops[first]
+
+    def score(ends: tuple[int, ...]) -> tuple[float, float]:
+        slowest = max(time(0, a, b) for a, b in pairwise(ends))
+        return slowest, sum(crossing[place] for place in ends[1:-1])
+
+    found = balanced(order, time, count, {})
+    assert found is not None
+    cuts = combinations(range(1, places), count - 1)
+    assert score(found) == min(score((0, *cut, places)) for cut in cuts)
 
 
 def test_more_stages_than_blocks() -> None:
