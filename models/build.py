@@ -21,6 +21,7 @@ from torch import nn
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.loss import by_keyword
 from whale_train.models.options import RULES, ModelOptions
+from whale_train.models.targets import REMEDY, no_module
 
 _MODEL_NAME = re.compile(r"(?!Auto|TF|Flax)\w*(For[A-Z]\w*|Model)(?<!PreTrainedModel)")
 _NO_MODEL_NAME = re.compile(r"\w*(Config|Processor|Pil|Fast|Output|Tokenizer)|\w*Dataset\w*")
@@ -52,7 +53,7 @@ def _said(error: BaseException) -> str:
 
 
 def load_class(options: ModelOptions) -> Callable[..., Any]:
-    """What `options` names: a user's class or factory, or a model class of transformers.
+    """Return what `options` names: a user's class or function, or a model class of transformers.
 
     The current working directory is importable. Constructor arguments, and for Hugging Face
     models the config and the folder of weights, are checked as well. Raises ConfigError with all
@@ -69,13 +70,21 @@ def load_class(options: ModelOptions) -> Callable[..., Any]:
 
 
 def _imported(target: str) -> Callable[..., Any]:
+    """Return the class or function at the path `target`: of a module, or of a class in one.
+
+    Raises ConfigError where it cannot be had, or does not say that it gives a module.
+    """
     path, _, name = target.rpartition(".")
     parts = path.split(".")
-    module: ModuleType | None = None
+    module: ModuleType | type | None = None
     for part in (".".join(parts[: end + 1]) for end in range(len(parts))):
         try:
             module = importlib.import_module(part)
         except Exception as error:
+            inner = getattr(module, part.rpartition(".")[2], None)
+            if isinstance(error, ModuleNotFoundError) and isinstance(inner, type):
+                module = inner
+                continue
             if isinstance(error, ModuleNotFoundError) and error.name == part:
                 rule = f"cannot be imported: there is no module {part}"
                 remedy = "run from the folder that holds it, or install it"
@@ -89,12 +98,11 @@ def _imported(target: str) -> Callable[..., Any]:
         remedy = nearest(name, models) if models else f"define a torch.nn.Module in {path}"
         rule = f"cannot be imported: {path} has no {name}"
         raise _refusal("model._target_", target, rule, remedy)
-    made = getattr(module, name)
-    if not callable(made):
-        rule = f"is of type {type(made).__name__}, not a class"
-        remedy = "name a torch.nn.Module class, or a function that returns a module"
-        raise _refusal("model._target_", target, rule, remedy)
-    return made  # type: ignore[no-any-return]
+    made: Callable[..., Any] = getattr(module, name)
+    refused = no_module(made)
+    if refused is not None:
+        raise _refusal("model._target_", target, refused, REMEDY)
+    return made
 
 
 def _argument_faults(made: Callable[..., Any], options: ModelOptions) -> list[Fault]:
@@ -227,7 +235,8 @@ def build_model(options: ModelOptions) -> nn.Module:
     """The model on the current default device, in train mode.
 
     Seed torch, or enter `torch.device("meta")`, first. Raises ConfigError when the class cannot be
-    had (see `load_class`), when its constructor raises, or when what it gives is not a module.
+    had (see `load_class`), when its constructor raises, or when a function gives no module though
+    it says so.
     """
     made = load_class(options)
     key, value, remedy = "model._target_", options.target, "correct its arguments or its code"
@@ -243,6 +252,5 @@ def build_model(options: ModelOptions) -> nn.Module:
         raise _refusal(key, value, rule, remedy) from error
     if not isinstance(model, nn.Module):
         rule = f"gives an object of type {type(model).__name__}, not a torch.nn.Module"
-        remedy = "name a torch.nn.Module class, or a function that returns a module"
-        raise _refusal(key, value, rule, remedy)
+        raise _refusal(key, value, rule, REMEDY)
     return model.train()

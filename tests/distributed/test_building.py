@@ -30,7 +30,7 @@ class Net(nn.Module):
         self.layer = nn.Linear(width, width)
         self.eval()
 
-def number():
+def number() -> nn.Module:
     return 3
 """
 
@@ -70,7 +70,7 @@ def test_a_constructor_that_raises() -> None:
 def test_a_factory_of_something_else() -> None:
     assert build_faults(options_of("users_nets.number")) == [
         "model._target_=users_nets.number gives an object of type int, not a torch.nn.Module; "
-        "name a torch.nn.Module class, or a function that returns a module"
+        "name a torch.nn.Module class, or a function annotated to return one (-> nn.Module)"
     ]
 
 
