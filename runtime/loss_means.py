@@ -128,6 +128,19 @@ class TargetCounter:
         return torch.stack(list(counts)) if counts else torch.zeros(0, dtype=torch.float64)
 
     @torch.no_grad()
+    def whole(self, held: Iterable[tuple[float, Sequence[Mapping[str, Tensor]]]]) -> Tensor:
+        """Return how many targets all batches of `held` have together, fp64 [losses]: each has a
+        weight, and my micro-batches. One all-reduce; all replicas call it."""
+        total = torch.zeros(len(self.losses), dtype=torch.float64)
+        for weight, batches in held if self.losses else ():
+            for batch in batches:
+                mine = weight * self.mine(batch)
+                total = total.to(mine.device) + mine
+        if self.losses and self._group.size() > 1:
+            dist.all_reduce(total, group=self._group)
+        return total
+
+    @torch.no_grad()
     def count(self, batches: Sequence[Mapping[str, Tensor]]) -> list[Targets]:
         """Of each of my micro-batches. One all-reduce; all replicas call it."""
         device = next(iter(batches[0].values())).device
@@ -164,19 +177,25 @@ class Pieces:
 
     def __init__(self, sizes: Sequence[int], counter: TargetCounter) -> None:
         self._sizes, self._counter = sizes, counter
-        self._whole, self._now = torch.zeros(0), 0
+        self._whole, self._samples, self._now = torch.zeros(0), sum(sizes), 0
         self._numbers = {name: i for i, name in enumerate(counter.losses)}
 
     def begin(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """A step, or an evaluated batch, of which these are my replica's micro-batches."""
-        self._whole = self._counter.count(batches)[0].whole
+        """A step, of which these are my replica's micro-batches."""
+        self._whole, self._samples = self._counter.count(batches)[0].whole, sum(self._sizes)
+
+    def begin_evaluation(
+        self, held: Iterable[tuple[float, Sequence[Mapping[str, Tensor]]]], samples: int
+    ) -> None:
+        """Weight what runs next as parts of `held`, batches with their weights of `samples`."""
+        self._whole, self._samples = self._counter.whole(held), samples
 
     def enter(self, micro_batch: int) -> None:
         """What runs next belongs to this one."""
         self._now = micro_batch
 
     def weight(self, micro_batch: int) -> float:
-        return self._sizes[micro_batch] / sum(self._sizes)
+        return self._sizes[micro_batch] / self._samples
 
     def scale(self, loss: str) -> Tensor:
         """For the operation `loss` in the current micro-batch."""
@@ -195,6 +214,7 @@ class GlobalMeans(TorchFunctionMode):
 
     With `accuracy` (evaluation), `correct` and `targets` add up, over the calls of this rank since
     the mode was made: targets that are the largest logit of their row, and targets that count.
+    `made` are the means of these calls, and `divisors` what each would divide by here, fp64.
     """
 
     def __init__(
@@ -209,6 +229,8 @@ class GlobalMeans(TorchFunctionMode):
         super().__init__()
         self.correct: Tensor | int = 0
         self.targets: Tensor | int = 0
+        self.made: list[Tensor] = []
+        self.divisors: list[Tensor] = []
         self._group = group
         self._inverse_share = global_samples / samples if samples else 0.0
         self._accuracy = accuracy
@@ -236,10 +258,16 @@ class GlobalMeans(TorchFunctionMode):
         call = _mean_call(func, args, kwargs)
         if call is None:
             return func(*args, **kwargs)
+        made = self._mean(call)
         if self._accuracy:
-            self._record(call)
+            self._record(call, made)
+        return made
+
+    def _mean(self, call: _Call) -> Tensor:
+        """Return what the call makes here of the mean over all replicas' targets."""
         if self._counted is None and self._group.size() == 1:
-            return func(*args, **kwargs)
+            mean: Tensor = call.function(call.logits, call.target, **call.options)
+            return mean
         divisor, work = self._whole_divisor(call.divisor())
         total = call.sum()
         if work is not None:
@@ -262,6 +290,8 @@ class GlobalMeans(TorchFunctionMode):
         return self._counted.whole[self._calls - 1], None
 
     @torch.no_grad()
-    def _record(self, call: _Call) -> None:
+    def _record(self, call: _Call, made: Tensor) -> None:
+        self.made.append(made)
+        self.divisors.append(call.divisor())
         self.correct = self.correct + call.correct()
         self.targets = self.targets + call.counted.sum()

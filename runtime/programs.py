@@ -16,19 +16,11 @@ from torch import distributed as dist
 
 from whale_train.runtime.chunk import Batch, Chunk
 from whale_train.runtime.engine import Engine
+from whale_train.runtime.evaluation import EvaluatedCopies, Evaluation, HeldBack
 from whale_train.runtime.loss_means import GlobalMeans, Pieces, TargetCounter, Targets
 from whale_train.runtime.rewrite import Counts
 from whale_train.runtime.trace import Trace, span
 from whale_train.strategies.instructions import Instruction, Kind
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One evaluated batch: the mean loss over the whole global batch, right answers, targets."""
-
-    loss: float
-    correct: float
-    targets: float
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,8 @@ class Program(Protocol):
         """Gradients of `loss_scale` times the global batch's mean loss, of which `batches` are
         this rank's micro-batches; the loss itself."""
 
-    def evaluate(self, batches: Sequence[Batch]) -> Evaluation: ...
+    def evaluate(self, held: HeldBack) -> Evaluation:
+        """The means over all held-back samples."""
 
 
 class WholeModel:
@@ -105,24 +98,15 @@ class WholeModel:
         return PendingLoss(value, dist.all_reduce(value, group=self._group, async_op=True))
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
+    def evaluate(self, held: HeldBack) -> Evaluation:
         module = self._engine.module
+        sizes, whole = self._sizes, self._global_batch
+        copies = EvaluatedCopies(self._engine, self._group, sizes, whole, self._counter)
         module.eval()
-        found: list[Tensor] = []
         try:
-            for size, (batch, targets) in zip(self._sizes, self._counted(batches), strict=True):
-                group, whole = self._group, self._global_batch
-                with GlobalMeans(group, size, whole, targets, accuracy=True) as means:
-                    part = self._engine(**batch) * (size / whole)
-                seen = (part, means.correct, means.targets)
-                found.append(
-                    torch.stack([torch.as_tensor(x, device=part.device).double() for x in seen])
-                )
+            return copies.evaluate(held)
         finally:
             module.train()
-        sums = torch.stack(found).sum(0)
-        dist.all_reduce(sums, group=self._group)
-        return Evaluation(*sums.tolist())
 
     def _counted(self, batches: Sequence[Batch]) -> list[tuple[Batch, Targets | None]]:
         if self._counter is None:
@@ -135,12 +119,18 @@ class CutModel:
 
     `chunks` run the micro-batches of a step, one each: they share engines and parameters, and
     differ in how many samples each rank gives. With more than one, `pieces` weights their losses.
+    `held` weights those of an evaluation (None: there is none).
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], counts: Counts, pieces: Pieces | None = None
+        self,
+        chunks: Sequence[Chunk],
+        counts: Counts,
+        pieces: Pieces | None = None,
+        held: Pieces | None = None,
     ) -> None:
         self._chunks, self._counts, self._pieces = chunks, counts, pieces
+        self._held = held
         self.trace: Trace | None = None
 
     @property
@@ -168,12 +158,20 @@ class CutModel:
         return PendingLoss(total, None)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
-        total = 0.0
-        for chunk, batch, weight in self._weighted(batches):
-            with chunk.evaluating():
-                total += float(chunk.forward({}, batch).made[chunk.gives[0]]) * weight
-        return Evaluation(total, *self._counts.take())
+    def evaluate(self, held: HeldBack) -> Evaluation:
+        pieces = self._held
+        assert pieces is not None
+        pieces.begin_evaluation(held, held.samples)
+        sums = torch.zeros(3, dtype=torch.float64)
+        for weight, batches in held:
+            loss = 0.0
+            for number, (chunk, batch) in enumerate(zip(self._chunks, batches, strict=True)):
+                pieces.enter(number)
+                with chunk.evaluating():
+                    value = chunk.forward({}, batch).made[chunk.gives[0]]
+                loss += float(value) * pieces.weight(number)
+            sums += weight * torch.tensor((loss, *self._counts.take()), dtype=torch.float64)
+        return Evaluation(*sums.tolist())
 
     def _weighted(self, batches: Sequence[Batch]) -> Iterator[tuple[Chunk, Batch, float]]:
         """Every micro-batch with the chunk that runs it and its part of the loss."""
