@@ -26,6 +26,11 @@ from whale_train.models.targets import REMEDY, no_module
 _MODEL_NAME = re.compile(r"(?!Auto|TF|Flax)\w*(For[A-Z]\w*|Model)(?<!PreTrainedModel)")
 _NO_MODEL_NAME = re.compile(r"\w*(Config|Processor|Pil|Fast|Output|Tokenizer)|\w*Dataset\w*")
 
+# `config.key`, also of self.config and decoder_config; getattr(config, "key", ...).
+_READS_SETTING = re.compile(
+    r"""config\.(\w+)\b(?!\s*\()|(?:get|has)attr\(\s*[\w.]*config,\s*["'](\w+)["']"""
+)
+
 
 @contextmanager
 def _importable(folder: str) -> Iterator[None]:
@@ -174,17 +179,34 @@ def _config_faults(made: Any, options: ModelOptions) -> list[Fault]:
     known |= set(config_class.attribute_map)
     # Old names (rope_theta) are translated and leave no attribute; a typo leaves its own.
     stored = set(vars(config)) - known - _default_attributes(config_class)
-    source = inspect.getsource(sys.modules[made.__module__])
+    undeclared = [key for key in options.config if key in stored]
+    read = _read_settings(made) if undeclared else frozenset()
     faults = []
     for key, value in options.config.items():
-        # T5 reads config.decoder_start_token_id, which its config class does not declare.
-        if key in stored and not re.search(rf"config\.{re.escape(key)}\b", source):
+        if key in undeclared and key not in read:
             rule = f"is not a setting of {config_class.__name__}"
-            faults.append(Fault(f"model.config.{key}", str(value), rule, nearest(key, known)))
+            remedy = nearest(key, known | read)
+            faults.append(Fault(f"model.config.{key}", str(value), rule, remedy))
     if options.config.get("use_cache"):
         rule, remedy = "cannot be served: training keeps no cache", "leave it out"
         faults.append(Fault("model.config.use_cache", "True", rule, remedy))
     return faults
+
+
+def _read_settings(made: type) -> frozenset[str]:
+    """Return the settings that the source of the model class `made` reads of a config, declared by
+    a config class or not: T5's decoder_start_token_id, and DebertaV2's share_att_key, whose default
+    is in a getattr alone.
+
+    Its source is the module of the class, and modules of other models that it takes classes and
+    functions from. What all models share is left out: it reads what only some of them act upon.
+    """
+    own = vars(sys.modules[made.__module__]).values()
+    names = {x.__module__ for x in own if isinstance(x, type) or inspect.isfunction(x)}
+    names = {name for name in names if name.startswith("transformers.models.")}
+    sources = [inspect.getsource(sys.modules[name]) for name in sorted({made.__module__, *names})]
+    pairs = _READS_SETTING.findall("\n".join(sources))
+    return frozenset(first or second for first, second in pairs)
 
 
 def _default_attributes(config_class: Any) -> set[str]:
