@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.distributed.equality import Jobs, save
-from tests.distributed.evaluated_models import Tagger
+from tests.distributed.equality import JobFailed, Jobs, save
+from tests.distributed.evaluated_models import Tagger, Taught
 from tests.distributed.test_same_mathematics import ONE, UNEVEN, hardware
 from torch import Tensor
 
@@ -147,20 +147,43 @@ def test_an_evaluation_is_one_process_on_all_held_back_samples(
     """`arrays`: some of the labels are ignored, or none of them."""
     (count, speeds, extra), (fraction, samples) = devices, how
     path = folder / f"{arrays}.npz"
-    found = jobs.run(
-        [
-            *("data=arrays", f"data.path={path}", f"data.evaluation_fraction={fraction}"),
-            *("model._target_=evaluated_models.Tagger", f"+model.loss_of={loss}", f"seed={SEED}"),
-            *(
-                "optimizer=sgd",
-                "optimizer.lr=1e-30",
-                f"train.global_batch={BATCH}",
-                "train.steps=1",
-            ),
-            *("train.evaluate_every=1", f"train.evaluation_samples={samples}", *extra),
-            *(*hardware(count, speeds), "strategy=dp", f"strategy.graph={GRAPHS[graph]}"),
-        ]
-    )
+    options = (f"+model.loss_of={loss}", f"train.evaluation_samples={samples}", *extra)
+    place = (*hardware(count, speeds), f"strategy.graph={GRAPHS[graph]}")
+    found = jobs.run([*evaluating(path, fraction, "Tagger"), *options, *place])
     assert found.evaluations == pytest.approx(
         evaluated_plainly(path, fraction, samples, loss), rel=REL
     )
+
+
+def evaluating(path: Path, fraction: float, model: str) -> list[str]:
+    """A job that evaluates what it starts with."""
+    return [
+        *("data=arrays", f"data.path={path}", f"data.evaluation_fraction={fraction}"),
+        *(f"model._target_=evaluated_models.{model}", f"seed={SEED}", "strategy=dp"),
+        *("optimizer=sgd", "optimizer.lr=1e-30", f"train.global_batch={BATCH}", "train.steps=1"),
+        "train.evaluate_every=1",
+    ]
+
+
+def test_targets_that_are_learned_are_counted_as_they_are_made_or_refused(
+    jobs: Jobs, folder: Path
+) -> None:
+    overrides = [*evaluating(folder / "some.npz", 0.5, "Taught"), *hardware(2, UNEVEN)]
+    held = folder / "some.npz"
+    options = {"kind": "arrays", "path": str(held), "evaluation_fraction": 0.5}
+    dataset = open_dataset(ArraysOptions.model_validate(options))
+    numbers = np.arange(dataset.num_evaluation_samples)
+    batch = {k: torch.from_numpy(v) for k, v in dataset.evaluation_samples(numbers).items()}
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        expected = float(Taught().eval()(**batch))
+    _, loss = jobs.run(overrides).evaluations
+    assert loss == pytest.approx(expected, rel=REL)
+    with pytest.raises(JobFailed) as caught:
+        jobs.run([*overrides, f"strategy.graph={GRAPHS['hybrid']}"])
+    assert (
+        "train.evaluate_every=1 counts targets before it runs, and those of cross_entropy"
+        in str(caught.value)
+    )
+    assert "use null, or a strategy of one replicate" in str(caught.value)
+    jobs.run([*overrides, f"strategy.graph={GRAPHS['hybrid']}", "train.evaluate_every=null"])
