@@ -22,7 +22,7 @@ from interleave import Running, Side
 from torch import distributed as dist
 
 from whale_train.config import Request
-from whale_train.runtime import casts
+from whale_train.runtime import casts, worker
 from whale_train.runtime.trace import Trace
 from whale_train.runtime.transport import Transport
 from whale_train.strategies.plan import Plan
@@ -62,7 +62,7 @@ class Watched:
 
 def watched(request: Request, plan: Plan, folder: Path) -> Side:
     """Our side with a timeline, in `folder`."""
-    start = partial(sides.Ours, folder, plan, sides.prepared(request, folder))
+    start = partial(sides.Ours, folder, plan, worker.prepare(request))
     return Side("ours, watched", partial(Watched, start, folder), huge_pages=True)
 
 

@@ -86,13 +86,7 @@ def ours(name: str, request: Request, plan: Plan, folder: Path) -> Side:
     """Our side, prepared here, so that its ranks inherit model and data as they do from a host.
     Its run directory is made in `folder`."""
     run_dir = Path(tempfile.mkdtemp(dir=folder))
-    return Side(name, partial(Ours, run_dir, plan, prepared(request, run_dir)), huge_pages=True)
-
-
-def prepared(request: Request, run_dir: Path) -> worker.Prepared:
-    """What a host prepares for its ranks."""
-    (run_dir / "request.json").write_text(request.to_json())
-    return worker.prepare(run_dir)
+    return Side(name, partial(Ours, run_dir, plan, worker.prepare(request)), huge_pages=True)
 
 
 def all_batches(request: Request, plan: Plan, count: int) -> list[list[Batch]]:

@@ -29,6 +29,28 @@ def step_indices(
     return permute(places, num_samples, random_bits(stream_key("order", seed), epochs))
 
 
+def evaluation_batches(num_samples: int, global_batch: int) -> list[tuple[float, Indices]]:
+    """Return batches of `global_batch` indices (int64) with their weights, by which anything that
+    adds up over samples comes out as its sum over samples 0 to `num_samples` - 1, once each.
+
+    What is left after whole batches is repeated as often as a batch has room for it, and the room
+    that is still left is filled with one sample. One more batch of that sample alone is taken off
+    again. Repeating all that can be repeated keeps what is taken off smaller than what is left, so
+    that few digits cancel.
+    """
+    whole, rest = divmod(num_samples, global_batch)
+    every = np.arange(num_samples, dtype=np.int64)
+    batches = [(1.0, part) for part in every[: num_samples - rest].reshape(whole, global_batch)]
+    if rest:
+        times, room = divmod(global_batch, rest)
+        left = every[num_samples - rest :]
+        filling = np.full(global_batch, left[0])
+        batches.append((1 / times, np.concatenate([np.tile(left, times), filling[:room]])))
+        if room:
+            batches.append((-room / (times * global_batch), filling))
+    return batches
+
+
 def rank_slice(shares: Sequence[int], replica: int) -> slice:
     """The part of the global batch that replica `replica` takes, given every replica's share."""
     start = sum(shares[:replica])

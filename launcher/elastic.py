@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 from whale_train.errors import ConfigError, Fault, PlanError
-from whale_train.launcher.placement import Place, place_from_environment
+from whale_train.launcher.job_key import job_key
+from whale_train.launcher.placement import Place, job_name, place_from_environment
 from whale_train.strategies.plan import Plan
 
 MEMBER_PROGRAM = (sys.executable, "-m", "whale_train.runtime.member")
@@ -29,16 +30,21 @@ ANSWERS = (
 
 
 def find_place(arguments: Sequence[str]) -> Place | None:
-    """This process's place, its variables set as members read them; None when it has none.
+    """This process's place, its variables and the job's key set as members read them; None when
+    it has none.
 
     On rank 0, SIGTERM, by which torchrun and srun end ranks, acts as Ctrl-C does from here on:
-    its member is ended with it. Raises ConfigError for variables that make no sense, and on
-    rank 0, after telling the others, for what ranks started from outside cannot do.
+    its member is ended with it. Raises ConfigError for variables that make no sense, for a job
+    without a secret, and on rank 0, after telling the others, for what ranks started from outside
+    cannot do.
     """
     place = place_from_environment(os.environ)
     if place is None:
         return None
+    # Before RANK is set, by which torchrun's ranks are known.
+    key = job_key(os.environ, job_name(os.environ))
     os.environ |= {
+        "WHALE_TRAIN_JOB_KEY": key,
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),
         "LOCAL_RANK": str(place.local_rank),

@@ -1,9 +1,24 @@
-"""What a plan says of evaluations that are not what the model computes in evaluation mode."""
+"""What a plan says of evaluations that are not what the model computes in evaluation mode, and
+evaluations that are refused."""
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
+from whale_train.errors import Fault
 from whale_train.launcher.profiles import quiet_exports
+from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision, Plan
+from whale_train.strategies.samples import refuse_learned_targets
+
+
+def refuse_uncounted(
+    request: Request, plan: Plan, profile: ModelProfile, faults: list[Fault]
+) -> None:
+    """Faults for a run that evaluates, from a graph, means over targets that nobody can count
+    before parameters have a part in them."""
+    every = request.train.evaluate_every
+    if every is not None and plan.rewrite is not None:
+        remedy = "use null, or a strategy of one replicate"
+        refuse_learned_targets(profile, "train.evaluate_every", str(every), remedy, faults)
 
 
 def said_of_evaluations(request: Request, plan: Plan, dataset: Dataset) -> tuple[Decision, ...]:

@@ -87,6 +87,18 @@ def place_from_environment(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
+def job_name(environment: Mapping[str, str]) -> str:
+    """Return what the ranks of one launch call it, and those of another one do not: torchrun's run
+    id, or Slurm's numbers of the job, its step and how often it was started.
+
+    It is no secret, and empty where ranks were started by hand.
+    """
+    of_torchrun = any(name in environment for name in TORCHRUN.rank)
+    of_slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    names = ("TORCHELASTIC_RUN_ID",) if of_torchrun else of_slurm
+    return " ".join(f"{name}={environment[name]}" for name in names if name in environment)
+
+
 def is_slurm_task(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of several tasks.
 

@@ -19,7 +19,7 @@ from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.calibrations import kept
 from whale_train.launcher.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.emulation import paces as emulated_paces
-from whale_train.launcher.evaluations import said_of_evaluations
+from whale_train.launcher.evaluations import refuse_uncounted, said_of_evaluations
 from whale_train.launcher.machine import machine_facts, threads_asked
 from whale_train.launcher.profiles import profile_of
 from whale_train.launcher.samples import compared, must_compare
@@ -99,6 +99,7 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
         made = planned(profile)
     except PlanError as error:
         raise PlanError([*faults, *error.faults]) from None
+    refuse_uncounted(request, made.plan, profile, faults)
     if faults:
         raise ConfigError(faults)
     if must_compare(request, made.plan):
@@ -355,11 +356,10 @@ def _check_data(
     """What data and model must agree on beyond names: token and class numbers, held-back
     samples."""
     train = request.train
-    if train.evaluate_every is not None and held_back < train.global_batch:
-        rule = f"needs {train.global_batch} held-back samples (a global batch), and there are "
-        rule += str(held_back)
-        remedy = "raise data.evaluation_fraction, lower train.global_batch, or use null"
-        faults.append(Fault("train.evaluate_every", str(train.evaluate_every), rule, remedy))
+    if train.evaluate_every is not None and not held_back:
+        rule, every = "needs held-back samples, and there are none", str(train.evaluate_every)
+        remedy = "raise data.evaluation_fraction, or use null"
+        faults.append(Fault("train.evaluate_every", every, rule, remedy))
     if not profile.parameters:
         rule, remedy = "has no parameter to train", "give it one with requires_grad"
         faults.append(Fault("model", request.names.get("model", ""), rule, remedy))

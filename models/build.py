@@ -21,9 +21,15 @@ from torch import nn
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.loss import by_keyword
 from whale_train.models.options import RULES, ModelOptions
+from whale_train.models.targets import REMEDY, no_module
 
 _MODEL_NAME = re.compile(r"(?!Auto|TF|Flax)\w*(For[A-Z]\w*|Model)(?<!PreTrainedModel)")
 _NO_MODEL_NAME = re.compile(r"\w*(Config|Processor|Pil|Fast|Output|Tokenizer)|\w*Dataset\w*")
+
+# `config.key`, also of self.config and decoder_config; getattr(config, "key", ...).
+_READS_SETTING = re.compile(
+    r"""config\.(\w+)\b(?!\s*\()|(?:get|has)attr\(\s*[\w.]*config,\s*["'](\w+)["']"""
+)
 
 
 @contextmanager
@@ -52,7 +58,7 @@ def _said(error: BaseException) -> str:
 
 
 def load_class(options: ModelOptions) -> Callable[..., Any]:
-    """What `options` names: a user's class or factory, or a model class of transformers.
+    """Return what `options` names: a user's class or function, or a model class of transformers.
 
     The current working directory is importable. Constructor arguments, and for Hugging Face
     models the config and the folder of weights, are checked as well. Raises ConfigError with all
@@ -69,13 +75,21 @@ def load_class(options: ModelOptions) -> Callable[..., Any]:
 
 
 def _imported(target: str) -> Callable[..., Any]:
+    """Return the class or function at the path `target`: of a module, or of a class in one.
+
+    Raises ConfigError where it cannot be had, or does not say that it gives a module.
+    """
     path, _, name = target.rpartition(".")
     parts = path.split(".")
-    module: ModuleType | None = None
+    module: ModuleType | type | None = None
     for part in (".".join(parts[: end + 1]) for end in range(len(parts))):
         try:
             module = importlib.import_module(part)
         except Exception as error:
+            inner = getattr(module, part.rpartition(".")[2], None)
+            if isinstance(error, ModuleNotFoundError) and isinstance(inner, type):
+                module = inner
+                continue
             if isinstance(error, ModuleNotFoundError) and error.name == part:
                 rule = f"cannot be imported: there is no module {part}"
                 remedy = "run from the folder that holds it, or install it"
@@ -89,12 +103,11 @@ def _imported(target: str) -> Callable[..., Any]:
         remedy = nearest(name, models) if models else f"define a torch.nn.Module in {path}"
         rule = f"cannot be imported: {path} has no {name}"
         raise _refusal("model._target_", target, rule, remedy)
-    made = getattr(module, name)
-    if not callable(made):
-        rule = f"is of type {type(made).__name__}, not a class"
-        remedy = "name a torch.nn.Module class, or a function that returns a module"
-        raise _refusal("model._target_", target, rule, remedy)
-    return made  # type: ignore[no-any-return]
+    made: Callable[..., Any] = getattr(module, name)
+    refused = no_module(made)
+    if refused is not None:
+        raise _refusal("model._target_", target, refused, REMEDY)
+    return made
 
 
 def _argument_faults(made: Callable[..., Any], options: ModelOptions) -> list[Fault]:
@@ -166,17 +179,34 @@ def _config_faults(made: Any, options: ModelOptions) -> list[Fault]:
     known |= set(config_class.attribute_map)
     # Old names (rope_theta) are translated and leave no attribute; a typo leaves its own.
     stored = set(vars(config)) - known - _default_attributes(config_class)
-    source = inspect.getsource(sys.modules[made.__module__])
+    undeclared = [key for key in options.config if key in stored]
+    read = _read_settings(made) if undeclared else frozenset()
     faults = []
     for key, value in options.config.items():
-        # T5 reads config.decoder_start_token_id, which its config class does not declare.
-        if key in stored and not re.search(rf"config\.{re.escape(key)}\b", source):
+        if key in undeclared and key not in read:
             rule = f"is not a setting of {config_class.__name__}"
-            faults.append(Fault(f"model.config.{key}", str(value), rule, nearest(key, known)))
+            remedy = nearest(key, known | read)
+            faults.append(Fault(f"model.config.{key}", str(value), rule, remedy))
     if options.config.get("use_cache"):
         rule, remedy = "cannot be served: training keeps no cache", "leave it out"
         faults.append(Fault("model.config.use_cache", "True", rule, remedy))
     return faults
+
+
+def _read_settings(made: type) -> frozenset[str]:
+    """Return the settings that the source of the model class `made` reads of a config, declared by
+    a config class or not: T5's decoder_start_token_id, and DebertaV2's share_att_key, whose default
+    is in a getattr alone.
+
+    Its source is the module of the class, and modules of other models that it takes classes and
+    functions from. What all models share is left out: it reads what only some of them act upon.
+    """
+    own = vars(sys.modules[made.__module__]).values()
+    names = {x.__module__ for x in own if isinstance(x, type) or inspect.isfunction(x)}
+    names = {name for name in names if name.startswith("transformers.models.")}
+    sources = [inspect.getsource(sys.modules[name]) for name in sorted({made.__module__, *names})]
+    pairs = _READS_SETTING.findall("\n".join(sources))
+    return frozenset(first or second for first, second in pairs)
 
 
 def _default_attributes(config_class: Any) -> set[str]:
@@ -227,7 +257,8 @@ def build_model(options: ModelOptions) -> nn.Module:
     """The model on the current default device, in train mode.
 
     Seed torch, or enter `torch.device("meta")`, first. Raises ConfigError when the class cannot be
-    had (see `load_class`), when its constructor raises, or when what it gives is not a module.
+    had (see `load_class`), when its constructor raises, or when a function gives no module though
+    it says so.
     """
     made = load_class(options)
     key, value, remedy = "model._target_", options.target, "correct its arguments or its code"
@@ -243,6 +274,5 @@ def build_model(options: ModelOptions) -> nn.Module:
         raise _refusal(key, value, rule, remedy) from error
     if not isinstance(model, nn.Module):
         rule = f"gives an object of type {type(model).__name__}, not a torch.nn.Module"
-        remedy = "name a torch.nn.Module class, or a function that returns a module"
-        raise _refusal(key, value, rule, remedy)
+        raise _refusal(key, value, rule, REMEDY)
     return model.train()

@@ -17,12 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whale_train.errors import ConfigError
 from whale_train.models.build import build_model
-from whale_train.models.export import EXPORT_BATCH, example_batch, export, on_meta
+from whale_train.models.export import EXPORT_BATCH, example_batch, export, module_path, on_meta
 from whale_train.models.folding import CannotUnfold, Fold, folded, folds_of, unfold
 from whale_train.models.loss import LossModule
 from whale_train.models.operation_graph import operation_graph
 from whale_train.models.options import ModelOptions
 from whale_train.models.repeated_calls import first_difference, recorded
+from whale_train.models.sparse_gradients import SparseCalls, may_be_sparse
 from whale_train.strategies.kept import View, kept
 from whale_train.strategies.operations import (
     INSIDE,
@@ -56,21 +57,23 @@ def profile_model(
     module, inputs = on_meta(options, fields)
     batch = example_batch(inputs, EXPORT_BATCH)
     folds = folds_of(module.model) if by_folding else ()
-    graph = _folded_graph(module, folds, batch) if folds else None
+    graph = _folded_graph(module, folds, batch, name) if folds else None
     if folds and graph is None:
         module, _ = on_meta(options, fields)  # as a forward may leave things in its modules
     error = ""
     if graph is None:
-        graph, error = _exported_graph(module, batch)
+        graph, error = _exported_graph(module, batch, name)
     if graph is None:
         branches = not _runs(module, batch)
         if branches:  # it looks at values, which the meta device has none of
             module = LossModule(build_model(options), options)
             batch = _values(batch, samples)
         losses: list[Tensor] = []
-        flops, activation_bytes = _measure(
-            lambda batch: losses.append(module(**batch)), batch, module
-        )
+        with SparseCalls() as sparse:
+            flops, activation_bytes = _measure(
+                lambda batch: losses.append(module(**batch)), batch, module
+            )
+        sparse.refuse(name, sparse.targets)
         count = len(next(iter(batch.values())))
         flops, activation_bytes = flops / count, activation_bytes / count
         unused = _without_gradient(module.model, losses[0])
@@ -107,11 +110,11 @@ def _values(batch: dict[str, Tensor], samples: Samples | None) -> dict[str, Tens
 
 
 def _folded_graph(
-    module: LossModule, folds: Sequence[Fold], batch: dict[str, Tensor]
+    module: LossModule, folds: Sequence[Fold], batch: dict[str, Tensor], name: str
 ) -> OperationGraph | None:
     """The whole model's graph out of a few of its blocks; None where their graphs are not equal."""
     with folded(module.model, folds):
-        graph, _ = _exported_graph(module, batch)
+        graph, _ = _exported_graph(module, batch, name)
     if graph is None:
         return None
     try:
@@ -121,10 +124,10 @@ def _folded_graph(
 
 
 def _exported_graph(
-    module: LossModule, batch: dict[str, Tensor]
+    module: LossModule, batch: dict[str, Tensor], name: str
 ) -> tuple[OperationGraph | None, str]:
     """Return the measured graph of a model that does the same whenever it is called; or None and
-    the reason why there is none."""
+    the reason why there is none. Raises ConfigError for one that has sparse gradients."""
 
     def run() -> None:
         with next(iter(batch.values())).device:
@@ -138,16 +141,20 @@ def _exported_graph(
     if changed:
         return None, f"its forward changes from call to call: {changed}"
     try:
-        return _measured_graph(exported, batch), ""
+        return _measured_graph(exported, batch, name), ""
     except NotImplementedError as error:  # of an operation that torch cannot run without values
-        return None, str(error).splitlines()[0]
+        return None, str(error).partition(": attempted")[0] + " cannot be run without values"
 
 
-def _measured_graph(exported: fx.GraphModule, batch: dict[str, Tensor]) -> OperationGraph:
-    """Its operations, with what each adds to the FLOPs and has autograd keep."""
+def _measured_graph(
+    exported: fx.GraphModule, batch: dict[str, Tensor], name: str
+) -> OperationGraph:
+    """Return the operations of the model named `name`, with what each adds to the FLOPs and has
+    autograd keep. Raises ConfigError for one that has sparse gradients."""
     with _saved_tensors(exported) as saved:
         interpreter = _CountingInterpreter(exported, saved)
         interpreter.run_batch(batch)
+    interpreter.sparse_calls.refuse(name, interpreter.sparse)
     return operation_graph(exported, interpreter.flops, interpreter.kept, interpreter.memory)
 
 
@@ -202,20 +209,26 @@ class _CountingInterpreter(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, saved: list[Tensor]) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self._saved = saved
+        self._exported, self._saved = module, saved
         self.flops: dict[str, float] = {}
         self.kept: dict[str, dict[int, float]] = {}
         self.memory: dict[str, int] = {}
+        self.sparse: list[str] = []  # modules (or operations) with sparse gradients
+        self.sparse_calls = SparseCalls()
 
     def run_batch(self, batch: dict[str, Tensor]) -> Any:
         # Placeholders are named after the arguments; the interpreter takes them in order.
         names = [str(node.target) for node in self.graph.nodes if node.op == "placeholder"]
-        with _flop_counter() as self.counter:
+        watched = self.sparse_calls if may_be_sparse(self._exported) else nullcontext()
+        with watched, _flop_counter() as self.counter:
             return self.run(*(batch[name] for name in names))
 
     def run_node(self, n: fx.Node) -> Any:
         before, known = self.counter.get_total_flops(), len(self._saved)
+        sparse = len(self.sparse_calls.targets)
         value = super().run_node(n)
+        if len(self.sparse_calls.targets) > sparse:
+            self.sparse.append(module_path(n) or n.name)
         self.flops[n.name] = float(self.counter.get_total_flops() - before)
         if n.target is _ATTENTION:
             # The meta device takes it apart, and would keep every query's weight of every key.
@@ -241,7 +254,8 @@ class _CountingInterpreter(fx.Interpreter):
         """The value of the attention `n` as a CPU's fused kernel makes it, where there is one for
         it; what that keeps takes the place of all saved since `known`."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if torch._fused_sdp_choice(*_on_cpu(args), **_on_cpu(kwargs)) != _FLASH:
+        small, named = _small_on_cpu((args, kwargs))
+        if torch._fused_sdp_choice(*small, **named) != _FLASH:
             return None
         given = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
         given.pop("enable_gqa", None)
@@ -255,14 +269,32 @@ _ATTENTION_ARGUMENTS = tuple(argument.name for argument in _ATTENTION._schema.ar
 _FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
 
-def _on_cpu(arguments: Any) -> Any:
-    """The same arguments with tensors on the CPU, whose memory nobody ever touches."""
+_SMALL_EXTENT = 512
 
-    def there(x: Tensor) -> Tensor:
-        made = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")
-        return made.requires_grad_(x.requires_grad)
 
-    return tree_map_only(Tensor, there, arguments)
+def _small_on_cpu(arguments: Any) -> Any:
+    """Return `arguments` with small tensors on the CPU, alike in all that a kernel is chosen by.
+
+    A mask over a long sequence has its square of elements, and a plan has no room for it. Extents
+    above _SMALL_EXTENT become the next numbers above it, in their order: what is equal stays equal.
+    Strides keep their order, and which of them are 0 and 1.
+    """
+    tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    large = sorted({e for x in tensors for e in x.shape if e > _SMALL_EXTENT})
+    extents = {e: _SMALL_EXTENT + 1 + number for number, e in enumerate(large)}
+
+    def made(x: Tensor) -> Tensor:
+        sizes, strides = [extents.get(e, e) for e in x.shape], [0] * x.dim()
+        step = 1
+        for dim in sorted(range(x.dim()), key=lambda dim: (x.stride(dim), x.shape[dim])):
+            if x.stride(dim):
+                step = max(step, min(x.stride(dim), 2))
+                strides[dim] = step
+                step *= sizes[dim]
+        small = torch.empty_strided(sizes, strides, dtype=x.dtype, device="cpu")
+        return small.requires_grad_(x.requires_grad)
+
+    return tree_map_only(Tensor, made, arguments)
 
 
 def _memories(value: Any) -> set[int]:
@@ -295,7 +327,7 @@ def _runs(module: LossModule, batch: dict[str, Tensor]) -> bool:
 
 
 def _without_gradient(model: nn.Module, loss: Tensor) -> tuple[str, ...]:
-    """Parameters the loss does not depend on, as autograd sees it."""
+    """Return the parameters the loss does not depend on, as autograd sees it."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     paths = [x.path for x in _parameters(model)]
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)

@@ -1,5 +1,7 @@
 """One rank's program, put together: its weights, its engines, its segments."""
 
+from dataclasses import replace
+
 from torch import fx
 
 from whale_train.config import Request
@@ -56,11 +58,11 @@ def _whole_model(
     )
     samples = plan.ranks[seat.rank].samples
     if not samples:
-        return WholeModel(engine, group, [task_graph.shares[seat.rank]], plan.loss_weight)
+        return WholeModel(engine, group, [task_graph.shares[seat.rank]], plan.loss_weights)
     assert graph is not None
     counter = target_counter(module, graph, group, seat.device)
     sizes = [stop - start for start, stop in samples]
-    return WholeModel(engine, group, sizes, plan.loss_weight, counter)
+    return WholeModel(engine, group, sizes, plan.loss_weights, counter)
 
 
 def _cut_model(
@@ -70,10 +72,11 @@ def _cut_model(
     counts = Counts()
     written_segments = plan.rewrite["segments"]
     batches = _micro_batches(plan)
-    pieces = None
-    if len(batches) > 1:
+    pieces = held = None
+    if len(batches) > 1 or request.train.evaluate_every is not None:
         counter = target_counter(module, graph, seat.groups["world"], seat.device)
-        pieces = Pieces([plan.loss_weight(shared[-1][1]) for shared in batches], counter)
+        held = Pieces([shared[-1][1] for shared in batches], plan.loss_weights, counter)
+        pieces = held if len(batches) > 1 else None
     canonical, tensors = own_tensors(
         written_segments, plan.task_graphs, module, graph, seat.rank, seat
     )
@@ -95,10 +98,13 @@ def _cut_model(
                 group if request.model.sync_batchnorm else None,
                 pieces.scale if pieces is not None else None,
             )
-            held = {path: tensors[path] for path in tensor_paths(written, graph, canonical)}
-            segment = Segment(tuple(written["takes"]), tuple(written["gives"]), held)
-            for counted in (None, counts):
-                write_segment_graph(segment, written, graph, canonical, place, counted)
+            paths = tensor_paths(written, graph, canonical)
+            tensors_here = {path: tensors[path] for path in paths}
+            segment = Segment(tuple(written["takes"]), tuple(written["gives"]), tensors_here)
+            write_segment_graph(segment, written, graph, canonical, place, None)
+            # An evaluation has several batches, and so several pieces, where a step has one.
+            place = replace(place, loss_scale=held.scale if held is not None else None)
+            write_segment_graph(segment, written, graph, canonical, place, counts)
             segment.overlap_weight_gradients()
             if task_graph.zero == 3:
                 segment.divide(gathered=True)
@@ -118,7 +124,7 @@ def _cut_model(
             copies = Copies(None, group, sharded)
         engines[number] = make_engine(request, plan, task_graph, mine, copies, seat)
     made = [Chunk(parts, parts[-1].segment.gives) for parts in parts_of(chunks, engines)]
-    return CutModel([made[of_chunk[shared]] for shared in batches], counts, pieces)
+    return CutModel([made[of_chunk[shared]] for shared in batches], counts, pieces, held)
 
 
 def _micro_batches(plan: Plan) -> list[tuple[tuple[int, int], ...]]:

@@ -109,9 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_dir: Path = options.run_dir
     try:
         preload()
+        from whale_train.config import Request
         from whale_train.runtime import worker
 
-        prepared = worker.prepare(run_dir)
+        request = Request.from_json((run_dir / "request.json").read_text())
+        prepared = worker.prepare(request)
         wait_until_ready(run_dir, options.parent)
         world_size = json.loads((run_dir / "plan.json").read_text())["world_size"]
         return serve(

@@ -27,6 +27,7 @@ from whale_train.models.export import model_path
 from whale_train.models.loss import LossModule
 from whale_train.models.target_means import TargetMean, target_mean
 from whale_train.runtime.losses import targets_graph
+from whale_train.strategies.loss_weights import LossWeights
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,19 @@ class TargetCounter:
         return torch.stack(list(counts)) if counts else torch.zeros(0, dtype=torch.float64)
 
     @torch.no_grad()
+    def whole(self, held: Iterable[tuple[float, Sequence[Mapping[str, Tensor]]]]) -> Tensor:
+        """Return how many targets all batches of `held` have together, fp64 [losses]: each has a
+        weight, and my micro-batches. One all-reduce; all replicas call it."""
+        total = torch.zeros(len(self.losses), dtype=torch.float64)
+        for weight, batches in held if self.losses else ():
+            for batch in batches:
+                mine = weight * self.mine(batch)
+                total = total.to(mine.device) + mine
+        if self.losses and self._group.size() > 1:
+            dist.all_reduce(total, group=self._group)
+        return total
+
+    @torch.no_grad()
     def count(self, batches: Sequence[Mapping[str, Tensor]]) -> list[Targets]:
         """Of each of my micro-batches. One all-reduce; all replicas call it."""
         device = next(iter(batches[0].values())).device
@@ -85,25 +99,36 @@ def target_counter(
 
 class Pieces:
     """The micro-batches of a step, of which a graph computes one after another for all replicas
-    at once. `weights` are those of their losses in the step's (`Plan.loss_weight`). A mean over
-    targets becomes a sum times `scale`, so that, weighted alike, all add up to the mean over all.
+    at once. `sizes` are their samples, over all replicas; `weights` say what their losses count
+    among each other. A mean over targets becomes a sum times `scale`, so that, weighted alike, all
+    add up to the mean over all.
     """
 
-    def __init__(self, weights: Sequence[float], counter: TargetCounter) -> None:
-        self._weights, self._counter = weights, counter
+    def __init__(self, sizes: Sequence[int], weights: LossWeights, counter: TargetCounter) -> None:
+        self._sizes, self._weights, self._counter = sizes, weights, counter
         self._whole, self._now = torch.zeros(0), 0
+        self._held: int | None = None  # samples of the evaluation, if it is one
         self._numbers = {name: i for i, name in enumerate(counter.losses)}
 
     def begin(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """A step, or an evaluated batch, of which these are my replica's micro-batches."""
-        self._whole = self._counter.count(batches)[0].whole
+        """A step, of which these are my replica's micro-batches."""
+        self._whole, self._held = self._counter.count(batches)[0].whole, None
+
+    def begin_evaluation(
+        self, held: Iterable[tuple[float, Sequence[Mapping[str, Tensor]]]], samples: int
+    ) -> None:
+        """Weight what runs next as parts of `held`, batches with their weights of `samples`."""
+        self._whole, self._held = self._counter.whole(held), samples
 
     def enter(self, micro_batch: int) -> None:
         """What runs next belongs to this one."""
         self._now = micro_batch
 
     def weight(self, micro_batch: int) -> float:
-        return self._weights[micro_batch]
+        size = self._sizes[micro_batch]
+        if self._held is not None:
+            return self._weights.of_evaluation(size, self._held)
+        return self._weights.of_step(size)
 
     def scale(self, loss: str) -> Tensor:
         """For the operation `loss` in the current micro-batch."""
@@ -115,13 +140,13 @@ class GlobalMeans(TorchFunctionMode):
 
     `group` joins the replicas; the caller multiplies the loss of this forward by `weight`. All
     members of the group call the same losses in the same order; counts are all-reduced at each
-    call. With
-    several micro-batches a step, `targets` are those of this one, counted before, and losses that
-    are not those counted raise RuntimeError. A replica without targets gets a term of 0 that still
-    has a gradient.
+    call. With several micro-batches a step, `targets` are those of this one, counted before, and
+    losses that are not those counted raise RuntimeError. A replica without targets gets a term of 0
+    that still has a gradient.
 
     With `accuracy` (evaluation), `correct` and `targets` add up, over the calls of this rank since
     the mode was made: targets that are the largest logit of their row, and targets that count.
+    `made` are the means of these calls, and `divisors` what each would divide by here, fp64.
     """
 
     def __init__(
@@ -135,6 +160,8 @@ class GlobalMeans(TorchFunctionMode):
         super().__init__()
         self.correct: Tensor | int = 0
         self.targets: Tensor | int = 0
+        self.made: list[Tensor] = []
+        self.divisors: list[Tensor] = []
         self._group = group
         self._inverse_weight = 1.0 / weight if weight else 0.0
         self._accuracy = accuracy
@@ -162,10 +189,16 @@ class GlobalMeans(TorchFunctionMode):
         call = target_mean(func, args, kwargs)
         if call is None:
             return func(*args, **kwargs)
+        made = self._mean(call)
         if self._accuracy:
-            self._record(call)
+            self._record(call, made)
+        return made
+
+    def _mean(self, call: TargetMean) -> Tensor:
+        """Return what the call makes here of the mean over all replicas' targets."""
         if self._counted is None and self._group.size() == 1:
-            return func(*args, **kwargs)
+            mean: Tensor = call.function(call.logits, call.target, **call.options)
+            return mean
         divisor, work = self._whole_divisor(call.divisor())
         total = call.sum()
         if work is not None:
@@ -188,6 +221,8 @@ class GlobalMeans(TorchFunctionMode):
         return self._counted.whole[self._calls - 1], None
 
     @torch.no_grad()
-    def _record(self, call: TargetMean) -> None:
+    def _record(self, call: TargetMean, made: Tensor) -> None:
+        self.made.append(made)
+        self.divisors.append(call.divisor())
         self.correct = self.correct + call.correct()
         self.targets = self.targets + call.counted.sum()

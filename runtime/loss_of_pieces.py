@@ -1,34 +1,37 @@
 """The loss of a step whose micro-batches several ranks compute."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from whale_train.runtime.chunk import Batch
+from whale_train.runtime.evaluation import Evaluation
 from whale_train.runtime.loss_means import TargetCounter
-from whale_train.runtime.programs import Evaluation, PendingLoss
+from whale_train.runtime.programs import PendingLoss
+from whale_train.strategies.loss_weights import LossWeights
 
 
 class LossOfPieces:
     """The loss of the global batch, of which every rank of a last stage has pieces.
 
-    `weight` gives the weight of so many samples' loss in the step's (`Plan.loss_weight`): n / N of
-    the global batch's N where it is their mean. A cross-entropy is a
-    mean over targets, of which micro-batches hold different numbers: it becomes a sum, scaled so
-    that the weighted pieces add up to the mean over all targets. They are counted before the
-    first forward (`counter`; None where one piece is all there is).
+    `weights` say what a micro-batch of n samples counts: n / N of the global batch's N, where its
+    loss is a mean. A cross-entropy is a mean over targets, of which micro-batches hold different
+    numbers: it becomes a sum, scaled so that the weighted pieces add up to the mean over all
+    targets. They are counted before the first forward (`counter`; None where one piece is all there
+    is). An evaluation is a step of all its batches: N are the held-back samples.
     """
 
     def __init__(
         self,
         samples: Sequence[tuple[int, int]],
-        weight: Callable[[int], float],
+        weights: LossWeights,
         counter: TargetCounter | None,
         device: torch.device,
     ) -> None:
-        self._samples, self._weight_of = samples, weight
+        self._samples, self._weights = samples, weights
+        self._held: int | None = None  # samples of the evaluation, if it is one
         self._counter, self._device = counter, device
         self._pending: tuple[Tensor, dist.Work | None] | None = None
         self._now = 0
@@ -37,11 +40,21 @@ class LossOfPieces:
 
     def begin(self, batches: Iterable[Batch]) -> None:
         """Count the targets of the step; `batches` are those whose loss is counted here."""
+        self._held = None
+        self._count((1.0, batch) for batch in batches)
+
+    def begin_evaluation(self, batches: Iterable[tuple[float, Batch]], samples: int) -> None:
+        """Count the targets of an evaluation of `samples`; `batches` are those whose loss is
+        counted here, with their weights."""
+        self._held = samples
+        self._count(batches)
+
+    def _count(self, batches: Iterable[tuple[float, Batch]]) -> None:
         if self._counter is None or not self._numbers:
             return
         total = torch.zeros(len(self._numbers), dtype=torch.float64, device=self._device)
-        for batch in batches:
-            total += self._counter.mine(batch)
+        for weight, batch in batches:
+            total += weight * self._counter.mine(batch)
         self._pending = (total, dist.all_reduce(total, async_op=True))
 
     def enter(self, micro_batch: int) -> None:
@@ -50,7 +63,9 @@ class LossOfPieces:
 
     def weight(self, micro_batch: int) -> float:
         start, stop = self._samples[micro_batch]
-        return self._weight_of(stop - start)
+        if self._held is not None:
+            return self._weights.of_evaluation(stop - start, self._held)
+        return self._weights.of_step(stop - start)
 
     def scale(self, name: str) -> Tensor:
         """What the sum of the cross-entropy `name` over the current micro-batch is multiplied by
@@ -70,8 +85,9 @@ class LossOfPieces:
             value += loss.float() * self.weight(m)
         return PendingLoss(value, dist.all_reduce(value, async_op=True))
 
-    def evaluation(self, losses: Mapping[int, Tensor], counts: tuple[float, float]) -> Evaluation:
-        value = sum(float(loss) * self.weight(m) for m, loss in losses.items())
-        sums = torch.tensor([value, *counts], dtype=torch.float64, device=self._device)
+    def evaluation(self, sums: Tensor) -> Evaluation:
+        """Return the means of an evaluation, on every rank; `sums` are the loss, right answers and
+        targets of this rank's pieces, fp64 [3]."""
+        sums = sums.to(self._device)
         dist.all_reduce(sums)
         return Evaluation(*sums.tolist())

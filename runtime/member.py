@@ -2,13 +2,15 @@
 
     python -m whale_train.runtime.member [--run-dir DIR --parent PID | --refused]
 
-RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where it is. Rank
-0 is started with the run directory by the `whale-train` that composes the job, waits for its
-plan, and tells the others, who see it through a shared file system; `--refused` tells them that
-there is none. Exit status: 0 done; 1 failed; 2 the request was refused.
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where it is,
+WHALE_TRAIN_JOB_KEY whom it believes. Rank 0 is started with the run directory by the `whale-train`
+that composes the job, waits for its plan, and tells the others, who see it through a shared file
+system; `--refused` tells them that there is none. Exit status: 0 done; 1 failed; 2 the request was
+refused.
 """
 
 import argparse
+import hmac
 import os
 import signal
 import sys
@@ -42,8 +44,8 @@ from whale_train.runtime.host import (
     set_num_threads,
     wait_until_ready,
 )
+from whale_train.runtime.job_message import Job, JobKey
 
-REFUSED = ""  # what rank 0 says instead of a run directory
 LEAVING = timedelta(seconds=60)
 
 
@@ -65,17 +67,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if run_dir is not None:
         wait_until_ready(run_dir, options.parent)
     try:
-        store = _meet(rank)
+        key = JobKey.from_environment()
+        store = _meet(rank, key)
         if rank == 0:
-            store.set("run_dir", REFUSED if run_dir is None else str(run_dir.absolute()))
-        told = store.get("run_dir").decode()
+            sealed = key.sealed(None if run_dir is None else Job.read(run_dir))
+            store.set("job", sealed)  # type: ignore[arg-type]  # torch's stub has str alone
+        job = key.opened(store.get("job"))
     except Exception as error:
         if run_dir is None:  # no job that would have a place for it
             sys.stderr.write(f"error: rank {rank} did not meet the others: {error}\n")
         else:
             _fail(run_dir, rank, world_size, error)
         return 1
-    status = 2 if told == REFUSED else _train(Path(told), rank, world_size, store)
+    status = 2 if job is None else _train(job, rank, world_size, store)
     if status != 1:
         _leave(store, rank, world_size)
     return status
@@ -91,35 +95,53 @@ def _prepare_for_any_job(silent: bool) -> None:
     preload()
 
 
-def _meet(rank: int) -> Store:
-    """The store of this job. Raises LaunchError where it cannot be had or is another job's."""
+def _meet(rank: int, key: JobKey) -> Store:
+    """Return the store of this job, whose keys begin with its nonce. Raises LaunchError where it
+    cannot be had, is another job's, or is said to be by somebody."""
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         world_store, _, _ = next(rendezvous("env://"))
     except dist.DistError as error:
         rule = f"MASTER_PORT: {where} cannot be used ({str(error).splitlines()[0]})"
         raise LaunchError(f"{rule}; set MASTER_PORT to a free port of rank 0's host") from None
-    store = PrefixStore("whale_train", world_store)
+    public = PrefixStore("whale_train", world_store)
+    if rank == 0:
+        public.set("key", key.fingerprint)
+    elif not hmac.compare_digest(public.get("key"), key.fingerprint.encode()):
+        rule = f"MASTER_PORT: the job at {where} has another key than rank {rank}"
+        remedy = "give all ranks the same WHALE_TRAIN_SECRET and run id"
+        raise LaunchError(f"{rule}; {remedy}, or set MASTER_PORT to a port of their own")
+    store = PrefixStore(key.nonce, public)
     if store.add(f"here/{rank}", 1) > 1:
         rule = f"MASTER_PORT: another rank {rank} is at {where}, so that port is another job's"
         raise LaunchError(f"{rule}; set MASTER_PORT to a free port of rank 0's host")
     return store
 
 
-def _train(run_dir: Path, rank: int, world_size: int, store: Store) -> int:
+def _train(job: Job, rank: int, world_size: int, store: Store) -> int:
+    run_dir = job.run_dir
     if not (run_dir / "ready").exists():
         sys.stderr.write(
             f"error: rank {rank} does not see the run directory {run_dir}; "
             "put it on a file system all hosts share (hydra.run.dir=...)\n"
         )
         return 1
+    unlike = job.unlike()
+    if unlike is not None:
+        sys.stderr.write(
+            f"error: {run_dir / unlike} is not on this host what rank 0 sent rank {rank}; "
+            "put the run directory on a file system all hosts share (hydra.run.dir=...)\n"
+        )
+        return 1
     log_to(run_dir / "logs" / f"rank_{rank}.log")
     set_num_threads(num_threads(int(os.environ["LOCAL_WORLD_SIZE"])))
     try:
         # Imported here: to say that there is no job takes none of it.
+        from whale_train.config import Request
         from whale_train.runtime import worker
 
-        prepared = worker.compile_kernels(run_dir, worker.prepare(run_dir))
+        request = Request.from_json(job.texts["request.json"])
+        prepared = worker.compile_kernels(run_dir, worker.prepare(request))
         worker.run(run_dir, rank, world_size, PrefixStore("world", store), prepared)
     except Exception as error:
         _fail(run_dir, rank, world_size, error)

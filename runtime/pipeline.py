@@ -13,9 +13,10 @@ from torch import Tensor
 
 from whale_train.runtime.chunk import Batch, Chunk, Passed
 from whale_train.runtime.engine import Engine
+from whale_train.runtime.evaluation import Evaluation, HeldBack
 from whale_train.runtime.finality import Finality
 from whale_train.runtime.loss_of_pieces import LossOfPieces
-from whale_train.runtime.programs import Evaluation, PendingLoss
+from whale_train.runtime.programs import PendingLoss
 from whale_train.runtime.rewrite import Counts
 from whale_train.runtime.trace import Trace, span
 from whale_train.runtime.transport import Transport, Wire
@@ -137,20 +138,24 @@ class PipelineModel:
         return self._loss.total(run.losses if self.place.index == 0 else {})
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
+    def evaluate(self, held: HeldBack) -> Evaluation:
         forwards = [x for x in self.instructions if x.kind in _FORWARDS]
-        run = _Run(self, batches, forwards)
-        self._loss.begin(self._piece_batches(batches))
+        pieces = ((w, x) for w, batches in held for x in self._piece_batches(batches))
+        self._loss.begin_evaluation(pieces, held.samples)
+        counted = self._last in self._chunks and self.place.index == 0
+        sums = torch.zeros(3, dtype=torch.float64)
         with ExitStack() as stack:
             for chunk in self._chunks.values():
                 stack.enter_context(chunk.evaluating())
-            run.run()
-        self._transport.settle()
-        counted = self._last in self._chunks and self.place.index == 0
-        counts = self._counts.take()
-        if not counted:
-            return self._loss.evaluation({}, (0.0, 0.0))
-        return self._loss.evaluation(run.losses, counts)
+            for weight, batches in held:
+                run = _Run(self, batches, forwards)
+                run.run()
+                self._transport.settle()
+                loss = sum(float(x) * self._loss.weight(m) for m, x in run.losses.items())
+                seen = (loss, *self._counts.take())
+                if counted:
+                    sums += weight * torch.tensor(seen, dtype=torch.float64)
+        return self._loss.evaluation(sums)
 
     def _piece_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches whose targets this rank counts."""

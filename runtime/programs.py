@@ -5,7 +5,7 @@ a rewritten graph, all of it on every rank; `runtime/pipeline.py`'s a rewritten 
 every rank has a part.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,19 +16,12 @@ from torch import distributed as dist
 
 from whale_train.runtime.chunk import Batch, Chunk
 from whale_train.runtime.engine import Engine
+from whale_train.runtime.evaluation import EvaluatedCopies, Evaluation, HeldBack
 from whale_train.runtime.loss_means import GlobalMeans, Pieces, TargetCounter, Targets
 from whale_train.runtime.rewrite import Counts
 from whale_train.runtime.trace import Trace, span
 from whale_train.strategies.instructions import Instruction, Kind
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One evaluated batch: the mean loss over the whole global batch, right answers, targets."""
-
-    loss: float
-    correct: float
-    targets: float
+from whale_train.strategies.loss_weights import LossWeights
 
 
 @dataclass(frozen=True)
@@ -57,14 +50,15 @@ class Program(Protocol):
         """Gradients of `loss_scale` times the global batch's mean loss, of which `batches` are
         this rank's micro-batches; the loss itself."""
 
-    def evaluate(self, batches: Sequence[Batch]) -> Evaluation: ...
+    def evaluate(self, held: HeldBack) -> Evaluation:
+        """The means over all held-back samples."""
 
 
 class WholeModel:
     """The unmodified model, copied; each copy's loss weighted by its part of the batch.
 
-    `sizes` are the samples of this copy's micro-batches, `weight` says what the loss of so many
-    samples counts in the step's (`Plan.loss_weight`). With more than one, `counter` counts the
+    `sizes` are the samples of this copy's micro-batches, `weights` say what their losses count in
+    the step's. With more than one, `counter` counts the
     targets of a step before the first.
     """
 
@@ -73,11 +67,11 @@ class WholeModel:
         engine: Engine,
         group: dist.ProcessGroup,
         sizes: Sequence[int],
-        weight: Callable[[int], float],
+        weights: LossWeights,
         counter: TargetCounter | None = None,
     ) -> None:
         self._engine, self._group = engine, group
-        self._sizes, self._weight = sizes, weight
+        self._sizes, self._weights = sizes, weights
         self._counter = counter
         self.trace: Trace | None = None
 
@@ -90,7 +84,7 @@ class WholeModel:
         for number, (batch, targets) in enumerate(self._counted(batches)):
             last = number == len(batches) - 1
             with nullcontext() if last else engine.accumulating():
-                weight = self._weight(self._sizes[number])
+                weight = self._weights.of_step(self._sizes[number])
                 with (
                     span(self.trace, Instruction(Kind.FORWARD, 0, number)),
                     GlobalMeans(self._group, weight, targets),
@@ -106,24 +100,16 @@ class WholeModel:
         return PendingLoss(value, dist.all_reduce(value, group=self._group, async_op=True))
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
+    def evaluate(self, held: HeldBack) -> Evaluation:
         module = self._engine.module
+        copies = EvaluatedCopies(
+            self._engine, self._group, self._sizes, self._weights, self._counter
+        )
         module.eval()
-        found: list[Tensor] = []
         try:
-            for size, (batch, targets) in zip(self._sizes, self._counted(batches), strict=True):
-                weight = self._weight(size)
-                with GlobalMeans(self._group, weight, targets, accuracy=True) as means:
-                    part = self._engine(**batch) * weight
-                seen = (part, means.correct, means.targets)
-                found.append(
-                    torch.stack([torch.as_tensor(x, device=part.device).double() for x in seen])
-                )
+            return copies.evaluate(held)
         finally:
             module.train()
-        sums = torch.stack(found).sum(0)
-        dist.all_reduce(sums, group=self._group)
-        return Evaluation(*sums.tolist())
 
     def _counted(self, batches: Sequence[Batch]) -> list[tuple[Batch, Targets | None]]:
         if self._counter is None:
@@ -136,12 +122,18 @@ class CutModel:
 
     `chunks` run the micro-batches of a step, one each: they share engines and parameters, and
     differ in how many samples each rank gives. With more than one, `pieces` weights their losses.
+    `held` weights those of an evaluation (None: there is none).
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], counts: Counts, pieces: Pieces | None = None
+        self,
+        chunks: Sequence[Chunk],
+        counts: Counts,
+        pieces: Pieces | None = None,
+        held: Pieces | None = None,
     ) -> None:
         self._chunks, self._counts, self._pieces = chunks, counts, pieces
+        self._held = held
         self.trace: Trace | None = None
 
     @property
@@ -169,12 +161,20 @@ class CutModel:
         return PendingLoss(total, None)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
-        total = 0.0
-        for chunk, batch, weight in self._weighted(batches):
-            with chunk.evaluating():
-                total += float(chunk.forward({}, batch).made[chunk.gives[0]]) * weight
-        return Evaluation(total, *self._counts.take())
+    def evaluate(self, held: HeldBack) -> Evaluation:
+        pieces = self._held
+        assert pieces is not None
+        pieces.begin_evaluation(held, held.samples)
+        sums = torch.zeros(3, dtype=torch.float64)
+        for weight, batches in held:
+            loss = 0.0
+            for number, (chunk, batch) in enumerate(zip(self._chunks, batches, strict=True)):
+                pieces.enter(number)
+                with chunk.evaluating():
+                    value = chunk.forward({}, batch).made[chunk.gives[0]]
+                loss += float(value) * pieces.weight(number)
+            sums += weight * torch.tensor((loss, *self._counts.take()), dtype=torch.float64)
+        return Evaluation(*sums.tolist())
 
     def _weighted(self, batches: Sequence[Batch]) -> Iterator[tuple[Chunk, Batch, float]]:
         """Every micro-batch with the chunk that runs it and its part of the loss."""

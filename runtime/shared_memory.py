@@ -12,6 +12,7 @@ as they take any other.
 import mmap
 import os
 import socket
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -200,15 +201,30 @@ def _combine(combine: _Combine, parts: Tensor, out: Tensor) -> None:
         combine(out, part, out=out)
 
 
+_CREDENTIALS = struct.Struct("3i")  # of Linux's SO_PEERCRED: process, user and group
+
+
+def user_of(peer: socket.socket) -> int:
+    """Return the id of the user at the other end of a Unix socket, as the kernel knows it."""
+    size = _CREDENTIALS.size
+    _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(user)
+
+
 def meet(
     store: Store,
     rank: int,
     size: int,
     timeout: timedelta,
     kind: socket.SocketKind = socket.SOCK_STREAM,
+    user_of: Callable[[socket.socket], int] = user_of,
 ) -> dict[int, socket.socket]:
-    """A socket to every other member, by their ranks. A name that begins with a null is no file: it
-    ends with its socket."""
+    """Return a socket to every other member, by their ranks.
+
+    A name that begins with a null is no file: it ends with its socket. It is listed for all users
+    of the host, who may connect to it: whom `user_of` says to be another user is let go. Raises
+    PermissionError where a name in the store leads to another user's socket.
+    """
     peers: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX, kind) as listener:
         listener.settimeout(timeout.total_seconds())
@@ -219,10 +235,16 @@ def meet(
             peer = socket.socket(socket.AF_UNIX, kind)
             peer.settimeout(timeout.total_seconds())
             peer.connect(store.get(str(member)))
+            if user_of(peer) != os.geteuid():
+                peer.close()
+                raise PermissionError(f"member {member}'s socket is another user's")
             peer.sendall(rank.to_bytes(4, "big"))
             peers[member] = peer
         while len(peers) < size - 1:
             peer, _ = listener.accept()
+            if user_of(peer) != os.geteuid():
+                peer.close()
+                continue
             peer.settimeout(timeout.total_seconds())
             peers[int.from_bytes(peer.recv(4), "big")] = peer
     return peers

@@ -5,6 +5,7 @@ this rank's shard.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, fx, nn
@@ -46,8 +47,10 @@ def assemble_stages(
     held = plan.pipeline["positions"][place.position]
     pieces = sum(len(each["samples"]) for each in plan.pipeline["copies"])
     world = seat.groups["world"]
-    counter = target_counter(module, graph, world, seat.device) if pieces > 1 else None
-    loss = LossOfPieces(copy["samples"], plan.loss_weight, counter, seat.device)
+    counter = None
+    if pieces > 1 or request.train.evaluate_every is not None:
+        counter = target_counter(module, graph, world, seat.device)
+    loss = LossOfPieces(copy["samples"], plan.loss_weights, counter, seat.device)
     counts = Counts()
     weight_gradients = WeightGradients()
     several = plan.ranks[seat.rank].micro_batches > 1
@@ -71,6 +74,9 @@ def assemble_stages(
         )
         for task_graph in task_graphs
     }
+    # An evaluation has several batches, and so several pieces, where a step has one.
+    scale = None if counter is None else loss.scale
+    evaluations = {number: replace(here, loss_scale=scale) for number, here in places.items()}
     segments: dict[int, Segment] = {}
     for chunk in held:
         described = plan.pipeline["chunks"][chunk]
@@ -79,8 +85,9 @@ def assemble_stages(
             here = places[there["task_graph"]]
             held_here = {path: tensors[path] for path in tensor_paths(there, graph, canonical)}
             segment = Segment(tuple(there["takes"]), tuple(there["gives"]), held_here)
-            for counted in (None, counts):
-                write_segment_graph(segment, there, graph, canonical, here, counted)
+            write_segment_graph(segment, there, graph, canonical, here, None)
+            evaluated = evaluations[there["task_graph"]]
+            write_segment_graph(segment, there, graph, canonical, evaluated, counts)
             if plan.schedule == "zero_bubble":
                 segment.defer_weight_gradients(weight_gradients)
             else:

@@ -4,9 +4,10 @@ import json
 import math
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
@@ -17,10 +18,11 @@ from torch import distributed as dist
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
-from whale_train.data.order import rank_slice, step_indices
+from whale_train.data.order import evaluation_batches, rank_slice, step_indices
+from whale_train.runtime.evaluation import HeldBack
 from whale_train.runtime.learning_rate import learning_rate
 from whale_train.runtime.loss_scale import START, LossScale
-from whale_train.runtime.programs import Evaluation, PendingLoss, Program
+from whale_train.runtime.programs import PendingLoss, Program
 from whale_train.runtime.trace import Trace, span
 from whale_train.runtime.update import update
 from whale_train.strategies.plan import Plan
@@ -37,6 +39,17 @@ class _Step:
     seconds: float
     evaluation: dict[str, float]
     loss_scale: float | None = None
+
+
+@dataclass(frozen=True)
+class _HeldBack:
+    """Held-back samples whose batches are read each time they are iterated over."""
+
+    samples: int
+    read: Callable[[], Iterator[tuple[float, list[dict[str, Tensor]]]]]
+
+    def __iter__(self) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
+        return self.read()
 
 
 class Batches:
@@ -59,16 +72,15 @@ class Batches:
         indices = step_indices(total, batch, step, seed, shuffle)
         return [self._tensors(self._dataset.samples(indices[mine])) for mine in self._mine]
 
-    def evaluation(self) -> Iterator[list[dict[str, Tensor]]]:
-        """Whole global batches of held-back samples, as many as were asked for and exist."""
-        batch = self._plan.global_batch
+    def evaluation(self) -> HeldBack:
+        """The first held-back samples, as many as were asked for and exist."""
         wanted = min(self._request.train.evaluation_samples, self._dataset.num_evaluation_samples)
-        for number in range(max(1, wanted // batch)):
-            indices = step_indices(self._dataset.num_evaluation_samples, batch, number, 0, False)
-            yield [
-                self._tensors(self._dataset.evaluation_samples(indices[mine]))
-                for mine in self._mine
-            ]
+        return _HeldBack(wanted, partial(self._evaluated, wanted))
+
+    def _evaluated(self, samples: int) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
+        for weight, indices in evaluation_batches(samples, self._plan.global_batch):
+            parts = (self._dataset.evaluation_samples(indices[mine]) for mine in self._mine)
+            yield weight, [self._tensors(part) for part in parts]
 
     def tokens(self, batches: Sequence[dict[str, Tensor]]) -> int:
         """Tokens of a global batch, known from this rank's part of it; its samples where a
@@ -231,12 +243,13 @@ def train(
 
 
 def evaluate(program: Program, batches: Batches) -> dict[str, float]:
-    """Loss on the held-back batches, and the share of right answers where there are targets."""
-    seen: list[Evaluation] = [program.evaluate(batch) for batch in batches.evaluation()]
-    found = {"evaluation_loss": sum(e.loss for e in seen) / len(seen)}
-    targets = sum(e.targets for e in seen)
+    """Mean loss over the held-back samples, and the share of right answers where there are
+    targets."""
+    seen = program.evaluate(batches.evaluation())
+    found = {"evaluation_loss": seen.loss}
+    targets = round(seen.targets)  # weighted sums of whole numbers
     if targets:
-        found["evaluation_accuracy"] = sum(e.correct for e in seen) / targets
+        found["evaluation_accuracy"] = round(seen.correct) / targets
     return found
 
 

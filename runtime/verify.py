@@ -24,8 +24,9 @@ from whale_train.models.dropout_off import DropoutOff
 from whale_train.models.export import model_path
 from whale_train.runtime.chunk import Batch
 from whale_train.runtime.engine import Engine
+from whale_train.runtime.evaluation import Evaluation, HeldBack
 from whale_train.runtime.learning_rate import learning_rate
-from whale_train.runtime.programs import Evaluation, PendingLoss, Program
+from whale_train.runtime.programs import PendingLoss, Program
 from whale_train.runtime.rewrite import Segment
 from whale_train.runtime.torch_engine import TorchEngine
 from whale_train.runtime.trace import Trace
@@ -242,8 +243,8 @@ class _WithoutDropout:
         with self.mode:
             return self._program.forward_backward(batches, loss_scale)
 
-    def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
-        return self._program.evaluate(batches)
+    def evaluate(self, held: HeldBack) -> Evaluation:
+        return self._program.evaluate(held)
 
 
 def _random_states() -> list[Tensor]:

@@ -58,9 +58,8 @@ class Prepared:
     dataset: Dataset
 
 
-def prepare(run_dir: Path) -> Prepared:
-    """All that needs no plan, so that it overlaps with resolving it."""
-    request = Request.from_json((run_dir / "request.json").read_text())
+def prepare(request: Request) -> Prepared:
+    """Make all that needs no plan, so that it overlaps with resolving it."""
     dataset = open_dataset(request.data)
     module = build_shared(request.model, request.seed)
     graph = None

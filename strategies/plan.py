@@ -6,7 +6,9 @@ resolve nothing again.
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from whale_train.strategies.loss_weights import LossWeights
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Plan:
     exported: bool = True
     rewrite: dict[str, Any] | None = None
     pipeline: dict[str, Any] | None = None
-    loss_over: str = "mean"
+    loss_over: Literal["mean", "sum"] = "mean"
 
     @property
     def shares_batch(self) -> bool:
@@ -135,9 +137,10 @@ class Plan:
         copied = any(len(task_graph.replicas) > 1 for task_graph in self.task_graphs)
         return copied or any(rank.micro_batches > 1 for rank in self.ranks)
 
-    def loss_weight(self, samples: int) -> float:
-        """Return the weight that the loss of so many of a step's samples has in the step's."""
-        return samples / self.global_batch if self.loss_over == "mean" else 1.0
+    @property
+    def loss_weights(self) -> LossWeights:
+        """What the losses of a batch's parts count in the batch's."""
+        return LossWeights(self.loss_over, self.global_batch)
 
     def to_json(self) -> str:
         """The file's text; keys keep the order of the fields, so equal plans are equal bytes."""

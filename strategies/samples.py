@@ -62,11 +62,12 @@ def refuse_shared_batch(
 
 
 def with_samples(plan: Plan, findings: Findings, training: Training) -> Plan:
-    """Return `plan` with what its loss is over the samples, where its batch is shared."""
-    if not plan.shares_batch:
-        return plan
+    """Return `plan` with what its loss is over the samples, and what is known of that where its
+    batch is shared."""
     found = judged(findings)
     loss_over = found.kind if found.kind in ("mean", "sum") else training.loss_over or "mean"
+    if not plan.shares_batch:
+        return replace(plan, loss_over=loss_over)
     decisions = plan.decisions
     if found.kind == "sum":
         reason = "the model's graph adds its samples' losses up: parts are added, not averaged"

@@ -103,8 +103,8 @@ MODEL = (
     Case(
         "nothing_held_back",
         f"train.evaluate_every=1 data.evaluation_fraction=0 {PLAN}",
-        "train.evaluate_every=1 needs 64 held-back samples (a global batch), and there are 0; "
-        "raise data.evaluation_fraction, lower train.global_batch, or use null",
+        "train.evaluate_every=1 needs held-back samples, and there are none; raise "
+        "data.evaluation_fraction, or use null",
     ),
     Case(
         "labels_beyond_classes",

@@ -249,7 +249,7 @@ def run_job(overrides: list[str], plainly: bool, run_dir: str) -> str:
 
 def run_host(run_dir: Path, entry: Callable[[Path, int, int, worker.Prepared], None]) -> str:
     """The ranks of a resolved job, each `entry`, to their end; why they failed."""
-    prepared = worker.prepare(run_dir)
+    prepared = worker.prepare(Request.from_json((run_dir / "request.json").read_text()))
     world_size = json.loads((run_dir / "plan.json").read_text())["world_size"]
     status = host.serve(
         run_dir,

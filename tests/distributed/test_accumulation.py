@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from torch import distributed as dist
 
 from whale_train.runtime.loss_means import GlobalMeans, Pieces, TargetCounter, Targets
+from whale_train.strategies.loss_weights import LossWeights
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,7 @@ def test_losses_that_were_not_counted_are_refused() -> None:
 def scales() -> list[float]:
     assert dist.group.WORLD is not None
     counter = TargetCounter(counting(("first", "second")), dist.group.WORLD)
-    pieces = Pieces([0.75, 0.25], counter)
+    pieces = Pieces([6, 2], LossWeights("mean", 8), counter)
     first = torch.tensor([0, 1, -100, 2, 2, 3, -100, -100])
     second = torch.tensor([0, 1, 1, 1, 2, 3, 0, 0])
     pieces.begin(

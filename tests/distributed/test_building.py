@@ -30,7 +30,7 @@ class Net(nn.Module):
         self.layer = nn.Linear(width, width)
         self.eval()
 
-def number():
+def number() -> nn.Module:
     return 3
 """
 
@@ -70,7 +70,7 @@ def test_a_constructor_that_raises() -> None:
 def test_a_factory_of_something_else() -> None:
     assert build_faults(options_of("users_nets.number")) == [
         "model._target_=users_nets.number gives an object of type int, not a torch.nn.Module; "
-        "name a torch.nn.Module class, or a function that returns a module"
+        "name a torch.nn.Module class, or a function annotated to return one (-> nn.Module)"
     ]
 
 
@@ -109,9 +109,43 @@ def test_old_and_common_names_of_settings_are_known() -> None:
     assert model.score.weight.shape == (5, 8)
     llama = {**LLAMA, "rope_theta": 123.0}
     assert load_class(hugging_face_options("LlamaForCausalLM", config=llama))
-    # Read by the model, declared by no config class.
+
+
+@needs_transformers
+def test_settings_that_a_model_reads_though_no_config_declares_them() -> None:
     undeclared = {"decoder_start_token_id": 0}
     assert load_class(hugging_face_options("T5ForConditionalGeneration", config=undeclared))
+    deberta = {
+        **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 30},
+        **{"num_attention_heads": 2, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    }
+    # With it the projections of positions are those of the content (getattr(config, ..., False)).
+    paths = []
+    for shared in (False, True):
+        config = {**deberta, "share_att_key": shared}
+        model = build_model(hugging_face_options("DebertaV2ForMaskedLM", config=config))
+        paths.append({path for path, _ in model.named_parameters()})
+    assert {path.split(".")[-2] for path in paths[0] - paths[1]} == {
+        "pos_key_proj",
+        "pos_query_proj",
+    }
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("architecture", "key", "remedy"),
+    [
+        ("DebertaV2ForMaskedLM", "share_at_key", "did you mean share_att_key? "),
+        ("DebertaV2ForMaskedLM", "hiden_size", "did you mean hidden_size? "),
+        # Only other models, and what all models share, act upon these.
+        ("LlamaForCausalLM", "share_att_key", ""),
+        ("LlamaForCausalLM", "attention_chunk_size", ""),
+    ],
+)
+def test_settings_that_a_model_does_not_read(architecture: str, key: str, remedy: str) -> None:
+    (fault,) = build_faults(hugging_face_options(architecture, config={key: 8}))
+    config = architecture.replace("ForMaskedLM", "").replace("ForCausalLM", "") + "Config"
+    assert fault.startswith(f"model.config.{key}=8 is not a setting of {config}; {remedy}")
 
 
 @needs_transformers

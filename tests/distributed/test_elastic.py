@@ -44,6 +44,7 @@ class Job:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         # torchrun sets the threads itself, and other numbers of them would add up otherwise.
         own = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", MARK: self.mark}
+        own["XDG_CONFIG_HOME"] = str(self.folder / "config")  # where a user's own secret is made
         with (
             (self.folder / f"out_{number}").open("w") as out,
             (self.folder / f"err_{number}").open("w") as err,
@@ -139,6 +140,7 @@ def start_srun(job: Job, *overrides: str) -> None:
     job_id = free_job_id()
     for rank in range(2):
         variables = {
+            "WHALE_TRAIN_SECRET": "5" * 64,  # torchrun's ranks have that of their user
             "SLURM_JOB_ID": str(job_id),
             "SLURM_STEP_ID": "0",
             "SLURM_STEP_NODELIST": "localhost",

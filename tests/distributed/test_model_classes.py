@@ -29,11 +29,11 @@ class Plain(nn.Module):
     def __init__(self):
         super().__init__()
 
-class Anything:
+class Anything(nn.Module):
     def __init__(self, **settings):
         pass
 
-def narrow(width=WIDTH):
+def narrow(width=WIDTH) -> nn.Module:
     return Narrow(width)
 """
 
@@ -89,7 +89,7 @@ def test_classes_are_found_in_the_working_directory() -> None:
 def test_a_module_named_like_ours_is_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "models.py").write_text("def gpt(): ...\n")
+    (tmp_path / "models.py").write_text("from torch import nn\ndef gpt() -> nn.Module: ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "models", raising=False)
     made = loaded({"_target_": "models.gpt"})
@@ -134,7 +134,7 @@ def test_a_module_named_like_ours_is_the_users(
             {"_target_": "nets.Narow"},
             [
                 "model._target_=nets.Narow cannot be imported: nets has no Narow; "
-                "did you mean Narrow? One of: Narrow, Plain"
+                "did you mean Narrow? One of: Anything, Narrow, Plain"
             ],
         ),
         (
@@ -148,7 +148,7 @@ def test_a_module_named_like_ours_is_the_users(
             {"_target_": "nets.LIMIT"},
             [
                 "model._target_=nets.LIMIT is of type int, not a class; name a torch.nn.Module "
-                "class, or a function that returns a module"
+                "class, or a function annotated to return one (-> nn.Module)"
             ],
         ),
         (

@@ -1,0 +1,105 @@
+"""Whom the ranks of a job believe: who has its key, and nobody who merely reaches its store."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from whale_train.errors import LaunchError
+from whale_train.runtime.job_message import FILES, KEY, Job, JobKey
+
+OURS, THEIRS = JobKey(b"k" * 32), JobKey(b"q" * 32)
+DEADLINE_S = 60
+
+
+def ready(folder: Path, request: str = "{}") -> Path:
+    folder.mkdir()
+    for name in FILES:
+        (folder / name).write_text(request)
+    (folder / "ready").write_text("")
+    (folder / "logs").mkdir()
+    return folder
+
+
+def test_a_message_is_believed_as_it_was_sealed(tmp_path: Path) -> None:
+    job = Job.read(ready(tmp_path / "run"))
+    sealed = OURS.sealed(job)
+    assert OURS.opened(sealed) == job
+    assert OURS.opened(OURS.sealed(None)) is None
+    others = (sealed[:-1] + b"?", b"?" + sealed[1:], sealed[:40], b"", THEIRS.sealed(job))
+    for message in others:
+        with pytest.raises(LaunchError, match="not signed by its rank 0"):
+            OURS.opened(message)
+
+
+def test_a_plan_of_thousands_of_ranks_fits_into_a_store(tmp_path: Path) -> None:
+    run_dir = ready(tmp_path / "run")
+    ranks = ",".join(f'{{"rank": {rank}, "device": "A100_SXM4_80GB"}}' for rank in range(200_000))
+    (run_dir / "plan.json").write_text(ranks)
+    assert len(ranks) > 8 << 20  # torch's most
+    assert len(OURS.sealed(Job.read(run_dir))) < 4 << 20
+
+
+def test_a_file_that_changed_is_named(tmp_path: Path) -> None:
+    run_dir = ready(tmp_path / "run")
+    job = Job.read(run_dir)
+    assert job.unlike() is None
+    (run_dir / "plan.json").write_text("{ }")
+    assert job.unlike() == "plan.json"
+    (run_dir / "request.json").unlink()
+    assert job.unlike() == "request.json"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        # Who was first at the store, without the key: by a guess, and by copying its keys' names.
+        ("before rank 0", "has another key than rank 1"),
+        ("at the right name", "was not signed by its rank 0, and is not believed"),
+        # Rank 0, whose file system shows something else here.
+        ("other files", "request.json is not on this host what rank 0 sent rank 1"),
+        ("no such folder", "does not see the run directory"),
+    ],
+)
+def test_a_rank_runs_what_its_rank_0_sent_or_nothing(told: str, said: str, tmp_path: Path) -> None:
+    """`python -m whale_train.runtime.member` as rank 1, for a rank 0 that is this test. The request
+    names a module that leaves a file when it is imported."""
+    (tmp_path / "stranger.py").write_text("open('was_here', 'w')\n")
+    run_dir = ready(tmp_path / "run", '{"model": {"_target_": "stranger.Net"}}')
+    store = TCPStore("localhost", 0, None, True, timedelta(seconds=DEADLINE_S), False)
+    public = PrefixStore("whale_train", store)
+    own = PrefixStore(OURS.nonce, public)
+    job = Job.read(run_dir)
+    if told == "before rank 0":
+        public.set("key", "0" * 64)
+        public.set("run_dir", str(run_dir))
+    elif told == "at the right name":
+        public.set("key", OURS.fingerprint)
+        own.set("job", THEIRS.sealed(job))
+    else:
+        public.set("key", OURS.fingerprint)
+        own.set("job", OURS.sealed(job))
+    if told == "other files":
+        (run_dir / "request.json").write_text('{"model": {"_target_": "stranger.Other"}}')
+    elif told == "no such folder":
+        run_dir.rename(tmp_path / "moved")
+    environment = {
+        **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), KEY: (b"k" * 32).hex()},
+    }
+    member = subprocess.run(
+        [sys.executable, "-m", "whale_train.runtime.member"],
+        env=os.environ | environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert member.returncode == 1, member.stderr
+    assert said in member.stderr
+    assert not (tmp_path / "was_here").exists()
