@@ -210,8 +210,8 @@ class Segments:
     # --- Collectives inside of blocks ---
 
     def _casts(self, number: int, device: Device, shards: int, samples: float) -> Times:
-        """Of a block over a group: what one alone takes, or one more beside another, whichever is
-        less."""
+        """Return what a block over a group takes: alone (a first one, that reads what has no
+        gradient, less than the others), or as one more beside another, whichever is less."""
         listed = self._list_of(number)
         if shards == 1 or not listed:
             return Times()
@@ -220,15 +220,15 @@ class Segments:
             return Times()  # no repetition, or a block in several segments
         first = self.cluster.devices.index(device)
         link = group_link(self.cluster, range(first, first + shards), by_memory=True)
-        one, two = (
+        itself, one, two = (
             cast_times(
                 self.findings.graph,
-                self._laid(tuple(names[-several:]), shards),
+                self._laid(blocks, shards),
                 *(self.findings.precision, shards, samples, link),
             )
-            for several in (1, 2)
+            for blocks in ((self._blocks[number],), tuple(names[-1:]), tuple(names[-2:]))
         )
-        return min(one, two + one.scaled(-1), key=lambda times: times.total)
+        return min(itself, one, two + one.scaled(-1), key=lambda times: times.total)
 
     @cached_property
     def _block_of(self) -> Mapping[str, str]:

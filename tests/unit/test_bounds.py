@@ -2,7 +2,7 @@
 many: on nodes of up to 8 devices, over repeated blocks."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.operation_graphs import Sketch
 from tests.unit.plan_requests import shipped, strategy_of
@@ -71,7 +71,7 @@ def splits(draw: st.DrawFn) -> tuple[ModelProfile, Cluster, Training, Candidate]
     device = draw(st.sampled_from(["p100_pcie_16gb", "v100_sxm2_32gb", "h100_sxm_80gb"]))
     devices = node(device, draw(st.sampled_from(["pcie3_x16", "nvlink2"])), count)
     profile = blocks(
-        draw(st.integers(max(2, stages), 4)),
+        draw(st.integers(max(2, stages), max(4, stages))),
         draw(st.sampled_from([8, 64, 128])),
         draw(st.sampled_from([512, 2048])),
     )
@@ -83,7 +83,17 @@ def splits(draw: st.DrawFn) -> tuple[ModelProfile, Cluster, Training, Candidate]
     return profile, devices, of(batch), candidate
 
 
+# A first block, whose input has no gradient, has one collective fewer than the others.
+FIRST = (
+    blocks(3, 64, 2048),
+    node("h100_sxm_80gb", "pcie3_x16", 4),
+    of(96),
+    Candidate(Arrangement(4, 1, (Part("", 2, 1, 2),)), 4),
+)
+
+
 @settings(max_examples=60, deadline=None)
+@example(FIRST)
 @given(splits())
 def test_no_split_is_faster_than_its_estimate(
     drawn: tuple[ModelProfile, Cluster, Training, Candidate],
