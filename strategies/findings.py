@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from whale_train.errors import PlanError
 from whale_train.strategies.head import Head, find_heads
 from whale_train.strategies.likeness import Likeness
+from whale_train.strategies.memory import weight_width
 from whale_train.strategies.operations import ModelProfile, OperationGraph, block_of
 from whale_train.strategies.pricing import Prices
 from whale_train.strategies.stages import Sequenced, sequenced
@@ -96,9 +97,20 @@ class Findings:
     @cached_property
     def head_elements(self) -> int:
         """Of the largest output projection; 0 where none is known."""
+        weight = self.head_weight
+        return 0 if weight is None else self.profile.parameter_by_path[weight].elements
+
+    @cached_property
+    def head_weight(self) -> str | None:
+        """The path of the weight of the largest output projection; None where none is known."""
         heads = self.heads if self.profile.graph else ()
         by_path = self.profile.parameter_by_path
-        return max((by_path[head.weight].elements for head in heads), default=0)
+        paths = [by_path[head.weight].path for head in heads]
+        return max(paths, key=lambda path: by_path[path].elements, default=None)
+
+    def weight_width(self, zero: int) -> float:
+        """Return the mean bytes of an element of the model's parameters as ranks hold them."""
+        return self.once(("width", zero), lambda: weight_width(self.profile, self.precision, zero))
 
     @cached_property
     def heads(self) -> tuple[Head, ...]:

@@ -61,7 +61,7 @@ class FlatStep:
         self.link = group_link(cluster, range(self.count))
         self.elements = self._elements(0)
         self.prices = findings.prices if findings.profile.graph else None
-        self.weights_bytes = 2 if training.precision == "bf16" and body.zero else 4
+        self.weights_bytes = findings.weight_width(body.zero)
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
         """The step of the ranks that stand for all, and who stands for each. Ranks that share

@@ -17,9 +17,10 @@ from whale_train.strategies.kept import View, whole
 from whale_train.strategies.layouts import Layout, Shard
 from whale_train.strategies.memory import (
     Gradients,
-    gathered_at_once,
+    engine_of,
     precision_bytes,
     unmeasured,
+    weights_bytes,
 )
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.plan import MemoryEstimate
@@ -46,10 +47,7 @@ def memory_of_ranks(
     ]  # fmt: skip
     passings: dict[tuple[int, int], Held] = {}
     alike_orders = _alike_orders(orders)
-    view = job.findings.once(
-        ("view", job.zero > 0),
-        lambda: View.at(job.graph, job.training.precision, job.zero > 0).rewritten(),
-    )
+    view = job.findings.once("view", lambda: View.at(job.graph, job.training.precision).rewritten())
     for copy, of_copy in enumerate(job.seats.positions):
         samples = max(stop - start for start, stop in batches.samples[copy])
         for position, ranks in enumerate(of_copy):
@@ -126,7 +124,7 @@ class Held:
             self._elements |= local
             dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
             self._passing[number] = job.findings.once(
-                ("passing", chunk.key, dealt, again, job.zero > 0),
+                ("passing", chunk.key, dealt, again),
                 partial(self._passed, chunk, axes, member, local, again),
             )
 
@@ -175,24 +173,24 @@ class Held:
     def needs(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
         """With micro-batches of `samples`, in the order of the schedule."""
         job, held = self._job, sum(self._elements.values())
-        sizes = precision_bytes(job.training.precision, job.zero)
         stage = next(iter(self._chunks.values())).stage
         copies = job.form.copies * job.form.stages[stage].copies
-        own = held / copies if job.zero else held
-        gathered = gathered_at_once(self._elements, by_block=True) if job.zero == 3 else 0.0
-        keeper, on_cpu = job.form.keeper, job.cluster.on_cpu
+        keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
         offloads = keeper is not None and keeper.offload_optimizer == "cpu"
-        engine = Gradients(job.zero, copies, held, gathered, sizes, on_cpu, offloads)
+        sizes = weights_bytes(self._elements, job.profile, precision, job.zero, apart=False)
+        engine = engine_of(
+            job.profile, self._elements, precision, job.zero, copies, on_cpu, offloads, True
+        )
         steps = self._steps(order, engine)
         worst = engine.worst((come, added, values * samples) for come, added, values in steps)
-        parameters = sizes.weights * (own if job.zero == 3 else held)
+        parameters = sizes.weights / (copies if job.zero == 3 else 1)
         if keeper is not None and keeper.offload_parameters == "cpu" and not on_cpu:
             parameters = 0.0
-        states = 4 * job.training.optimizer_states + sizes.master
+        optimizer = 4 * job.training.optimizer_states * held + sizes.master
         return MemoryEstimate(
-            parameters=parameters + sizes.casts * held + float(job.profile.buffer_bytes),
+            parameters=parameters + sizes.casts + float(job.profile.buffer_bytes),
             gradients=worst.gradients,
-            optimizer=0.0 if offloads and not on_cpu else own * states,
+            optimizer=0.0 if offloads and not on_cpu else optimizer / (copies if job.zero else 1),
             activations=worst.activations,
             communication=worst.moving,
         )

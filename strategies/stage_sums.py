@@ -13,7 +13,6 @@ from whale_train.strategies.links import (
     partitioned_sum_time_s,
     sum_time_s,
 )
-from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.staging import Staging
 from whale_train.strategies.step_tasks import Sync, sum_pieces
 
@@ -54,10 +53,9 @@ def _of_tied(
 ) -> Iterator[Sync]:
     """Of each tied weight, which all its holders have whole (docs/adr/009), when these have run
     their last backwards."""
-    width = precision_bytes(job.training.precision, job.zero).weights
     for path, stages in shared.items():
         holders = sorted(rank for s in stages for ranks in job.replicas(s) for rank in ranks)
-        seconds = sum_time_s(job.cluster, holders, width * _elements(job, path), crowd)
+        seconds = sum_time_s(job.cluster, holders, 4 * _elements(job, path), crowd)
         members = _members(job, stages, actors)
         yield Sync(members, seconds, 1, False)
 
@@ -77,10 +75,11 @@ def _of_stages(
         if job.zero == 0:
             yield Sync(members, summed, sum_pieces(elements), True, link.busy)
             continue
-        gathered = gather_time_s(num_bytes, copies, link)
         if job.zero == 3:
-            yield Sync(members, gathered, 1, False, link.busy)
+            scattered = gather_time_s(num_bytes, copies, link)
+            yield Sync(members, scattered, 1, False, link.busy)
             continue
+        gathered = gather_time_s(job.findings.weight_width(job.zero) * elements, copies, link)
         seconds = partitioned_sum_time_s(
             elements, summed, job.cluster.devices, job.training.precision
         )

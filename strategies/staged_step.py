@@ -29,7 +29,6 @@ from whale_train.strategies.links import (
     modules_of,
     send_time_s,
 )
-from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.operations import LOOKUP
 from whale_train.strategies.pricing import part_of
@@ -188,7 +187,7 @@ class StagedStep:
             return 0.0, 0.0
         stage = self.job.seats.stage_of[position]
         group = self.job.data_parallel(stage)[0]
-        width = precision_bytes(self.job.training.precision, self.job.zero).weights
+        width = self.job.findings.weight_width(self.job.zero)
         link = group_link(self.cluster, group, self.crowd)
         held = max(self._held[stage])
         sent = gather_time_s(width * held, len(group), link)

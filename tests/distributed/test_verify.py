@@ -106,12 +106,13 @@ class Case:
 
 
 class Sides:
-    """One process that runs sides; a side of one process is run once for equal requests."""
+    """One process that runs sides, that of the program `file`; a side of one process is run once
+    for equal requests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: str = __file__) -> None:
         self._folder, self._count = folder, 0
         self._alone: dict[tuple[str, ...], Path] = {}
-        self._process = Served(__file__)
+        self._process = Served(file)
 
     def verify(self, case: Case) -> Verification:
         run_dir = self._run([*case.overrides, *case.only_plan], False, case.fault)
