@@ -5,7 +5,8 @@ python benchmarks/precision_matrix.py --models llama t5 --precisions bf16
 Each cell is a verification (`mode=verify`) against the same model in the same precision on one
 process. Tolerances are those of `launcher/verify.py`: 3e-2 of the largest element in bf16, which
 rounds to 2^-9 = 2e-3 in every operation, and an eighth of that in fp16, which has three bits more.
-Ends with status 1 where a cell crashed or differs.
+What the elements of gradients and updates are held to besides is in
+`tests/distributed/precisions.py`. Ends with status 1 where a cell crashed or differs.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     options = parser.parse_args()
     columns = ("model", "strategy", "precision", "loss", "gradient norm", "tolerance")
-    table = Table(*columns, "gradients, of allowed", "updates, of allowed", "verdict")
+    table = Table(*columns, "elements, in tolerances", "allowed", "verdict")
     verdicts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="whale-precisions-") as name:
         folder = Path(name)
@@ -46,7 +47,7 @@ def main() -> None:
             found = outcome(sides, Cell(model, strategy, precision, folder))
             verdicts[found.verdict] += 1
             figures = (f"{x:.1e}" for x in (found.loss, found.norm, found.tolerance))
-            parts = (f"{x:.0%}" for x in (found.gradient, found.update))
+            parts = (f"{x:.2f}" for x in (found.elements, found.allowed))
             said = f"{found.verdict} {found.said}".strip()
             table.add_row(model, strategy, precision, *figures, *parts, said)
             print(model, strategy, precision, said, file=sys.stderr, flush=True)
