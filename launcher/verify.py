@@ -146,7 +146,6 @@ def compare(request: Request, plan_dir: Path, reference_dir: Path, ranks: int) -
     with _Side(plan_dir, ranks) as side, _Side(reference_dir, 1) as alone:
         rules = _Rules(
             tolerance=tolerance,
-            weights_rounding=0.0 if precision == "fp32" else ROUNDING[precision],
             steps=steps,
             largest_first=alone.largest_gradient(),
             largest_ever=max(alone.largest.values(), default=0.0),
@@ -172,25 +171,22 @@ def compare(request: Request, plan_dir: Path, reference_dir: Path, ranks: int) -
 class _Rules:
     """The measures of one comparison.
 
-    `weights_rounding`: by how much a model may begin with other weights, relatively.
     `largest_first` and `largest_ever` are the model's largest gradient element in the first step
     and in any. `whole_steps` are the sum of the learning rates, and how far apart as many updates
     of an element can be (infinite: any).
     """
 
     tolerance: float
-    weights_rounding: float
     steps: int
     largest_first: float
     largest_ever: float
     whole_steps: tuple[float, float]
 
     def initial(self, path: str, side: "_Side", alone: "_Side") -> Difference:
-        """The same weights, which a model kept in half precision begins with rounded."""
+        """Compare initial values, which are the same in every precision: to the last bit."""
         expected = alone.whole("initial", path)
-        allowed = self.weights_rounding * np.abs(expected)
         low, high = side.bounds("initial", path, alone.shape(path))
-        return _difference(path, "initial value", None, low, high, expected, allowed)
+        return _difference(path, "initial value", None, low, high, expected, np.array(0.0))
 
     def gradient(self, path: str, side: "_Side", alone: "_Side") -> Difference:
         expected = alone.whole("gradient", path)

@@ -13,7 +13,7 @@ from whale_train.runtime.engine import Copies, Engine
 from whale_train.runtime.engines import make_engine
 from whale_train.runtime.groups import sums_of
 from whale_train.runtime.loss_means import Pieces, target_counter
-from whale_train.runtime.own_tensors import own_tensors, tensor_paths
+from whale_train.runtime.own_tensors import narrow_of, own_tensors, tensor_paths
 from whale_train.runtime.programs import CutModel, Program, WholeModel
 from whale_train.runtime.rewrite import Counts, Place, Segment, write_segment_graph
 from whale_train.runtime.seat import Seat
@@ -51,7 +51,10 @@ def _whole_model(
     own_copy(module.buffers(), seat.device)  # ranks update them (BatchNorm's statistics)
     if task_graph.zero != 3:  # ZeRO 3 reads its partition straight out of the shared copy
         own_copy(module.parameters(), seat.device)
-    copies = Copies(group, sums=seat.groups.get(sums_of(task_graph)))
+    by_path = {model_path(path): parameter for path, parameter in module.named_parameters()}
+    copies = Copies(
+        group, sums=seat.groups.get(sums_of(task_graph)), narrow=narrow_of(task_graph, by_path)
+    )
     may_skip = not plan.exported
     engine = make_engine(
         request, plan, task_graph, module, copies, seat, may_skip_parameters=may_skip
@@ -116,6 +119,7 @@ def _cut_model(
         copies = Copies(
             seat.groups.get(f"{task_graph.name}.data_parallel"),
             sums=seat.groups.get(sums_of(task_graph)),
+            narrow=narrow_of(task_graph, tensors),
         )
         if task_graph.primitive == "split":
             of_head = {id(tensors[path]) for path in task_graph.shards}

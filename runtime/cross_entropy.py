@@ -28,21 +28,20 @@ def split_cross_entropy(
     """Softmax cross-entropy of `logits` [N, my classes] with `target` [N], the same on each shard.
 
     `reduction` is `mean` (over the targets that are not `ignore_index`; NaN when there is none,
-    as in torch) or `sum`; `scale` multiplies it in fp32, before a sum of halves could overflow.
-    Halves are accumulated in fp32; the result has the dtype of the logits.
+    as in torch) or `sum`; `scale` multiplies it. That of 16-bit logits is in fp32, as by autocast.
     The gradient is that of the one loss all shards hold, not of its sum over them. It is written
     where the forward kept its exponentials: a second backward through the same graph is refused.
     Raises RuntimeError for a target that is no class (a device-side assertion on CUDA).
     """
     if len(shards.sizes) == 1:
         whole = functional.cross_entropy(
-            logits if scale is None else logits.to(_accumulator(logits)),
+            logits.to(_accumulator(logits)),
             target,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             reduction=reduction,
         )
-        return whole if scale is None else (whole * scale).to(logits.dtype)
+        return whole if scale is None else whole * scale
     is_class = ((target >= 0) & (target < shards.total)) | (target == ignore_index)
     torch._assert_async(is_class.all(), "a target is not the number of a class")
     arguments = (logits, target, shards, ignore_index, label_smoothing, reduction == "mean", scale)
@@ -96,7 +95,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
             loss, row_scale = loss * factor, row_scale * factor
         ctx.save_for_backward(exponentials, total, column, mine, row_scale)
         ctx.classes, ctx.label_smoothing, ctx.dtype = shards.total, label_smoothing, logits.dtype
-        return loss.to(logits.dtype)
+        return loss
 
     @staticmethod
     @once_differentiable

@@ -8,15 +8,27 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from whale_train.runtime.engine import Copies, autocast, set_learning_rate, without_scale
+from whale_train.runtime.engine import (
+    NARROW,
+    Copies,
+    autocast,
+    set_learning_rate,
+    without_scale,
+)
 from whale_train.runtime.freed_memory import given_back
-from whale_train.runtime.partitioning import one_master_copy, partition
+from whale_train.runtime.narrow_weights import NarrowWeights
+from whale_train.runtime.partitioning import (
+    one_master_copy,
+    partition,
+    partitions_by_dtype,
+)
 from whale_train.runtime.reduction import Reduction
 
 
 class DeepSpeedEngine:
-    """Copies that partition what they have in common: ZeRO 1 to 3, offload. `precision` bf16 is
-    DeepSpeed's own, fp16 autocast over its fp32 (docs/adr/007)."""
+    """Copies that partition what they have in common: ZeRO 1 to 3, offload. A `precision` of 16
+    bits is autocast; of `copies.narrow` the engine holds what autocast would make of them, and
+    accumulates and reduces every gradient in fp32 (docs/adr/033)."""
 
     loss_scale = 1.0
     reduction = None
@@ -34,6 +46,7 @@ class DeepSpeedEngine:
         self.counts_norm = copies.is_first and copies.index == 0
         self.on_gradients: Callable[[], None] | None = None
         self._is_first_copy = copies.is_first
+        self._stage = config["zero_optimization"]["stage"]
         # DeepSpeed will average what is then the same on all copies.
         self._shared = Reduction((), None, copies.shared, copies.shards * copies.size)
         for parameter in module.parameters():
@@ -41,28 +54,36 @@ class DeepSpeedEngine:
             parameter.tensor_model_parallel = parameter in copies.sharded  # type: ignore[attr-defined]
             parameter.ds_pipe_replicated = parameter in copies.counted_elsewhere  # type: ignore[attr-defined]
         self._trained = [p for p in module.parameters() if p.requires_grad]
-        if precision == "fp16":
+        wide, narrow = _by_width(self._trained, copies.narrow)
+        weights = NarrowWeights(narrow, NARROW.get(precision))
+        if precision in NARROW:
             _run_within(module, autocast(precision, device))
+        if self._stage < 3:
+            for parameter in narrow:
+                weights.narrow(parameter)
         topology = _Topology(copies) if copies.shard_group is not None else None
-        self._stage = config["zero_optimization"]["stage"]
         with given_back() if self._stage == 3 else nullcontext():
             if self._stage == 3:
-                partition(module, topology, config)
-            with one_master_copy():
+                assert copies.group is not None
+                place = (copies.group.rank(), copies.size)
+                partition(module, topology, config, weights, place)
+            with one_master_copy(), partitions_by_dtype():
+                # DeepSpeed takes the dtype of its buckets from the first parameter it is given.
                 self._engine, self._optimizer, _, _ = deepspeed.initialize(
                     model=module,
-                    model_parameters=self._trained,
+                    model_parameters=[{"params": found} for found in (wide, narrow) if found],
                     config=config,
                     dist_init_required=False,
                     mpu=topology,
                 )
+        if self._stage < 3 and "offload_optimizer" in config["zero_optimization"]:
+            _accumulate_in_fp32(self._optimizer)
+        weights.give_masters(self._optimizer, self._stage)
         self.module = self._engine.module
-        self._half = torch.bfloat16 if config["bf16"]["enabled"] else None
         self._device = device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(self._cast(x) for x in args)
-        return self._engine(*args, **{key: self._cast(x) for key, x in kwargs.items()})
+        return self._engine(*args, **kwargs)
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         # Only a scalar through the engine's own backward is right at every stage: an
@@ -134,11 +155,6 @@ class DeepSpeedEngine:
                 whole = import_deepspeed().utils.safe_get_full_fp32_param(parameter)
                 yield parameter, whole if self._is_first_copy else None
 
-    def _cast(self, value: Any) -> Any:
-        if self._half is not None and isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(self._half)
-        return value
-
 
 class _Topology:
     """The groups of an engine, as DeepSpeed asks for them (Megatron's `mpu`)."""
@@ -176,6 +192,28 @@ def import_deepspeed() -> Any:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def _by_width(
+    trained: Sequence[nn.Parameter], narrow: frozenset[nn.Parameter]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Split `trained` into parameters held in fp32 and those of `narrow`. Where all are narrow, the
+    smallest is held in fp32 as well: DeepSpeed's buckets have the dtype of one parameter, and must
+    be fp32."""
+    wide = [p for p in trained if p not in narrow]
+    if not wide and trained:
+        wide = [min(trained, key=lambda p: p.numel())]
+    held = {id(p) for p in wide}
+    return wide, [p for p in trained if id(p) not in held]
+
+
+def _accumulate_in_fp32(optimizer: Any) -> None:
+    """Give `optimizer`, of ZeRO 1 or 2 with offload, fp32 tensors on the host to add gradients up
+    in; DeepSpeed 0.19.8 would make them of the parameter's dtype."""
+    sums = optimizer.accumulated_grads_in_cpu
+    for parameter in (p for group in optimizer.params_in_partition for p in group):
+        zeros = torch.zeros(parameter.numel(), device=optimizer.device)
+        sums[optimizer.get_param_id(parameter)] = zeros
 
 
 def _wide(value: Tensor) -> Tensor:

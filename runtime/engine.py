@@ -29,7 +29,8 @@ class Copies:
     goes on beside (None: `group` sums). `sharded` are the parameters of which this rank has a
     shard; the others are whole on every member of the shard group. `shared` are parameters
     other TaskGraphs hold as well: the group of all their holders, by parameter; `counted_elsewhere`
-    those of them that another TaskGraph counts.
+    those of them that another TaskGraph counts. Of `narrow` ones a DeepSpeed engine holds the
+    16-bit values that autocast would make of them, and an fp32 master partition (docs/adr/033).
     """
 
     group: dist.ProcessGroup | None
@@ -38,6 +39,7 @@ class Copies:
     shared: Mapping[nn.Parameter, dist.ProcessGroup] = field(default_factory=dict)
     counted_elsewhere: frozenset[nn.Parameter] = frozenset()
     sums: dist.ProcessGroup | None = None
+    narrow: frozenset[nn.Parameter] = frozenset()
 
     @property
     def size(self) -> int:
@@ -106,12 +108,14 @@ class Engine(Protocol):
         """The same of their values as the optimizer has them, outside of an update."""
 
 
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """What a forward runs in."""
-    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if precision not in halves:
+    """Return the context that a forward in `precision` runs in."""
+    if precision not in NARROW:
         return nullcontext()
-    return torch.autocast(device.type, dtype=halves[precision])
+    return torch.autocast(device.type, dtype=NARROW[precision])
 
 
 def without_scale(gradient: Tensor, loss_scale: float) -> Tensor:

@@ -61,7 +61,7 @@ def plain_loss(
             dim = min(logits.dim() - 1, 1)
             counted = target != ignore
             count(((logits.argmax(dim) == target) & counted).sum(), counted.sum())
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) if scale else logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # as by autocast
         reduction = "sum" if scale else "mean"
         if kind == _CROSS_ENTROPY:
             total = functional.cross_entropy(
@@ -72,7 +72,7 @@ def plain_loss(
             total = functional.nll_loss(
                 wide, target, weight, ignore_index=ignore, reduction=reduction
             )
-        return (total * scale(node.name)).to(logits.dtype) if scale else total
+        return total * scale(node.name) if scale else total
 
     return loss
 

@@ -4,7 +4,7 @@ Only what its segments read is touched, and of a cut tensor only this rank's sha
 read is let go of at once, so that a rank never has its part twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -68,6 +68,12 @@ def own_tensors(
                     held[name] = None
             own[path] = part
     return canonical, own
+
+
+def narrow_of(task_graph: TaskGraph, tensors: Mapping[str, Tensor]) -> frozenset[nn.Parameter]:
+    """Return the parameters among `tensors`, by path, that `task_graph` holds in 16 bits."""
+    listed = (tensors[path] for path in task_graph.narrow if path in tensors)
+    return frozenset(x for x in listed if isinstance(x, nn.Parameter))
 
 
 def tensor_paths(

@@ -116,8 +116,10 @@ def _engine(
     update and all that follows it."""
     optimizer = deepspeed_optimizer("sgd", {"lr": 0.0}, offloaded=False)
     on_cpu = device.type == "cpu"
-    config = deepspeed_config(Replicate("", zero=stage), rows, precision, 0.0, optimizer, on_cpu)
+    config = deepspeed_config(Replicate("", zero=stage), rows, 0.0, optimizer, on_cpu)
     if config is not None:
-        return DeepSpeedEngine(owned, Copies(dist.group.WORLD), config, device, precision)
+        narrow = frozenset(owned.parameters()) if precision != "fp32" else frozenset[nn.Parameter]()
+        copies = Copies(dist.group.WORLD, narrow=narrow)
+        return DeepSpeedEngine(owned, copies, config, device, precision)
     make = make_optimizer("sgd", {"lr": 0.0})
     return TorchEngine(owned, Copies(None), make, precision, device, may_skip_parameters=False)

@@ -6,23 +6,32 @@ memory to begin than to train.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from whale_train.runtime.narrow_weights import NarrowWeights
 
 
-def partition(module: nn.Module, topology: Any, config: dict[str, Any]) -> None:
-    """Leave this rank its part of every parameter of `module`, in the dtype of `config`. Where
-    the first copy's values come from is let go of parameter by parameter."""
+def partition(
+    module: nn.Module,
+    topology: Any,
+    config: dict[str, Any],
+    narrow: NarrowWeights,
+    place: tuple[int, int],
+) -> None:
+    """Leave this rank its part of every parameter of `module`, in 16 bits if `narrow` has it;
+    `place` is the rank among the copies, and how many there are. Where the first copy's values come
+    from is let go of parameter by parameter."""
     import deepspeed
 
     # As its own launcher says it. On a CPU it otherwise starts `numactl` at every reduction.
     os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
     deepspeed.zero.Init(
-        module=_Cast(module, torch.bfloat16 if config["bf16"]["enabled"] else None),
+        module=_Cast(module, narrow, place),
         data_parallel_group=topology and topology.get_data_parallel_group(),
         config_dict_or_path=config,
         mpu=topology,
@@ -30,17 +39,16 @@ def partition(module: nn.Module, topology: Any, config: dict[str, Any]) -> None:
 
 
 class _Cast(nn.Module):
-    """A module whose floating-point parameters are of `dtype` by the time they are looked at."""
+    """A module whose `narrow` parameters are of 16 bits by the time they are looked at."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+    def __init__(self, module: nn.Module, narrow: NarrowWeights, place: tuple[int, int]) -> None:
         super().__init__()
-        self._module = module
-        self._dtype = dtype
+        self._module, self._narrow, self._place = module, narrow, place
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         for parameter in self._module.parameters(recurse):
-            if self._dtype is not None and parameter.is_floating_point():
-                parameter.data = parameter.data.to(self._dtype)
+            if parameter.dtype == torch.float32:  # it is looked at more than once
+                self._narrow.narrow(parameter, *self._place)
             yield parameter
 
 
@@ -71,3 +79,52 @@ def one_master_copy() -> Iterator[None]:
         yield
     finally:
         Stage3._create_fp32_partitions = create
+
+
+@contextmanager
+def partitions_by_dtype() -> Iterator[None]:
+    """Let engines made in here partition parameters of several dtypes, each parameter group being
+    of one.
+
+    Stage 3 (DeepSpeed 0.19.8) moves all partitions into one flat tensor, and with parameters
+    offloaded into one of the first parameter's dtype for each group. For the time of its
+    initialisation it has one flat tensor for each dtype, and for each group one of its own dtype.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import stage3
+
+    optimizer_class = stage3.DeepSpeedZeroOptimizer_Stage3
+    names = ("_set_fp16_partitioned_groups_flat", "_create_param_groups_fp16_flat_cpu_memory")
+    kept = {name: getattr(optimizer_class, name) for name in names}
+    flatten = stage3.defragment
+
+    def flat_of_each_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
+        found: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            found.setdefault(tensor.dtype, []).append(tensor)
+        return {dtype: flatten(listed) for dtype, listed in found.items()}
+
+    def set_groups_flat(optimizer: Any) -> None:
+        starts = dict.fromkeys(optimizer.lp_param_buffer, 0)
+        for group in optimizer.fp16_groups:
+            dtype, size = group[0].ds_tensor.dtype, sum(p.partition_numel() for p in group)
+            flat = optimizer.lp_param_buffer[dtype].narrow(0, starts[dtype], size)
+            optimizer.fp16_partitioned_groups_flat.append(flat)
+            starts[dtype] += size
+
+    def make_groups_on_host(optimizer: Any) -> None:
+        for group in optimizer.trainable_param_groups:
+            size = sum(p.partition_numel() for p in group["params"])
+            made = torch.empty(size, dtype=group["params"][0].ds_tensor.dtype)
+            pinned = get_accelerator().pin_memory(made)
+            optimizer.param_groups_fp16_flat_cpu_memory.append(pinned)
+
+    stage3.defragment = flat_of_each_dtype
+    for name, made in zip(names, (set_groups_flat, make_groups_on_host), strict=True):
+        setattr(optimizer_class, name, made)
+    try:
+        yield
+    finally:
+        stage3.defragment = flatten
+        for name, own in kept.items():
+            setattr(optimizer_class, name, own)

@@ -65,7 +65,7 @@ class Reduction:
         self._buckets.end()
         for parameter, holders in self._shared.items():
             if parameter.grad is None:  # another holder may have given one
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             self._all_reduce(parameter.grad.div_(self._excess), holders)
 
     def wait(self) -> None:

@@ -18,7 +18,7 @@ from whale_train.runtime.engine import Copies, Engine
 from whale_train.runtime.engines import make_engine
 from whale_train.runtime.loss_means import target_counter
 from whale_train.runtime.loss_of_pieces import LossOfPieces
-from whale_train.runtime.own_tensors import own_tensors, tensor_paths
+from whale_train.runtime.own_tensors import narrow_of, own_tensors, tensor_paths
 from whale_train.runtime.pipeline import PipelineModel
 from whale_train.runtime.pipeline import Place as PipelinePlace
 from whale_train.runtime.rewrite import (
@@ -157,6 +157,7 @@ def _copies(plan: Plan, task_graph: TaskGraph, tensors: Mapping[str, Tensor], se
         frozenset(held[path] for path in task_graph.shards if path in held),
         {held[path]: seat.groups[f"shared.{path}"] for path in shared},
         frozenset(held[path] for path, owners in shared.items() if owners[0] != task_graph.id),
+        narrow=narrow_of(task_graph, held),
     )
 
 

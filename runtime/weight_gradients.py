@@ -213,6 +213,6 @@ class _Lookup(torch.autograd.Function):
 
 def _add(parameter: nn.Parameter, make: _Make) -> None:
     if parameter.grad is None:
-        parameter.grad = make(None).to(parameter.dtype)
+        parameter.grad = make(None).to(parameter.grad_dtype)
     else:
         make(parameter.grad)

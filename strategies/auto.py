@@ -3,7 +3,7 @@
 The most promising first, then best first by estimates that are to be below the step
 (`used_bounds.py`): an arrangement of devices is opened when no other one has a lower estimate, a
 candidate is resolved and simulated, by the resolver itself, when its estimate is below the best
-step found. The search ends when none is, or when that takes too much (docs/adr/030).
+step found. The search ends when none is, or when that takes too much (docs/adr/034).
 """
 
 import gc

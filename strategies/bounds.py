@@ -129,7 +129,7 @@ class Bounds:
                 case 0:
                     least = max(least, end.begun + 2 * gather, end.done + 2 * gather / end.pieces)
                 case 3:
-                    width = 0.5 if self.training.precision == "bf16" else 1.0
+                    width = 1.0 if self.training.precision == "fp32" else 0.5
                     least = max(least, end.done + gather + 2 * width * gather)
                 case _:
                     least, after = max(least, end.done + 2 * gather), max(after, gather)

@@ -12,7 +12,6 @@ from whale_train.strategies.memory import REDUCE_BUCKET_ELEMENTS
 def deepspeed_config(
     node: Replicate,
     micro_batch_size: int,
-    precision: str,
     grad_clip: float,
     optimizer: dict[str, Any],
     on_cpu: bool,
@@ -54,13 +53,10 @@ def deepspeed_config(
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         "communication_data_type": "fp32",
-        # With fp32 here, bf16 under ZeRO 1 is another optimizer (BF16_Optimizer), whose norm
-        # nobody else can see. One backward a step leaves nothing to accumulate.
-        "data_types": {
-            "grad_accum_dtype": "bf16" if (node.zero, precision) == (1, "bf16") else "fp32"
-        },
-        "bf16": {"enabled": precision == "bf16"},
-        # Ours is autocast and one loss scale for the whole job (docs/adr/007).
+        # Gradients are fp32 from the backward that makes them on, in every precision.
+        "data_types": {"grad_accum_dtype": "fp32"},
+        # Ours are autocast (docs/adr/033), in fp16 with one loss scale for the whole job (007).
+        "bf16": {"enabled": False},
         "fp16": {"enabled": False},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,

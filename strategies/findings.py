@@ -14,6 +14,7 @@ from whale_train.errors import PlanError
 from whale_train.strategies.head import Head, find_heads
 from whale_train.strategies.kept import View
 from whale_train.strategies.likeness import Likeness
+from whale_train.strategies.memory import weight_width
 from whale_train.strategies.operations import ModelProfile, OperationGraph, block_of
 from whale_train.strategies.pricing import Prices
 from whale_train.strategies.stages import Sequenced, sequenced
@@ -54,12 +55,10 @@ class Findings:
     def likeness(self) -> Likeness:
         return Likeness(self.profile, self.prices.works)
 
-    def view(self, partitioned: bool) -> View:
-        """Return what values are at the precision of training, their weights `partitioned` by
-        DeepSpeed or not."""
-        return self.once(
-            ("view", partitioned), lambda: View.at(self.graph, self.precision, partitioned)
-        )
+    @cached_property
+    def view(self) -> View:
+        """What values are at the precision of training."""
+        return View.at(self.graph, self.precision)
 
     def weights_to_cut(self, members: int) -> tuple[int, ...]:
         """Before each place of `order`, how many of the weights read could be cut over a shard
@@ -104,9 +103,20 @@ class Findings:
     @cached_property
     def head_elements(self) -> int:
         """Of the largest output projection; 0 where none is known."""
+        weight = self.head_weight
+        return 0 if weight is None else self.profile.parameter_by_path[weight].elements
+
+    @cached_property
+    def head_weight(self) -> str | None:
+        """The path of the weight of the largest output projection; None where none is known."""
         heads = self.heads if self.profile.graph else ()
         by_path = self.profile.parameter_by_path
-        return max((by_path[head.weight].elements for head in heads), default=0)
+        paths = [by_path[head.weight].path for head in heads]
+        return max(paths, key=lambda path: by_path[path].elements, default=None)
+
+    def weight_width(self, zero: int) -> float:
+        """Return the mean bytes of an element of the model's parameters as ranks hold them."""
+        return self.once(("width", zero), lambda: weight_width(self.profile, self.precision, zero))
 
     @cached_property
     def heads(self) -> tuple[Head, ...]:

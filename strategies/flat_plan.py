@@ -66,6 +66,9 @@ class FlatPlan:
         copied = isinstance(node, Replicate)
         unused = self.profile.unused_parameters
         sharded = cut.shards if cut and not copied else {}
+        narrow: frozenset[str] = frozenset()
+        if isinstance(node, Replicate) and node.zero and self.training.precision != "fp32":
+            narrow = self.profile.narrow.difference(unused)
         return TaskGraph(
             id=number,
             name=bound.name,
@@ -82,6 +85,7 @@ class FlatPlan:
             replicas=tuple((rank,) for rank in ranks) if copied else (ranks,),
             shares=sharing.samples if copied else (sum(sharing.samples),),
             trained=tuple(path for path in bound.parameters if path not in unused),
+            narrow=tuple(path for path in bound.parameters if path in narrow),
             shards=dict.fromkeys(sharded, tile(sum(sharing.classes), sharing.classes)),
             shard_dims={path: shard.dim for path, shard in sharded.items()},
             shard_layouts={path: shard_plan(shard) for path, shard in sharded.items()},
@@ -123,7 +127,6 @@ class FlatPlan:
         return deepspeed_config(
             node,
             samples,
-            training.precision,
             training.grad_clip,
             deepspeed_optimizer(training.optimizer, training.optimizer_options, offloaded),
             self.cluster.on_cpu,

@@ -33,7 +33,6 @@ from whale_train.strategies.links import (
     partitioned_sum_time_s,
     sum_time_s,
 )
-from whale_train.strategies.memory import travelling_bytes
 from whale_train.strategies.pricing import part_of
 from whale_train.strategies.shares import even_shares, tile
 from whale_train.strategies.sharing import Training
@@ -64,7 +63,7 @@ class FlatStep:
         self.elements = self._elements(0)
         self.prices = findings.prices if findings.profile.graph else None
         self.findings = findings
-        self.travelling = travelling_bytes(training.precision, body.zero)
+        self.weights_bytes = findings.weight_width(body.zero)
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
         """The step of the ranks that stand for all, and who stands for each. Ranks that share
@@ -138,7 +137,7 @@ class FlatStep:
         """ZeRO 3's parameters, for a forward and for a backward."""
         if self.body.zero < 3:
             return 0.0, 0.0
-        num_bytes = self.travelling.parameters * self.elements
+        num_bytes = self.weights_bytes * self.elements
         sent = gather_time_s(num_bytes, self.count, self.link)
         if self.body.offload_parameters == "cpu":
             devices = self.cluster.devices
@@ -163,7 +162,7 @@ class FlatStep:
         if cut is None:
             return 0.0
         batch = ceil(self.training.global_batch / self.training.accumulate)
-        view = self.findings.view(self.body.zero > 0)
+        view = self.findings.view
         link = group_link(self.cluster, range(self.count), by_memory=True)
         taken = (name for segment in cut.segments for name in segment.takes)
         return bridge_time_s(view, taken, batch, self.count, link)
@@ -171,7 +170,7 @@ class FlatStep:
     def _syncs(self, actors: int) -> list[Sync]:
         if self.count == 1:
             return []
-        num_bytes = self.travelling.gradients * self.elements
+        num_bytes = 4.0 * self.elements
         zero, link = self.body.zero, self.link
         members = tuple(range(actors))
         pieces = sum_pieces(self.elements)
@@ -189,7 +188,7 @@ class FlatStep:
             self.cluster.devices,
             self.training.precision,
         )
-        gathers = gather_time_s(self.travelling.parameters * self.elements, self.count, link)
+        gathers = gather_time_s(self.weights_bytes * self.elements, self.count, link)
         return [Sync(members, seconds, 1, False, link.busy, gathers)]
 
     def _norm_s(self) -> float:

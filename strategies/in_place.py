@@ -16,11 +16,9 @@ def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
     operations = chunk.slice.operations
     part = ("readers", operations[0], operations[-1], len(operations))
     readers = job.findings.once(part, lambda: _readers(job, operations))
-    targets: set[str] = set()
-    if job.training.precision == "fp32":  # 16-bit values make 16-bit gradients, of fp32 weights
+    targets = {LOOKUP}
+    if job.training.precision == "fp32":  # 16-bit values make 16-bit gradients, added in fp32
         targets.update(PRODUCTS)
-    if job.training.precision != "bf16" or job.zero == 0:  # of a 16-bit table they are fp32
-        targets.add(LOOKUP)
 
     def adds(path: str, target: str) -> bool:
         shard = chunk.shards.get(path)

@@ -8,7 +8,15 @@ is the caller's; when anything is let go of, `alive.py`'s.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from whale_train.strategies.operations import INSIDE, OWN, Operation, OperationGraph, value_bytes
+from whale_train.strategies.operations import (
+    INSIDE,
+    LOWERED,
+    OWN,
+    Operation,
+    OperationGraph,
+    kind_of,
+    value_bytes,
+)
 
 
 def whole(name: str) -> float:
@@ -29,12 +37,11 @@ class View:
     joined: frozenset[str] = frozenset()
 
     @classmethod
-    def at(cls, graph: OperationGraph, precision: str, partitioned: bool) -> "View":
-        """In a precision of training; `partitioned` by DeepSpeed, whose bf16 is no autocast."""
+    def at(cls, graph: OperationGraph, precision: str) -> "View":
+        """Return the view of a rank that trains in `precision`, of which 16 bits are autocast."""
         if precision == "fp32":
             return cls(graph)
-        casts = precision == "fp16" or not partitioned
-        return cls(graph, halves=halves(graph, casts), casts=casts)
+        return cls(graph, halves=halves(graph), casts=True)
 
     def held_by(self, part_of: Callable[[str], float]) -> "View":
         return replace(self, part_of=part_of)
@@ -63,19 +70,19 @@ class View:
         return min(self.part_of(x) for x in names) * (0.5 if operation.name in self.halves else 1)
 
 
-def halves(graph: OperationGraph, casts: bool) -> frozenset[str]:
-    """The values that are of 16 bits: those of products, and what is computed of halves alone. All
-    that are trained where weights are halves themselves, and not, by autocast, `casts` of them."""
+def halves(graph: OperationGraph) -> frozenset[str]:
+    """Return the values that are of 16 bits under autocast: those of products, and what is computed
+    of such values alone."""
     found: set[str] = set()
     for operation in graph:
-        kind = operation.target.partition(".")[2].partition(".")[0]
+        kind = kind_of(operation)
         if operation.name not in graph.trained or operation.target == "parameter":
             continue
         if kind in _WIDE:
             continue
         read = [x for x in operation.inputs if x in graph.trained]
         values = [x for x in read if graph[x].target != "parameter"]
-        if kind in _LOWERED or not casts or (values and found.issuperset(values)):
+        if kind in LOWERED or (values and found.issuperset(values)):
             found.add(operation.name)
     return frozenset(found)
 
@@ -99,9 +106,7 @@ def joined_norms(graph: OperationGraph) -> frozenset[str]:
 
 
 _TIMES = "aten.mul.Tensor"
-# By autocast: what it runs in 16 bits, and what it, or a model that is careful, runs in fp32.
-_LOWERED = ("linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d",
-            "scaled_dot_product_attention")  # fmt: skip
+# What autocast, or a model that is careful, runs in fp32.
 _WIDE = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 _CAST = -3  # of `kept`: the 16-bit copy that a product has made of a wider value
 
@@ -125,7 +130,7 @@ def kept(view: View, operations: Iterable[str]) -> dict[tuple[str, int], float]:
 
 def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int], float]]:
     """What `operation` has autograd keep, as `kept` names it, and bytes of a sample."""
-    lowers = view.casts and operation.target.split(".")[1:2] in [[x] for x in _LOWERED]
+    lowers = view.casts and kind_of(operation) in LOWERED
     for place, num_bytes in operation.saved:
         if place == INSIDE:
             yield (operation.name, INSIDE), num_bytes * view.inside(operation)

@@ -106,8 +106,7 @@ class Likeness:
     def _of_values(self) -> Sequence[Collection[str]]:
         """Sets of values: whether one is in them is a part of what an operation is."""
         graph = self.graph
-        every = (halves(graph, casts=True), halves(graph, casts=False), joined_norms(graph))
-        return (graph.trained, self.works.with_gradient, *every)
+        return (graph.trained, self.works.with_gradient, halves(graph), joined_norms(graph))
 
     @cached_property
     def cuts(self) -> Mapping[str, tuple[Candidate, ...]]:

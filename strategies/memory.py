@@ -32,7 +32,7 @@ REDUCE_BUCKET_ELEMENTS = 25 * 2**20 // 4
 class Precision:
     """Bytes per element by use. `weights` are what forward reads, `master` the optimizer's copy
     (0 where the weights themselves are it), `casts` the 16-bit weights that autocast makes of
-    whole ones in forward and keeps for backward."""
+    fp32 ones in forward and keeps for backward."""
 
     weights: int
     gradients: int
@@ -41,40 +41,52 @@ class Precision:
     casts: int = 0
 
 
-def precision_bytes(precision: str, zero: int, apart: bool = False) -> Precision:
-    """fp32 keeps one copy, which ZeRO's flat partition doubles; at stage 3 only where the
-    optimizer is `apart` from the parameters (runtime/partitioning.py). bf16 under ZeRO keeps bf16
-    weights and an fp32 master partition; without ZeRO it is autocast over fp32 weights, which
-    fp16 is everywhere (docs/adr/007)."""
+def precision_bytes(
+    precision: str, zero: int, apart: bool = False, *, narrow: bool = False, cast: bool = True
+) -> Precision:
+    """Return what an element of a parameter takes. fp32 keeps one copy, which ZeRO's flat partition
+    doubles; at stage 3 only where the optimizer is `apart` from the parameters
+    (runtime/partitioning.py). 16 bits are autocast over fp32 weights, of which it makes copies of
+    those that are `cast`; under ZeRO the `narrow` ones are 16-bit values with an fp32 master
+    partition (docs/adr/033)."""
     flat = 4 if zero and (zero < 3 or apart) else 0
     if precision == "fp32":
         return Precision(4, 4, 1.0, flat)
-    if precision == "bf16" and zero:
+    if zero and narrow:
         return Precision(2, 4, 0.5, 4)
-    return Precision(4, 4, 0.5, flat, casts=2)
+    return Precision(4, 4, 0.5, flat, casts=2 if cast or not zero else 0)
 
 
 @dataclass(frozen=True)
-class Travelling:
-    """Bytes per element of what copies send each other: gradients that they sum, those of tied
-    weights that several stages sum before, and parameters that ZeRO gathers."""
+class Weights:
+    """Bytes of all parameters a rank has a part of, were they whole: what forward reads of them,
+    the optimizer's copies, and the copies that autocast makes."""
 
-    gradients: int
-    tied_gradients: int
-    parameters: int
+    weights: float
+    master: float
+    casts: float
 
 
-def travelling_bytes(precision: str, zero: int) -> Travelling:
-    """Return in what widths values travel between copies.
+def weights_bytes(
+    elements: Mapping[str, float], profile: ModelProfile, precision: str, zero: int, apart: bool
+) -> Weights:
+    """Return the bytes of so many `elements` of each parameter of `profile`, by its path, as
+    `precision_bytes` has them."""
+    weights = master = casts = 0.0
+    for path, count in elements.items():
+        narrow, cast = path in profile.narrow, path in profile.cast
+        sizes = precision_bytes(precision, zero, apart, narrow=narrow, cast=cast)
+        weights += sizes.weights * count
+        master += sizes.master * count
+        casts += sizes.casts * count
+    return Weights(weights, master, casts)
 
-    Engines sum gradients in fp32: DistributedDataParallel has no others, and DeepSpeed 0.19.8
-    converts to `communication_data_type` (`deepspeed_config.py`). Parameters are gathered as
-    forward reads them, by ZeRO 1 and 2 after the update (`bit16_groups_flat` in
-    zero/stage_1_and_2.py), by ZeRO 3 before it is needed; a tied weight's gradient is of its
-    weight's dtype until an engine has it (runtime/reduction.py).
-    """
-    weights = precision_bytes(precision, zero).weights
-    return Travelling(gradients=4, tied_gradients=weights, parameters=weights)
+
+def weight_width(profile: ModelProfile, precision: str, zero: int) -> float:
+    """Return the mean bytes of an element of the parameters of `profile` as ranks hold them."""
+    elements = {parameter.path: float(parameter.elements) for parameter in profile.parameters}
+    total = weights_bytes(elements, profile, precision, zero, apart=False).weights
+    return total / max(1.0, sum(elements.values()))
 
 
 def replica_memory(
@@ -96,21 +108,18 @@ def replica_memory(
     `Gradients`, `by_block` as in `gathered_at_once`."""
     node = task_graph.node
     assert isinstance(node, Replicate)
-    sizes = precision_bytes(precision, node.zero, node.offload_parameters == "cpu")
-    held = [profile.parameter_by_path[path] for path in task_graph.parameters]
-    elements = sum(parameter.elements for parameter in held)
-    part = elements / copies
-    own = part if node.zero else elements
-    parameters = sizes.weights * (part if node.zero == 3 else elements)
-    if node.offload_parameters == "cpu" and not on_cpu:
+    held = {path: float(profile.parameter_by_path[path].elements) for path in task_graph.parameters}
+    apart, elements = node.offload_parameters == "cpu", sum(held.values())
+    sizes = weights_bytes(held, profile, precision, node.zero, apart)
+    parameters = sizes.weights / (copies if node.zero == 3 else 1)
+    if apart and not on_cpu:
         parameters = 0.0
-    parameters += sizes.casts * elements
-    optimizer = own * (4 * optimizer_states + sizes.master)
+    parameters += sizes.casts
+    optimizer = (4 * optimizer_states * elements + sizes.master) / (copies if node.zero else 1)
     offloads = node.offload_optimizer == "cpu"
     if offloads and not on_cpu:
         optimizer = 0.0
-    gathered = gathered_at_once({each.path: each.elements for each in held}, by_block)
-    engine = Gradients(node.zero, copies, elements, gathered, sizes, on_cpu, offloads)
+    engine = engine_of(profile, held, precision, node.zero, copies, on_cpu, offloads, by_block)
     stay = accumulate or engine.are_buckets
     steps = [(0.0, 0.0, moment.values) for moment in alive.forward]
     if stay:
@@ -128,14 +137,37 @@ def replica_memory(
     )
 
 
-def gathered_at_once(elements: Mapping[str, float], by_block: bool) -> float:
-    """How many of a rank's `elements`, by parameter, ZeRO 3 gathers at once: those of a module, of
-    which one parameter is nearly all, or, `by_block`, of a block that a rewritten graph runs as one
-    (runtime/blocks.py)."""
+def engine_of(
+    profile: ModelProfile,
+    elements: Mapping[str, float],
+    precision: str,
+    zero: int,
+    copies: int,
+    on_cpu: bool,
+    offloads: bool,
+    by_block: bool,
+) -> "Gradients":
+    """Return what an engine of so many `elements` of each parameter, by its path, makes of their
+    gradients; `by_block` is as in `gathered_at_once`."""
+    width = weights_bytes(elements, profile, precision, zero, apart=False).weights
+    width /= max(1.0, sum(elements.values()))
+    gathered = 0.0
+    if zero == 3:
+        gathered = gathered_at_once(elements, profile, precision, by_block)
+    return Gradients(zero, copies, sum(elements.values()), gathered, width, on_cpu, offloads)
+
+
+def gathered_at_once(
+    elements: Mapping[str, float], profile: ModelProfile, precision: str, by_block: bool
+) -> float:
+    """Return the bytes of weights that ZeRO 3 gathers at once, and of their gradients, of a rank's
+    `elements`, by parameter: those of a module, of which one parameter is nearly all, or,
+    `by_block`, of a block that a rewritten graph runs as one (runtime/blocks.py)."""
     found: dict[str, float] = {}
     for path, count in elements.items():
         module = block_of(path.rpartition(".")[0]) if by_block else path
-        found[module] = found.get(module, 0.0) + count
+        sizes = precision_bytes(precision, 3, narrow=path in profile.narrow)
+        found[module] = found.get(module, 0.0) + (sizes.weights + sizes.gradients) * count
     return max(found.values(), default=0)
 
 
@@ -156,7 +188,8 @@ class Needed:
 @dataclass(frozen=True)
 class Gradients:
     """The gradients of a rank's weights and what its engine makes of them, under `zero` over
-    `copies`: of `elements` in all, at most `gathered` of them by ZeRO 3 at once. On a GPU (not
+    `copies`: of `elements` in all, weights of `width` bytes and fp32 gradients. ZeRO 3 has at most
+    `gathered` bytes of whole weights and their gradients at once. On a GPU (not
     `on_cpu`) what comes next is gathered meanwhile; and where it `offloads` the optimizer's state,
     the partitions of gradients that ZeRO 2 and 3 make are on the host with it."""
 
@@ -164,13 +197,13 @@ class Gradients:
     copies: int
     elements: float
     gathered: float
-    sizes: Precision
+    width: float
     on_cpu: bool
     offloads: bool = False
 
     @property
     def num_bytes(self) -> float:
-        return self.sizes.gradients * self.elements
+        return 4 * self.elements
 
     @property
     def are_buckets(self) -> bool:
@@ -197,9 +230,9 @@ class Gradients:
         if self.zero == 2:
             return Needed(self._here * come / self.copies, activations, added + 2 * bucket)
         moving = self._bucket + bucket + added
-        moving += (self.sizes.weights + self.sizes.gradients) * self.gathered
+        moving += self.gathered
         if not self.on_cpu:
-            moving += 2 * self.sizes.weights * min(self.elements, REDUCE_BUCKET_ELEMENTS)
+            moving += 2 * self.width * min(self.elements, REDUCE_BUCKET_ELEMENTS)
         return Needed(self._here * self.num_bytes / self.copies, activations, moving)
 
     def _updated(self) -> Needed:
@@ -225,7 +258,7 @@ class Gradients:
 
     @property
     def _bucket(self) -> float:
-        return self.sizes.gradients * min(self.elements, REDUCE_BUCKET_ELEMENTS)
+        return 4 * min(self.elements, REDUCE_BUCKET_ELEMENTS)
 
 
 def unmeasured(activation_bytes: float, gradients: float, largest: float) -> Passing:

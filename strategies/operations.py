@@ -40,6 +40,10 @@ OWN, INSIDE = -1, -2
 PRODUCTS = ("aten.linear.default", "aten.addmm.default")
 LOOKUP = "aten.embedding.default"
 
+# What autocast runs in 16 bits, on CPUs and GPUs alike, casting every floating-point operand.
+LOWERED = ("linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d",
+           "scaled_dot_product_attention")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -114,6 +118,11 @@ def is_repeated(block: str) -> bool:
     return any(part.isdecimal() for part in block.split("."))
 
 
+def kind_of(operation: Operation) -> str:
+    """Return the name of an ATen operation without its overload (`linear`), or nothing."""
+    return operation.target.partition(".")[2].partition(".")[0]
+
+
 def value_bytes(operation: Operation, samples: float = 1) -> float:
     """Bytes of its value for so many samples; a value without a batch counts whole."""
     if operation.shape is None:
@@ -166,6 +175,28 @@ class OperationGraph:
         """Parameters, and all that is computed of them."""
         parameters = {op.name for op in self.operations if op.target == "parameter"}
         return frozenset(self.descendants(parameters))
+
+    @cached_property
+    def lowered_readers(self) -> dict[str, tuple[bool, bool]]:
+        """For every parameter, by its path: whether some operation reads it that autocast lowers to
+        16 bits, and whether some other does. A view of a parameter is the parameter."""
+        found: dict[str, tuple[bool, bool]] = {}
+        for operation in self.operations:
+            if operation.target != "parameter":
+                continue
+            lowered, other = found.get(operation.path, (False, False))
+            views = [operation.name]
+            while views:
+                view = views.pop()
+                for user in (self[name] for name in self.users[view]):
+                    if user.memory != OWN and user.inputs[user.memory] == view:
+                        views.append(user.name)
+                    elif kind_of(user) in LOWERED:
+                        lowered = True
+                    else:
+                        other = True
+            found[operation.path] = (lowered, other)
+        return found
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -275,6 +306,30 @@ class ModelProfile:
         """Parameters by every name they have, aliases included."""
         names = ((name, p) for p in self.parameters for name in (p.path, *p.aliases))
         return dict(names)
+
+    @cached_property
+    def narrow(self) -> frozenset[str]:
+        """The paths of the parameters that nothing reads but what autocast lowers to 16 bits, so
+        that their 16-bit values are as good; none of a model whose operations are not known."""
+        return frozenset(path for path, read in self._readers.items() if read == (True, False))
+
+    @cached_property
+    def cast(self) -> frozenset[str]:
+        """The paths of the parameters of which autocast makes 16-bit copies where they are whole;
+        all of a model whose operations are not known."""
+        if self.graph is None:
+            return frozenset(parameter.path for parameter in self.parameters)
+        return frozenset(path for path, read in self._readers.items() if read[0])
+
+    @cached_property
+    def _readers(self) -> dict[str, tuple[bool, bool]]:
+        found: dict[str, tuple[bool, bool]] = {}
+        for name, read in (self.graph.lowered_readers if self.graph else {}).items():
+            if name in self.parameter_by_path:
+                path = self.parameter_by_path[name].path
+                before = found.get(path, (False, False))
+                found[path] = (before[0] or read[0], before[1] or read[1])
+        return found
 
     @property
     def parameter_elements(self) -> int:

@@ -21,7 +21,8 @@ class TaskGraph:
     `shard_dims` names; in a nested strategy in units of the axis `shard_layouts` says it is cut
     along, as a fused weight is cut in several places at once. `modules` are the module paths it
     covers; `flops` its forward's, per sample. Parameters the loss does not depend on are in no
-    TaskGraph's `trained` list.
+    TaskGraph's `trained` list. `narrow` are the trained parameters of which its ranks hold the
+    values in 16 bits that autocast would make of them.
     """
 
     id: int
@@ -36,6 +37,7 @@ class TaskGraph:
     replicas: tuple[tuple[int, ...], ...]
     shares: tuple[int, ...]
     trained: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
     shards: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     shard_dims: dict[str, int] = field(default_factory=dict)
     shard_layouts: dict[str, dict[str, Any]] = field(default_factory=dict)

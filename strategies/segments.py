@@ -87,13 +87,13 @@ class Segments:
         return tuple(self.findings.order.operations[x] for x in sorted(found))
 
     def sent_bytes(self, values: tuple[str, ...], samples: float) -> float:
-        """Of a micro-batch's `values` that are sent, at the least: of ZeRO's dtypes."""
-        view = self.findings.view(True)
+        """Return the bytes of a micro-batch's `values` that are sent."""
+        view = self.findings.view
         return sum(view.crossing_bytes(value, samples) for value in values)
 
     def crossing_bytes(self, place: int, samples: float) -> float:
         """At most of a micro-batch's values that a stage which begins at `place` may be sent."""
-        view = self.findings.view(False)
+        view = self.findings.view
         return sum(view.crossing_bytes(name, samples) for name in self._crossing[place])
 
     @cached_property

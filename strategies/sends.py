@@ -29,7 +29,7 @@ class Sends:
         if key not in self._bytes:
             maker, taker = sorted((sender, receiver))
             taken, graph = set(self._chunks[taker].slice.takes), self._job.graph
-            view = self._job.findings.view(self._job.zero > 0)
+            view = self._job.findings.view
             self._bytes[key] = sum(
                 view.crossing_bytes(name, samples)
                 for name in self._chunks[maker].slice.gives

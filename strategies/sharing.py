@@ -166,7 +166,6 @@ def _alive(graph: StrategyGraph, profile: ModelProfile, precision: str) -> Passi
         whole, largest = sum(gradients.values()), max(gradients.values(), default=0.0)
         halved = precision_bytes(precision, 0).activations
         return unmeasured(_activation_bytes(graph, profile) * halved, whole, largest)
-    body = graph.task_graphs[0].node
     canonical = {name: p.path for name, p in profile.parameter_by_path.items()}
     weights = {
         op.name: gradients[canonical[op.path]]
@@ -177,8 +176,7 @@ def _alive(graph: StrategyGraph, profile: ModelProfile, precision: str) -> Passi
     if graph.head is not None:
         of_head = operations.descendants({graph.head.operation})
         listed = [name for name in listed if name not in of_head]
-    zero = body.zero if isinstance(body, Replicate) else 0
-    view = View.at(operations, precision, zero > 0)
+    view = View.at(operations, precision)
     return passing(view.rewritten() if graph.cut is not None else view, listed, weights)
 
 

@@ -19,11 +19,12 @@ from whale_train.strategies.kept import View, whole
 from whale_train.strategies.memory import (
     Gradients,
     added,
-    gathered_at_once,
+    engine_of,
     head_activation_bytes,
     head_memory,
     precision_bytes,
     unmeasured,
+    weights_bytes,
 )
 from whale_train.strategies.micro_batches import Batches, member_shares
 from whale_train.strategies.plan import MemoryEstimate
@@ -51,9 +52,7 @@ def memory_of_ranks(
     ]  # fmt: skip
     passings: dict[tuple[int, int, bool], Held] = {}
     alike_orders = _alike_orders(orders)
-    view = job.findings.once(
-        ("rewritten", job.zero > 0), lambda: job.findings.view(job.zero > 0).rewritten()
-    )
+    view = job.findings.once("rewritten", lambda: job.findings.view.rewritten())
     for copy, of_copy in enumerate(job.seats.positions):
         samples = max(stop - start for start, stop in batches.samples[copy])
         shares = {  # of the samples, where members have their own beside a split head
@@ -128,7 +127,7 @@ class Held:
             self._elements |= local
             dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
             self._passing[number] = job.findings.once(
-                ("passing", chunk.key, dealt, again, job.zero > 0, accumulates),
+                ("passing", chunk.key, dealt, again, accumulates),
                 partial(self._passed, chunk, axes, member, local, again),
             )
 
@@ -210,24 +209,24 @@ class Held:
     def _rest(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
         """Return what all but a split head needs, with micro-batches of `samples`."""
         job, held = self._job, sum(self._elements.values())
-        keeper, on_cpu = job.form.keeper, job.cluster.on_cpu
-        apart = keeper is not None and keeper.offload_parameters == "cpu"
-        sizes = precision_bytes(job.training.precision, job.zero, apart)
+        keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
         copies = len(job.copies_of_rest(self._stage)[0])
-        own = held / copies if job.zero else held
-        gathered = gathered_at_once(self._elements, by_block=True) if job.zero == 3 else 0.0
         offloads = keeper is not None and keeper.offload_optimizer == "cpu"
-        engine = Gradients(job.zero, copies, held, gathered, sizes, on_cpu, offloads)
+        apart = keeper is not None and keeper.offload_parameters == "cpu"
+        sizes = weights_bytes(self._elements, job.profile, precision, job.zero, apart)
+        engine = engine_of(
+            job.profile, self._elements, precision, job.zero, copies, on_cpu, offloads, True
+        )
         steps = self._steps(order, engine)
         worst = engine.worst((come, added, values * samples) for come, added, values in steps)
-        parameters = sizes.weights * (own if job.zero == 3 else held)
+        parameters = sizes.weights / (copies if job.zero == 3 else 1)
         if apart and not on_cpu:
             parameters = 0.0
-        states = 4 * job.training.optimizer_states + sizes.master
+        optimizer = 4 * job.training.optimizer_states * held + sizes.master
         return MemoryEstimate(
-            parameters=parameters + sizes.casts * held + float(job.profile.buffer_bytes),
+            parameters=parameters + sizes.casts + float(job.profile.buffer_bytes),
             gradients=worst.gradients,
-            optimizer=0.0 if offloads and not on_cpu else own * states,
+            optimizer=0.0 if offloads and not on_cpu else optimizer / (copies if job.zero else 1),
             activations=worst.activations,
             communication=worst.moving,
         )

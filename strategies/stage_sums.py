@@ -13,7 +13,6 @@ from whale_train.strategies.links import (
     partitioned_sum_time_s,
     sum_time_s,
 )
-from whale_train.strategies.memory import Travelling, travelling_bytes
 from whale_train.strategies.stage_engines import StageEngine
 from whale_train.strategies.staging import Staging
 from whale_train.strategies.step_tasks import Sync, sum_pieces
@@ -54,10 +53,9 @@ def _of_tied(
 ) -> Iterator[Sync]:
     """Of each tied weight, which all its holders have whole (docs/adr/009), when these have run
     their last backwards."""
-    width = _travelling(job).tied_gradients
     for path, stages in shared.items():
         holders = sorted(rank for s in stages for ranks in job.replicas(s) for rank in ranks)
-        seconds = sum_time_s(job.cluster, holders, width * _elements(job, path), crowd)
+        seconds = sum_time_s(job.cluster, holders, 4 * _elements(job, path), crowd)
         members = _members(job, stages, actors)
         yield Sync(members, seconds, 1, False)
 
@@ -86,9 +84,9 @@ def _of_engine(
     crowd: Crowd,
     actors: Mapping[tuple[int, int], int],
 ) -> Sync:
-    """Return the sum of so many gradients over `group`, one of those that do so at once."""
-    link, travelling = group_link(job.cluster, group, crowd), _travelling(job)
-    num_bytes = travelling.gradients * elements
+    """Return the sum of so many gradients, of fp32, over `group`, one of those that do so at
+    once."""
+    link, num_bytes = group_link(job.cluster, group, crowd), 4 * elements
     members = _members(job, (stage,), actors)
     summed = sum_time_s(job.cluster, group, num_bytes, crowd)
     if job.zero == 0:
@@ -96,13 +94,9 @@ def _of_engine(
     if job.zero == 3:
         scattered = gather_time_s(num_bytes, len(group), link)
         return Sync(members, scattered, 1, False, link.busy)
-    gathered = gather_time_s(travelling.parameters * elements, len(group), link)
+    gathered = gather_time_s(job.findings.weight_width(job.zero) * elements, len(group), link)
     seconds = partitioned_sum_time_s(elements, summed, job.cluster.devices, job.training.precision)
     return Sync(members, seconds, 1, False, link.busy, gathered)
-
-
-def _travelling(job: Staging) -> Travelling:
-    return travelling_bytes(job.training.precision, job.zero)
 
 
 def _members(

@@ -108,7 +108,7 @@ class ChunkTimes:
         graph, precision = self.job.graph, self.job.training.precision
         if chunk.head is not None:
             taken = (name for segment in chunk.head.segments for name in segment.takes)
-            view = self.job.findings.view(self.job.zero > 0)
+            view = self.job.findings.view
             each = bridge_time_s(view, taken, samples, members, link)
             return Times(each, each)
         if chunk.sharded is None:

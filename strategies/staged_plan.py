@@ -219,8 +219,12 @@ def _listed(
 def _cut(job: Staging, task_graph: TaskGraph, shards: Mapping[str, Shard], axes: Axes) -> TaskGraph:
     """The TaskGraph with its parameters' shards."""
     unused = job.profile.unused_parameters
+    narrow: frozenset[str] = frozenset()
+    if job.zero and job.training.precision != "fp32":
+        narrow = job.profile.narrow.difference(unused)
     return replace(
         task_graph,
+        narrow=tuple(path for path in task_graph.parameters if path in narrow),
         trained=tuple(path for path in task_graph.parameters if path not in unused),
         shards={path: axes[shard.axis] for path, shard in shards.items()},
         shard_dims={path: shard.dim for path, shard in shards.items()},
@@ -265,7 +269,6 @@ def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
         config = deepspeed_config(
             keeper,
             largest,
-            job.training.precision,
             job.training.grad_clip,
             deepspeed_optimizer(job.training.optimizer, job.training.optimizer_options, offloaded),
             job.cluster.on_cpu,

@@ -29,7 +29,6 @@ from whale_train.strategies.links import (
     modules_of,
     send_time_s,
 )
-from whale_train.strategies.memory import travelling_bytes
 from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.operations import LOOKUP
 from whale_train.strategies.pricing import part_of
@@ -187,7 +186,7 @@ class StagedStep:
         stage = self.job.seats.stage_of[position]
         (engine,) = self.engines[stage]  # ZeRO has none of a split head's
         group, held = engine.groups[0], max(engine.elements)
-        width = travelling_bytes(self.job.training.precision, self.job.zero).parameters
+        width = self.job.findings.weight_width(self.job.zero)
         link = group_link(self.cluster, group, self.crowd)
         sent = gather_time_s(width * held, len(group), link)
         keeper = self.job.form.keeper

@@ -216,7 +216,7 @@ class Jobs:
         self.process.close()
 
 
-def _ask_once() -> None:
+def ask_once() -> None:
     """What takes a second and answers the same to the same question: the export of a model, and
     what DeepSpeed's CPU optimizer asks about the CPU."""
     cpuinfo = importlib.import_module("cpuinfo")
@@ -391,5 +391,5 @@ def _optimizer(request: Request, model: nn.Module) -> _Training:
 
 
 if __name__ == "__main__":
-    _ask_once()
+    ask_once()
     serve(run_job)

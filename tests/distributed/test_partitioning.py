@@ -41,7 +41,7 @@ def in_ranks(offload: dict[str, str]) -> Trained:
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     node = Replicate("", zero=3, **offload)  # type: ignore[arg-type]
     optimizer = deepspeed_optimizer("sgd", OPTIMIZER, False)
-    config = deepspeed_config(node, BATCH // 2, "fp32", 0.0, optimizer, True)
+    config = deepspeed_config(node, BATCH // 2, 0.0, optimizer, True)
     assert config is not None
     config["zero_optimization"]["sub_group_size"] = 10
     engine = DeepSpeedEngine(net(), Copies(dist.group.WORLD), config, torch.device("cpu"), "fp32")

@@ -107,21 +107,31 @@ class Case:
 
 
 class Sides:
-    """One process that runs sides; a side of one process is run once for equal requests."""
+    """One process that runs sides, that of the program `file`; a side of one process is run once
+    for equal requests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: str = __file__) -> None:
         self._folder, self._count = folder, 0
         self._alone: dict[tuple[str, ...], Path] = {}
-        self._process = Served(__file__)
+        self._process = Served(file)
 
     def verify(self, case: Case) -> Verification:
         run_dir = self._run([*case.overrides, *case.only_plan], False, case.fault)
+        ranks = json.loads((run_dir / "plan.json").read_text())["world_size"]
+        return self.compared(case, run_dir, ranks)
+
+    def compared(self, case: Case, run_dir: Path, ranks: int) -> Verification:
+        """Compare the side of a plan that is in `run_dir` with one process."""
+        alone = self.alone(case)
+        request = Request.from_json((alone / "request.json").read_text())
+        return compare(request, run_dir, alone, ranks)
+
+    def alone(self, case: Case) -> Path:
+        """Return the folder of the side of one process."""
         key = replace(case, strategy="dp", fault="", only_plan=(), hardware=EVEN).overrides
         if key not in self._alone:
             self._alone[key] = self._run(key, True, "")
-        request = Request.from_json((self._alone[key] / "request.json").read_text())
-        ranks = json.loads((run_dir / "plan.json").read_text())["world_size"]
-        return compare(request, run_dir, self._alone[key], ranks)
+        return self._alone[key]
 
     def _run(self, overrides: Sequence[str], alone: bool, fault: str) -> Path:
         self._count += 1

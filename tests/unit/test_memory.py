@@ -1,5 +1,7 @@
 """Bytes a rank needs, against the ZeRO paper's sums done by hand."""
 
+from dataclasses import replace
+
 import pytest
 from tests.unit.operation_graphs import classifier, conv1d_head, gpt
 
@@ -15,7 +17,13 @@ from whale_train.strategies.memory import (
     replica_memory,
     unmeasured,
 )
-from whale_train.strategies.operations import ModelProfile, Parameter
+from whale_train.strategies.operations import (
+    ModelProfile,
+    Operation,
+    OperationGraph,
+    Parameter,
+    Ref,
+)
 from whale_train.strategies.plan import MemoryEstimate
 
 # 100 million elements over 10 copies, 80 million of them in one parameter; a gradient bucket of
@@ -31,15 +39,38 @@ BIG = ModelProfile(
 BUCKET = 26_214_400.0
 
 
+def graph_of(*paths: str, product: str = "") -> OperationGraph:
+    """A lookup in the first parameter and a product with the second; `product`: one more with a
+    view of that one."""
+    table, rest = (Operation(path, "parameter", path=path) for path in paths)
+    last = [
+        Operation("view", "aten.t.default", (Ref(product),), memory=0),
+        Operation("again", "aten.mm.default", (Ref("first"), Ref("view"))),
+    ]
+    return OperationGraph(
+        (
+            *(table, rest, Operation("ids", "input")),
+            Operation("first", "aten.embedding.default", (Ref("table"), Ref("ids"))),
+            Operation("second", "aten.linear.default", (Ref("first"), Ref("rest"))),
+            *(last if product else ()),
+        )
+    )
+
+
+READ = replace(BIG, graph=graph_of("table", "rest"))
+
+
 def estimate(
     precision: str = "fp32", states: int = 2, copies: int = 10, **options: object
 ) -> MemoryEstimate:
     on_cpu = bool(options.pop("on_cpu", False))
+    profile = options.pop("profile", BIG)
+    assert isinstance(profile, ModelProfile)
     node = Replicate("strategy.graph.replicate", **options)  # type: ignore[arg-type]
     bound = BoundTaskGraph("model", node, ("*",), ("table", "rest"), 0.0)
     halved = 1.0 if precision == "fp32" else 0.5
     alive = unmeasured(halved * 1e9 / ROUNDED_UP, 400e6, 320e6)
-    return replica_memory(bound, BIG, copies, states, precision, alive, 1, on_cpu=on_cpu)
+    return replica_memory(bound, profile, copies, states, precision, alive, 1, on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize(
@@ -68,31 +99,48 @@ def test_what_each_stage_partitions(
 @pytest.mark.parametrize(
     ("zero", "parameters", "gradients", "optimizer", "communication"),
     [
-        # Autocast over fp32 weights: the bf16 ones it makes are kept until backward.
+        # Autocast over fp32 weights: the 16-bit ones it makes are kept until backward.
         (0, 600e6, 400e6, 800e6, 320e6),
-        (1, 200e6, 400e6, 120e6, 0.0),  # bf16 weights, an fp32 master partition
-        (2, 200e6, 40e6, 120e6, 2 * BUCKET),
-        (3, 20e6, 40e6, 120e6, 3 * BUCKET + 480e6),
+        # The product's 20 M weights are 16-bit values with an fp32 master partition, of the
+        # lookup's 80 M nothing is made; 10 M elements of states, 2 M of masters, 8 M flat.
+        (1, 320e6 + 40e6, 400e6, 80e6 + 8e6 + 32e6, 0.0),
+        (2, 320e6 + 40e6, 40e6, 80e6 + 8e6 + 32e6, 2 * BUCKET),
+        # At 3 the fp32 partition of the table is its own master. Of what is gathered ahead, 80% is
+        # of 4 bytes.
+        (3, 32e6 + 4e6, 40e6, 80e6 + 8e6, 2 * BUCKET + 2 * BUCKET * 0.9 + 640e6),
     ],
 )
-def test_bf16(
-    zero: int, parameters: float, gradients: float, optimizer: float, communication: float
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_products_alone_read_is_of_16_bits_under_zero(
+    zero: int,
+    parameters: float,
+    gradients: float,
+    optimizer: float,
+    communication: float,
+    precision: str,
 ) -> None:
     expected = MemoryEstimate(parameters + 500, gradients, optimizer, 0.5e9, communication)
-    assert estimate("bf16", zero=zero) == expected
+    assert estimate(precision, profile=READ, zero=zero) == expected
+
+
+def test_a_tied_table_is_of_fp32_and_cast_for_its_product() -> None:
+    """A lookup and a product read the table: 320 MB of fp32, and 160 MB that autocast makes."""
+    tied = replace(READ, graph=graph_of("table", "rest", product="table"))
+    found = estimate("bf16", profile=tied, zero=1)
+    assert found.parameters == 320e6 + 160e6 + 40e6 + 500
 
 
 @pytest.mark.parametrize(
     ("zero", "parameters", "gradients", "optimizer", "communication"),
     [
         (0, 600e6, 400e6, 800e6, 320e6),
-        # As fp32, and 200 MB of fp16 weights, which no stage partitions.
+        # As fp32, and 200 MB of 16-bit weights, which no stage partitions.
         (1, 600e6, 400e6, 120e6, 0.0),
         (2, 600e6, 40e6, 120e6, 2 * BUCKET),
         (3, 240e6, 40e6, 80e6, 4 * BUCKET + 640e6),
     ],
 )
-def test_fp16_is_autocast_at_every_stage(
+def test_autocast_over_fp32_of_a_model_whose_operations_are_not_known(
     zero: int, parameters: float, gradients: float, optimizer: float, communication: float
 ) -> None:
     expected = MemoryEstimate(parameters + 500, gradients, optimizer, 0.5e9, communication)

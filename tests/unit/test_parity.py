@@ -17,7 +17,7 @@ from whale_train.strategies.cluster import CPU_PROCESS, Cluster, Device, Link, N
 from whale_train.strategies.deepspeed_config import deepspeed_config
 from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.kept import View
-from whale_train.strategies.memory import travelling_bytes
+from whale_train.strategies.memory import weight_width
 from whale_train.strategies.operations import INSIDE, ModelProfile, OperationGraph
 from whale_train.strategies.plan import Plan
 from whale_train.strategies.resolve import resolve
@@ -146,24 +146,23 @@ def test_a_head_split_inside_a_stage_pays_for_the_sum_of_the_rest(precision: str
 
 
 @pytest.mark.parametrize(
-    ("precision", "partitioned", "wide", "width"),
+    ("precision", "wide", "width"),
     [
-        ("fp32", False, False, 4),
-        ("bf16", False, False, 2),
-        ("fp16", True, False, 2),
-        # Under autocast what is added to fp32 is fp32; DeepSpeed's bf16 has no other.
-        ("bf16", False, True, 4),
-        ("fp16", True, True, 4),
-        ("bf16", True, True, 2),
+        ("fp32", False, 4),
+        ("bf16", False, 2),
+        ("fp16", False, 2),
+        # Under autocast what is added to fp32 is fp32.
+        ("bf16", True, 4),
+        ("fp16", True, 4),
     ],
 )
 def test_the_bridge_to_a_head_has_the_width_of_what_crosses_it(
-    precision: str, partitioned: bool, wide: bool, width: int
+    precision: str, wide: bool, width: int
 ) -> None:
     """As the runtime gathers it: before the head's product lowers what it reads."""
     graph = model(wide).graph
     assert graph is not None
-    view = View.at(graph, precision, partitioned)
+    view = View.at(graph, precision)
     moved = width * BATCH * WIDTH * 7 / 8
     expected = moved / LINK.bandwidth_bytes_s + 7 * LINK.latency_s
     assert bridge_time_s(view, ["r2"], BATCH, 8, LINK) == pytest.approx(expected)
@@ -176,12 +175,12 @@ def test_the_bridge_to_a_head_has_the_width_of_what_crosses_it(
 def test_zero_gathers_parameters_as_forward_reads_them_and_sums_in_fp32(
     precision: str, zero: int, parameters: int
 ) -> None:
-    config = deepspeed_config(Replicate("", zero=zero), 1, precision, 0.0, {}, on_cpu=False)
+    config = deepspeed_config(Replicate("", zero=zero), 1, 0.0, {}, on_cpu=False)
     assert config is not None
     assert config["communication_data_type"] == "fp32"
-    assert config["bf16"]["enabled"] == (parameters == 2)
-    found = travelling_bytes(precision, zero)
-    assert (found.gradients, found.parameters) == (4, parameters)
+    profile = model()
+    assert profile.narrow == {parameter.path for parameter in profile.parameters}
+    assert weight_width(profile, precision, zero) == parameters
 
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])

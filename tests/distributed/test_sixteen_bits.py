@@ -1,0 +1,69 @@
+"""bf16 and fp16 under every kind of strategy are one process: cells of the product of
+`benchmarks/precision_matrix.py` in which every value of each axis occurs, and every pair that ever
+crashed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.distributed import precisions
+from tests.distributed.precisions import (
+    ARCHITECTURES,
+    PRECISIONS,
+    STRATEGIES,
+    Cell,
+    outcome,
+)
+from tests.distributed.test_parallel_strategies import write_arrays
+from tests.distributed.test_verify import Sides
+
+CELLS = [
+    ("gpt", "dp", "bf16"),
+    ("gpt", "zero2", "fp16"),
+    ("bert", "zero3", "fp16"),
+    ("bert", "hybrid_split_dp", "bf16"),
+    ("vit", "zero1", "bf16"),
+    ("vit", "split", "fp16"),
+    ("mixtral", "pipeline", "fp16"),
+    ("mixtral_best_2", "split", "bf16"),
+    # "expected m1 and m2 to have the same dtype": bf16 weights met casts that were exported in fp32
+    ("llama", "split_zero3", "bf16"),
+    ("mixtral", "split_zero1", "bf16"),
+    ("t5", "zero1_pipeline", "bf16"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("precisions")
+    write_arrays(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sides(folder: Path) -> Iterator[Sides]:
+    sides = Sides(folder, precisions.__file__)
+    yield sides
+    sides.close()
+
+
+@pytest.mark.parametrize(("model", "strategy", "precision"), CELLS)
+def test_a_plan_is_one_process(
+    model: str, strategy: str, precision: str, sides: Sides, folder: Path
+) -> None:
+    found = outcome(sides, Cell(model, strategy, precision, folder))
+    assert found.verdict == "equal", found
+    assert 0 < found.loss < found.tolerance
+
+
+def test_every_value_of_each_axis_is_there() -> None:
+    models, strategies, both = (set(axis) for axis in zip(*CELLS, strict=True))
+    assert models == set(ARCHITECTURES)
+    assert strategies == set(STRATEGIES)
+    assert both == set(PRECISIONS)
+
+
+def test_what_differs_is_found(sides: Sides, folder: Path) -> None:
+    """A learning rate that is a tenth too large under the plan."""
+    cell = Cell("gpt", "dp", "bf16", folder, only_plan=("optimizer.lr=1.1e-3",))
+    assert outcome(sides, cell).verdict == "different"
