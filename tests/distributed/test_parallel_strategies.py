@@ -301,11 +301,7 @@ def test_a_pipeline_of_one_micro_batch_has_the_whole_batch(jobs: Jobs, arrays: P
     assert_equal(jobs.run(overrides), jobs.run(case.overrides(arrays)), TOLERANCE)
 
 
-MEETING = (
-    "lets the samples of a batch meet in its own forward ({}), so that its loss is no mean over "
-    "samples, which copies and micro-batches could share; use strategy=single, strategy=split, or "
-    "a pipeline of one micro-batch"
-)
+MEETING = "lets the samples of a batch meet: {0} in its own forward ({0})"
 
 
 @pytest.mark.parametrize(("name", "operation"), [("Contrastive", "matmul"), ("Balanced", "mul")])

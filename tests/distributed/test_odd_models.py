@@ -1,0 +1,151 @@
+"""Unusual models under every kind of strategy: what one process computes, or a refusal by name.
+
+Every model runs as copies on two unlike devices, and under one other strategy. All of them under
+all strategies: WHALE_TRAIN_FULL=1 python -m pytest tests/distributed/test_odd_models.py
+"""
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.distributed.equality import Computed, JobFailed, Jobs
+from tests.distributed.odd_models import CLASSES, ODD, TOKENS
+
+NAMES = [made.__name__ for made in ODD]
+STRATEGIES = {
+    "dp": ("strategy=dp",),
+    "zero2": ("strategy=zero2",),
+    "split": ("strategy=split",),
+    "pipeline": ("strategy=pipeline", "strategy.graph.pipeline.stages=2"),
+    "hybrid": ("strategy=hybrid_split_dp",),
+}
+UNLIKE = (
+    "hardware=v100_p100_mix",
+    "hardware.nodes=[{count: 1, devices: 1, device: v100_sxm2_32gb, link: nvlink2}, "
+    "{count: 1, devices: 1, device: p100_pcie_16gb, link: pcie3_x16}]",
+)
+LOSS, NORM = 2e-5, 1e-3
+
+
+def pairs() -> list[tuple[str, str]]:
+    others = [name for name in STRATEGIES if name != "dp"]
+    if os.environ.get("WHALE_TRAIN_FULL"):
+        return [(model, strategy) for model in NAMES for strategy in STRATEGIES]
+    rotated = [(model, others[i % len(others)]) for i, model in enumerate(NAMES)]
+    return [*((model, "dp") for model in NAMES), *rotated]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw, samples = np.random.default_rng(3), 40
+    path = tmp_path_factory.mktemp("odd") / "samples.npz"
+    np.savez(
+        path,
+        points=draw.normal(size=(samples, 6, 8)).astype(np.float32),
+        labels=draw.integers(0, CLASSES, samples),
+        ids=draw.integers(0, TOKENS, (samples, 6)),
+        weights=draw.uniform(0.2, 2.0, samples).astype(np.float32),
+    )
+    return path
+
+
+def overrides(model: str, data: Path, *more: str) -> list[str]:
+    return [
+        f"model._target_=odd_models.{model}",
+        *("data=arrays", f"data.path={data}", "data.shuffle=false"),
+        *("train.steps=3", "train.global_batch=10", "optimizer=sgd", "optimizer.lr=0.05"),
+        *more,
+    ]
+
+
+def alone(jobs: Jobs, model: str, data: Path) -> Computed:
+    one = ("hardware=cpu", "hardware.devices=1", "strategy=single")
+    return jobs.run(overrides(model, data, *one), plainly=True)
+
+
+def run_or_refusal(jobs: Jobs, job: list[str]) -> Computed | str:
+    try:
+        return jobs.run(job)
+    except JobFailed as failed:
+        return str(failed)
+
+
+@pytest.mark.parametrize(("model", "strategy"), pairs())
+def test_it_is_what_one_process_computes_or_refused(
+    model: str, strategy: str, jobs: Jobs, data: Path
+) -> None:
+    found = run_or_refusal(jobs, overrides(model, data, *UNLIKE, *STRATEGIES[strategy]))
+    if isinstance(found, str):
+        refusal = re.search(r"whale_train\.errors\.(Plan|Config)Error: (\S.+)", found)
+        assert refusal, found
+        assert model in refusal[2] or refusal[2].startswith("strategy.graph"), refusal[2]
+        return
+    expected = alone(jobs, model, data)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=LOSS)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=NORM)
+    if strategy == "dp":  # the faster device has more
+        (copies,) = found.plan["task_graphs"]
+        assert copies["shares"][0] > copies["shares"][1]
+
+
+# What copies are refused for, by the operation in which samples meet.
+MEETING = {
+    "MaxOverBatch": "amax",
+    "VarianceOverBatch": "var",
+    "RootMeanSquare": "sqrt",
+    "LogOfMean": "log",
+    "Perplexity": "exp",
+    "SoftmaxAlongBatch": "softmax",
+    "CumulativeOverBatch": "cumsum",
+    "MixedUp": "flip",
+    "RolledNegatives": "roll",
+    "Centred": "sub",
+    "LessTheFirst": "select",
+    "NormalisedByFunction": "batch_norm",
+    "RecursOverBatch": "gru",
+    "Broadcast": "sub",
+    "Sorted": "sort",
+    "UsageTimesGates": "mul",
+    "Histogram": "mul",
+    "MeanTimesSize": "mul",
+    "MeanAndSum": "add",
+    "WeightedMean": "div",
+}
+
+
+@pytest.mark.parametrize("model", MEETING)
+def test_the_operation_is_named(model: str, jobs: Jobs, data: Path) -> None:
+    with pytest.raises(JobFailed) as failed:
+        jobs.run(overrides(model, data, *UNLIKE, *STRATEGIES["dp"]))
+    said = f"model={model} lets the samples of a batch meet: {MEETING[model]}"
+    assert said in str(failed.value)
+
+
+SAME = [
+    *("SecondMoment", "SumOverSize", "MeanAndPenalty", "MeanOfWeighted", "BatchMeanDivergence"),
+    *("SeveralLosses", "Margins", "CountsInPython", "PicksByLabel", "WhereNotBranch", "Recurrent"),
+    *(
+        "TiedTable",
+        "Frozen",
+        "Teacher",
+        "Checkpointed",
+        "Hypernetwork",
+        "GradientPenalty",
+        "Normed",
+    ),
+]
+
+
+@pytest.mark.parametrize("model", SAME)
+def test_what_copies_may_share_is_not_refused(model: str, jobs: Jobs, data: Path) -> None:
+    found = jobs.run(overrides(model, data, *UNLIKE, *STRATEGIES["dp"]))
+    assert found.plan["loss_over"] == "mean"
+
+
+def test_a_sum_over_samples_is_added(jobs: Jobs, data: Path) -> None:
+    found = jobs.run(overrides("SumOfSquares", data, *UNLIKE, *STRATEGIES["dp"]))
+    assert found.plan["loss_over"] == "sum"
+    expected = alone(jobs, "SumOfSquares", data)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=LOSS)
