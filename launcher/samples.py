@@ -22,6 +22,7 @@ from whale_train.strategies.samples import COMPARED, VOUCHED
 
 _PARTS = ((8, 4), (4, 2), (2, 1))
 _POOL = 64  # samples from all over the data, of which batches are made
+_MOST_COPIES = 4  # of a plan whose own parts are compared
 _SORTED = 3  # fields by which samples are sorted into parts, at most
 # A few seconds of products on a slow core, which reaches some 10 GFLOP/s in fp32.
 _FLOPS_PER_CORE = 5e10
@@ -43,7 +44,7 @@ def compared(
     Returns the plan with what was found, or, where they differ, the profile that says so. Raises
     PlanError where the model is too large to be compared.
     """
-    parts = _affordable(profile, dataset)
+    parts = _affordable(profile, dataset, plan)
     # Torch is imported here and not before: a request that is wrong is answered at once.
     from whale_train.launcher.profiles import quiet_exports
     from whale_train.models.samples_check import compare_parts
@@ -69,7 +70,7 @@ def compared(
 
 
 def _batches(
-    pool: Mapping[str, NDArray[Any]], parts: tuple[int, int]
+    pool: Mapping[str, NDArray[Any]], parts: tuple[int, ...]
 ) -> Iterator[dict[str, NDArray[Any]]]:
     """Yield batches whose parts are `parts`: samples as they come, then, by one field after
     another, the least in one part and the largest in the other. What a loss divides by, such as
@@ -83,16 +84,28 @@ def _batches(
             unlike.append(means)
     for means in unlike[-_SORTED:]:
         order = means.argsort(kind="stable")
-        chosen = np.concatenate([order[: parts[0]], order[count - parts[1] :]])
+        last = sum(parts) - parts[0]
+        chosen = np.concatenate([order[: parts[0]], order[count - last :]])
         yield {k: x[chosen] for k, x in pool.items()}
 
 
-def _affordable(profile: ModelProfile, dataset: Dataset) -> tuple[int, int]:
-    """Return the largest parts that are compared in a few seconds. Raises PlanError for none."""
-    samples = [n for n in _PARTS if sum(n) <= dataset.num_samples]
+def _own_parts(plan: Plan) -> list[tuple[int, ...]]:
+    """Return the parts in which copies share the batch, where they are few: what a forward does
+    may follow their sizes."""
+    shares = plan.task_graphs[0].shares
+    shared = all(rank.micro_batches <= 1 for rank in plan.ranks) and sum(shares) <= _POOL
+    return [shares] if shared and 1 < len(shares) <= _MOST_COPIES else []
+
+
+def _affordable(profile: ModelProfile, dataset: Dataset, plan: Plan) -> tuple[int, ...]:
+    """Return the parts to compare in a few seconds: the plan's own, or else the largest that can
+    be. Raises PlanError for none."""
+    wanted = [*_own_parts(plan), *_PARTS]
+    samples = [n for n in wanted if sum(n) <= dataset.num_samples]
     flops = _FORWARDS * profile.forward_flops
     affordable = [n for n in samples if flops * sum(n) <= _FLOPS_PER_CORE * cores()]
-    need = 3 * 8.0 * profile.parameter_elements  # three models, with gradients
+    # A model for the whole and one for each copy, with gradients.
+    need = (1 + len(wanted[0])) * 8.0 * profile.parameter_elements
     if affordable and need <= memory_bytes() / 2:
         return affordable[0]
     if not samples:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,10 +36,33 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
+class _Constants(TorchFunctionMode):
+    """Notes what tensors are made of that the forward makes out of numbers of Python: on the meta
+    device nothing else would tell."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and args:
+            self._calls.append((func.__name__, (repr(args[0]),)))
+        return func(*args, **kwargs)
+
+
 def _plain(leaves: list[Any]) -> Iterator[Any]:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             yield tuple(leaf.shape)
+            if type(leaf) is Tensor and leaf.device.type == "cpu" and leaf.numel():
+                yield float(leaf.double().sum())  # a constant from outside of torch
         elif isinstance(leaf, int | float | bool | str | SymInt | torch.dtype):
             yield leaf
 
@@ -47,7 +71,7 @@ def recorded(run: Callable[[], object]) -> list[Call] | None:
     """Return the operations of one call of `run`, without gradients; None where it raises."""
     recorder = _Recorder()
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), recorder, _Constants(recorder.calls):
             run()
     except Exception:  # whatever a user's forward raises without values to look at
         return None

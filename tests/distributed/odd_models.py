@@ -405,6 +405,14 @@ class DropsBlocksByPython(Odd):
         return F.cross_entropy(logits, labels)
 
 
+class CountsIntoATensor(Odd):
+    calls = 0
+
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(logits, labels) * torch.tensor(1.0 + self.calls)
+
+
 class RunningInstanceNorm(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -427,6 +435,18 @@ class BranchesOnInput(Odd):
     def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         loss = F.cross_entropy(logits, labels)
         return loss + z.square().mean() if float(weights.mean()) > 1.0 else loss
+
+
+class BranchesOnSize(Odd):
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, labels)
+        return loss * 2 if len(z) > 9 else loss
+
+
+class BranchesOnLargeSizes(Odd):
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, labels)
+        return loss * 2 if logits.shape[0] > 9 else loss
 
 
 class PicksByLabel(Odd):
