@@ -22,7 +22,8 @@ class Refused:
 
 
 # None: the rule cannot say.
-Rule = Callable[["Call"], State | Refused | None]
+Answer = State | Refused | None
+Rule = Callable[["Call"], Answer]
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,28 @@ overload alone.
 
 from functools import partial
 
-from whale_train.strategies.independence import computing, moving
-from whale_train.strategies.independence.call import Call, Refused, Rule
-from whale_train.strategies.independence.states import FIXED, PerSample, Position, State
+from whale_train.strategies.independence import (
+    computing,
+    indexing,
+    losses,
+    making,
+    moving,
+    products,
+)
+from whale_train.strategies.independence.call import Answer, Call, Refused, Rule
+from whale_train.strategies.independence.states import FIXED, PerSample, Position
 
 
-def _written(call: Call) -> State | Refused | None:
-    """The first input overwritten by the second, broadcast to it."""
+def _written(call: Call) -> Answer:
+    """Type the first input overwritten by the second, broadcast to it."""
     shifted = call.shifted(call.name(1)) if call.name(1) else FIXED
     if isinstance(shifted, PerSample | Position):
         return shifted
     return moving.whole(call, shifted)
 
 
-def _order(call: Call) -> State | Refused | None:
-    """A random order."""
+def _order(call: Call) -> Answer:
+    """Type a random order."""
     return (
         Refused("draws an order of the samples") if any(s.per_sample for s in call.shape) else FIXED
     )
@@ -49,7 +56,7 @@ _FAMILIES: tuple[tuple[Rule, str], ...] = (
     (computing.multiplying, "mul multiply"),
     (computing.dividing, "div divide true_divide"),
     (computing.dividing_numbers, "floor_divide"),
-    (moving.fresh, "zeros_like ones_like full_like empty_like"),
+    (making.fresh, "zeros_like ones_like full_like empty_like"),
     (_written, "copy"),
     # Reductions
     (computing.summing, "sum nansum"),
@@ -81,29 +88,29 @@ _FAMILIES: tuple[tuple[Rule, str], ...] = (
     (computing.batch_norm, "batch_norm"),
     (computing.recurrent, "lstm.input gru.input rnn_tanh.input rnn_relu.input"),
     # Products
-    (computing.linear, "linear"),
-    (computing.matmul, "matmul mm bmm mv dot vdot inner.never"),
-    (computing.added_product, "addmm baddbmm addmv"),
-    (computing.einsum, "einsum"),
-    (computing.convolution, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+    (products.linear, "linear"),
+    (products.matmul, "matmul mm bmm mv dot vdot inner.never"),
+    (products.added_product, "addmm baddbmm addmv"),
+    (products.einsum, "einsum"),
+    (products.convolution, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
                             "conv_transpose3d"),
-    (computing.attention, "scaled_dot_product_attention"),
-    (computing.grouped_product, "_grouped_mm transformers.grouped_mm_fallback "
+    (products.attention, "scaled_dot_product_attention"),
+    (products.grouped_product, "_grouped_mm transformers.grouped_mm_fallback "
                                 "whale_train.grouped_mm"),
-    (computing.lookup, "embedding"),
+    (products.lookup, "embedding"),
     # Losses
-    (computing.target_mean, "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d"),
-    (partial(computing.elementwise_loss, position=2),
+    (losses.target_mean, "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d"),
+    (partial(losses.elementwise_loss, position=2),
      "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div"),
-    (partial(computing.elementwise_loss, position=3),
+    (partial(losses.elementwise_loss, position=3),
      "binary_cross_entropy hinge_embedding_loss"),
-    (partial(computing.elementwise_loss, position=4),
+    (partial(losses.elementwise_loss, position=4),
      "binary_cross_entropy_with_logits margin_ranking_loss"),
-    (partial(computing.elementwise_loss, position=5), "poisson_nll_loss"),
-    (partial(computing.row_loss, position=2), "multilabel_margin_loss"),
-    (partial(computing.row_loss, position=4), "cosine_embedding_loss"),
-    (partial(computing.row_loss, position=5), "multi_margin_loss"),
-    (partial(computing.row_loss, position=7), "triplet_margin_loss"),
+    (partial(losses.elementwise_loss, position=5), "poisson_nll_loss"),
+    (partial(losses.row_loss, position=2), "multilabel_margin_loss"),
+    (partial(losses.row_loss, position=4), "cosine_embedding_loss"),
+    (partial(losses.row_loss, position=5), "multi_margin_loss"),
+    (partial(losses.row_loss, position=7), "triplet_margin_loss"),
     # Views and parts
     (moving.reshape, "view reshape _unsafe_view flatten unflatten view_as reshape_as"),
     (moving.transpose, "transpose t mT mH matrix_H adjoint swapaxes swapdims"),
@@ -124,20 +131,20 @@ _FAMILIES: tuple[tuple[Rule, str], ...] = (
     (moving.stack, "stack"),
     (moving.pad, "pad constant_pad_nd"),
     # Indexing
-    (moving.index, "index.Tensor"),
-    (moving.index_put, "index_put"),
-    (moving.gather, "gather take_along_dim scatter scatter_add scatter_reduce"),
-    (moving.index_select, "index_select"),
-    (moving.scattered, "select_scatter slice_scatter"),
-    (moving.one_hot, "one_hot"),
+    (indexing.index, "index.Tensor"),
+    (indexing.index_put, "index_put"),
+    (indexing.gather, "gather take_along_dim scatter scatter_add scatter_reduce"),
+    (indexing.index_select, "index_select"),
+    (indexing.scattered, "select_scatter slice_scatter"),
+    (indexing.one_hot, "one_hot"),
     # What a forward makes
-    (moving.fresh, "zeros ones full empty new_zeros new_ones new_full new_empty scalar_tensor "
+    (making.fresh, "zeros ones full empty new_zeros new_ones new_full new_empty scalar_tensor "
                    "fill zero"),
-    (moving.drawn, "rand randn randint rand_like randn_like randint_like normal bernoulli uniform "
+    (making.drawn, "rand randn randint rand_like randn_like randint_like normal bernoulli uniform "
                    "exponential poisson"),
     (_order, "randperm"),
-    (moving.arange, "arange"),
-    (moving.extent, "sym_size"),
+    (making.arange, "arange"),
+    (making.extent, "sym_size"),
     (computing.multiplying, "<built-in function mul>"),
     (computing.dividing, "<built-in function truediv>"),
     (computing.adding, "<built-in function add> <built-in function sub>"),

@@ -1,0 +1,129 @@
+"""Rules for what takes or writes entries at places that other values say."""
+
+from dataclasses import replace
+
+from whale_train.strategies.independence.call import Answer, Call, Refused, is_whole_batch
+from whale_train.strategies.independence.moving import SOME
+from whale_train.strategies.independence.states import (
+    FIXED,
+    Fixed,
+    Permutation,
+    PerSample,
+    Pooled,
+    Position,
+    State,
+    added,
+)
+from whale_train.strategies.operations import Ref, Size
+
+
+def index(call: Call) -> Answer:
+    """Type entries at places that tensors say, dimension by dimension."""
+    listed = call.argument(1)
+    if not isinstance(listed, tuple) or not call.name(0):
+        return None
+    state, indices = call.state(0), [x for x in listed if isinstance(x, Ref)]
+    if len(indices) == 1 and listed[0] == indices[0]:
+        found = _reordered(call, state, call.states[indices[0].name])
+        if found is not None:
+            return found
+    places = [i for i, x in enumerate(listed) if isinstance(x, Ref)]
+    if not places or places != list(range(places[0], places[-1] + 1)):
+        return None  # the indexed dimensions come first, then
+    if any(call.graph[x.name].dtype == "bool" for x in indices):
+        return None
+    rank = max(len(call.shape_of(x.name)) for x in indices)
+    # The indices are broadcast to each other, and stand where the first of them does.
+    among: list[PerSample] = []
+    for place, x in zip(places, indices, strict=True):
+        of = call.states[x.name]
+        offset = places[0] + rank - len(call.shape_of(x.name))
+        if isinstance(of, Position) and isinstance(state, PerSample) and state.dim == place:
+            natural = state.before == 1 and not state.order
+            extents = call.shape_of(call.name(0))[place], call.shape_of(x.name)[of.dim]
+            if not natural or not all(map(is_whole_batch, extents)):
+                return None
+            among.append(PerSample(of.dim + offset))
+        elif isinstance(of, PerSample) and not of.degree:
+            if isinstance(state, PerSample) and state.dim == place:
+                return Refused("takes samples of the batch by number")
+            among.append(replace(of, dim=of.dim + offset))
+        elif of == FIXED:
+            if isinstance(state, PerSample) and state.dim == place:
+                return Refused(SOME)
+        else:
+            return None
+    if isinstance(state, PerSample) and state.dim not in places:
+        after = state.dim - len(places) + rank if state.dim > places[-1] else state.dim
+        among.append(replace(state, dim=after))
+    elif state != FIXED and not isinstance(state, PerSample):
+        return state if isinstance(state, Pooled) and not among else None
+    degree = state.degree if isinstance(state, PerSample) else 0
+    made = added([replace(x, degree=degree) for x in among])
+    if made is None:
+        return Refused("looks up different samples beside each other") if among else None
+    return made
+
+
+def _reordered(call: Call, state: State, by: State) -> Answer:
+    """Return all rows of a value in another order, where `by` is one."""
+    if not isinstance(by, Permutation) or not isinstance(state, PerSample) or state.dim:
+        return None
+    extent, rows = call.shape_of(call.name(0))[0], call.shape[0]
+    if by.inverse:
+        return replace(state, order="") if state.order == by.order and extent == rows else None
+    fits = Size(extent.fixed * by.unit, extent.per_sample * by.unit) == rows
+    return replace(state, order=by.order) if fits and not state.order else None
+
+
+def index_put(call: Call) -> Answer:
+    """Type values written at places: an order's inverse, where rows' numbers are written."""
+    listed = call.argument(1)
+    by = listed[0] if isinstance(listed, tuple) and len(listed) == 1 else None
+    places = call.state_of(by) if isinstance(by, Ref) else None
+    numbers = call.graph[call.name(2)].target if call.name(2) else ""
+    if isinstance(places, Permutation) and places.unit == 1 and not places.inverse:
+        whole = call.shape_of(call.name(2)) == call.shape
+        counts = numbers == "aten.arange.default" and whole
+        return replace(places, inverse=True) if counts else None
+    return None
+
+
+def gather(call: Call) -> Answer:
+    """Type entries of a dimension picked, or written, where a tensor of equal rank says."""
+    dim, rows = call.dim(1), call.rows()
+    if isinstance(rows, PerSample) and rows.dim == dim:
+        return Refused("takes samples of the batch by number")
+    return rows
+
+
+def index_select(call: Call) -> Answer:
+    """Type entries of a dimension at places that a vector says."""
+    state, dim = call.state(0), call.dim(1)
+    if call.state(2) != FIXED or not isinstance(state, PerSample):
+        return None
+    return Refused(SOME) if state.dim == dim else state
+
+
+def scattered(call: Call) -> Answer:
+    """Type one entry, or a range, of a dimension replaced by another value."""
+    state, source = call.state(0), call.state(1)
+    narrower = call.rank_of(1) < call.rank_of(0)
+    dim = call.dim(2)
+    if isinstance(source, PerSample) and narrower and dim is not None:
+        source = replace(source, dim=source.dim + (dim <= source.dim))
+    found = added([state, source])
+    if isinstance(found, PerSample):
+        if found.dim != dim:
+            return found
+        return Refused(SOME) if narrower or call.shape_of(call.name(1)) != call.shape else found
+    if isinstance(found, Pooled | Fixed):
+        return found
+    rows = isinstance(state, PerSample) and isinstance(source, PerSample)
+    return Refused("puts different samples beside each other") if rows else None
+
+
+def one_hot(call: Call) -> Answer:
+    """Type a row of zeros and a one for every number."""
+    state = call.state(0)
+    return state if isinstance(state, PerSample) and not state.degree else None
