@@ -1,12 +1,10 @@
 """Rules for what a forward makes of nothing but shapes and numbers."""
 
-from dataclasses import replace
-
 from whale_train.strategies.independence.call import Answer, Call
+from whale_train.strategies.independence.computing import elementwise
 from whale_train.strategies.independence.states import (
     FIXED,
     Fixed,
-    PerSample,
     Position,
     equal_rows,
 )
@@ -20,9 +18,12 @@ def fresh(call: Call) -> Answer:
 
 
 def drawn(call: Call) -> Answer:
-    """Type random numbers, of each sample its own or the same for all."""
-    made = equal_rows(call.shape)
-    return replace(made, uniform=False) if isinstance(made, PerSample) else made
+    """Type random numbers: independent ones, beside which any rows fit, or such as the values of
+    other rows say."""
+    of_values = call.kind.startswith(("bernoulli", "multinomial", "normal", "poisson"))
+    if of_values and any(state != FIXED for state in call.tensors().values()):
+        return elementwise(call)
+    return equal_rows(call.shape)
 
 
 def arange(call: Call) -> Answer:

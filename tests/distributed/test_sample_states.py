@@ -56,6 +56,11 @@ PER_SAMPLE: dict[str, Function] = {
     "where": lambda y, labels, w: torch.where(labels[:, None] > 2, y[:, 0], w[0]),
     "each loss": lambda y, labels, w: F.cross_entropy(y[:, 0], labels, reduction="none"),
     "diagonal": lambda y, labels, w: torch.einsum("bii->bi", y @ y.transpose(1, 2)),
+    "split in places": lambda y, labels, w: torch.cat(y.split([1, 3], 1)[::-1], 1),
+    "scattered": lambda y, labels, w: y[:, 0].scatter(1, labels.unsqueeze(1), 0.0),
+    "masked": lambda y, labels, w: y.masked_fill((labels > 2)[:, None, None], 0.0),
+    "outer": lambda y, labels, w: torch.einsum("bc,bd->bcd", y[:, 0], y[:, 1]),
+    "gru": lambda y, labels, w: _gru(y, w),
     "norm of each": lambda y, labels, w: y.norm(dim=-1) / (y.norm(dim=(1, 2))[:, None] + 1),
     "experts": lambda y, labels, w: _by_expert(y.flatten(0, 1), labels.repeat_interleave(LENGTH)),
 }  # fmt: skip
@@ -98,7 +103,7 @@ MEET: dict[str, Function] = {
     "centred": lambda y, labels, w: y - y.mean(0),
     "scores of all": lambda y, labels, w: y[:, 0] @ y[:, 0].T,
     "one of all": lambda y, labels, w: y[0],
-    "some of all": lambda y, labels, w: y.select_scatter(y[0], 0, 0).sum(),
+    "some of all": lambda y, labels, w: y.select_scatter(y[0].exp(), 0, 0).sum(),
     "squared mean": lambda y, labels, w: y.mean(0).square(),
     "clamped mean": lambda y, labels, w: y.mean(0).clamp(max=0.05),
     "rounded mean": lambda y, labels, w: (100 * y.mean(0)).long(),
@@ -111,6 +116,7 @@ MEET: dict[str, Function] = {
     "batch norm": lambda y, labels, w: F.batch_norm(y, None, None, training=True),
     "compared": lambda y, labels, w: F.mse_loss(y[:, 0, :1], labels.to(y.dtype)),
     "top samples": lambda y, labels, w: y[:, 0, 0].topk(2).values.sum(),
+    "taken along": lambda y, labels, w: y[:, 0].gather(0, (labels[:, None] * 0).expand(-1, 2)),
     "by place": lambda y, labels, w: F.mse_loss(y[:, 0] @ y[:, 1].T, torch.eye(y.shape[0])),
 }
 
@@ -122,6 +128,12 @@ def _by_expert(rows: Tensor, experts: Tensor) -> Tensor:
     back = torch.empty_like(order)
     back[order] = torch.arange(order.shape[0])
     return made[back]
+
+
+def _gru(y: Tensor, w: Tensor) -> Tensor:
+    into, state = torch.cat([w, w, w]), y.new_zeros(1, y.shape[0], WIDTH)
+    found: Tensor = torch.gru(y, state, [into, -into], False, 1, 0.0, True, False, True)[0]
+    return found
 
 
 class _Module(nn.Module):
