@@ -26,8 +26,8 @@ _MOST_COPIES = 4  # of a plan whose own parts are compared
 _SORTED = 3  # fields by which samples are sorted into parts, at most
 # A few seconds of products on a slow core, which reaches some 10 GFLOP/s in fp32.
 _FLOPS_PER_CORE = 5e10
-# A training step takes three forwards' work; the batch is run whole and in parts, and once more
-# without gradients to count its targets.
+# A training step takes three forwards' work; every batch is run whole and in parts, and its parts'
+# forwards once more to count their targets.
 _FORWARDS = 7 * (1 + _SORTED)
 
 
