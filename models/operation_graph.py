@@ -30,7 +30,7 @@ def operation_graph(
     parameters = {
         path: p for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
     }
-    changes = _changes_in_place(module.graph)
+    changes, writes = _changes_in_place(module.graph), _buffers_written(module.graph)
     return OperationGraph(
         tuple(
             Operation(
@@ -47,6 +47,7 @@ def operation_graph(
                 memory=memory.get(node.name, OWN),
                 after=changes.get(node.name, ()),
                 random=_draws(node),
+                writes=writes.get(node.name, ()),
             )
             for node in module.graph.nodes
         )
@@ -126,26 +127,70 @@ def _draws(node: fx.Node) -> bool:
 def _changes_in_place(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
     """For each node, the earlier ones that wrote in place to memory it reads, which it does not
     name: `x[1:] = y` is a copy into a view of x, and who reads x later must come after it."""
-    memory: dict[fx.Node, set[fx.Node]] = {}  # whose memory a value may share
+    memory = _memory(graph)
     writers: dict[fx.Node, list[fx.Node]] = {}
     found: dict[str, tuple[str, ...]] = {}
     for node in graph.nodes:
-        shared = {node}
         read = {root for value in node.all_input_nodes for root in memory[value]}
         seen = [w for root in read for w in writers.get(root, ())]
         names = [w.name for w in dict.fromkeys(seen) if w not in node.all_input_nodes]
         if names:
             found[node.name] = tuple(names)
+        for value in _given_to_write(node):
+            for root in memory[value]:
+                writers.setdefault(root, []).append(node)
+    return found
+
+
+def _memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """Return the nodes whose memory each node's value may share, itself included."""
+    memory: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        shared = {node}
         schema = getattr(node.target, "_schema", None)
         if schema is not None:
             for argument, value in zip(schema.arguments, node.args, strict=False):
-                if argument.alias_info is None or not isinstance(value, fx.Node):
-                    continue
-                shared |= memory[value]
-                if argument.alias_info.is_write:
-                    for root in memory[value]:
-                        writers.setdefault(root, []).append(node)
+                if argument.alias_info is not None and isinstance(value, fx.Node):
+                    shared |= memory[value]
         elif node.op == "call_function":  # getitem, of a list that may be views
-            shared |= read
+            shared |= {root for value in node.all_input_nodes for root in memory[value]}
         memory[node] = shared
+    return memory
+
+
+def _given_to_write(node: fx.Node) -> list[fx.Node]:
+    """Return the values that a call is given to write into: in place, as `out`, or as inputs of a
+    graph that it runs and that writes into them."""
+    if node.op != "call_function":
+        return []
+    found = []
+    schema = getattr(node.target, "_schema", None)
+    for number, argument in enumerate(schema.arguments if schema is not None else ()):
+        given = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes and isinstance(given, fx.Node):
+            found.append(given)
+    for number, argument in enumerate(node.args):
+        inner = _inner(argument) if isinstance(argument, fx.Node) else None
+        if inner is None:
+            continue
+        memory = _memory(inner.graph)
+        written = {
+            root for each in inner.graph.nodes for x in _given_to_write(each) for root in memory[x]
+        }
+        inputs = [each for each in inner.graph.nodes if each.op == "placeholder"]
+        for each, given in zip(inputs, node.args[number + 1 :], strict=False):
+            if each in written and isinstance(given, fx.Node):
+                found.append(given)
+    return found
+
+
+def _buffers_written(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
+    """Return the names of the attributes that each node writes into, for those that do."""
+    memory, found = _memory(graph), {}
+    for node in graph.nodes:
+        roots = {root for value in _given_to_write(node) for root in memory[value]}
+        held = [root.name for root in graph.nodes if root in roots and root.op == "get_attr"]
+        if held:
+            found[node.name] = tuple(held)
     return found

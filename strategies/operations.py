@@ -70,7 +70,8 @@ class Operation:
     (`INSIDE`), and how many bytes, per sample in fp32. `memory` is the place of the input in whose
     memory its value lies, `OWN` where it has memory of its own. `after` are operations that
     changed in place what it reads, under another name than the one it reads it by. `random` says
-    that it draws random numbers, which a dropout of 0 does not.
+    that it draws random numbers, which a dropout of 0 does not. `writes` are the buffers that it
+    writes into.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Operation:
     memory: int = OWN
     after: tuple[str, ...] = ()
     random: bool = False
+    writes: tuple[str, ...] = ()
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:

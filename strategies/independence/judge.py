@@ -88,9 +88,7 @@ def _of_buffers(
     """Return `judgement` with the buffers looked at: one may be given something else on every
     copy, or change with every call."""
     for operation in graph:
-        base = operation.target.removeprefix("aten.").partition(".")[0]
-        writes = base.endswith("_") and not base.endswith("__") and operation.inputs
-        if not writes or graph[operation.inputs[0]].target != "buffer":
+        if not operation.writes:
             continue
         state = states[operation.name]
         if operation.module in batch_norms:
@@ -98,13 +96,10 @@ def _of_buffers(
         if state == FIXED:
             judgement = replace(judgement, counts=operation)
             continue
-        because = f"keeps what it is given of the batch in the buffer {_buffer(graph, operation)}"
+        path = graph[operation.writes[0]].path
+        because = f"keeps what it is given of the batch in the buffer {path}"
         return Judgement("unknown" if isinstance(state, Unknown) else "meets", operation, because)
     return judgement
-
-
-def _buffer(graph: OperationGraph, operation: Operation) -> str:
-    return graph[operation.inputs[0]].path
 
 
 def _state(call: Call) -> State:
@@ -121,8 +116,8 @@ def _state(call: Call) -> State:
         for name in operation.inputs:
             if isinstance(states[name], Unknown):
                 return states[name]
-    if operation.after:  # another name's memory was written to meanwhile
-        return Unknown(operation.name)
+    if any(states[name] != FIXED for name in operation.after):
+        return Unknown(operation.name)  # samples were written under another name
     follows = batch_dims(operation.shape or ())
     constant = all(states[name] == FIXED for name in operation.inputs)
     if constant and not follows and not operation.random:

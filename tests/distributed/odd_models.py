@@ -353,6 +353,25 @@ class CountsCalls(Odd):
         return F.cross_entropy(logits, labels) + z.square().mean() / self.calls
 
 
+class CountsWithoutGradients(CountsCalls):
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        return F.cross_entropy(logits, labels) + z.square().mean() / self.calls
+
+
+class CountsInAPart(Odd):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(3))
+
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.seen[1:].mul_(1.5)
+        return F.cross_entropy(logits, labels) + z.square().mean() / self.seen.sum()
+
+
 class CountsInPython(Odd):
     calls = 0
 
