@@ -88,8 +88,8 @@ def _of_buffers(
     """Return `judgement` with the buffers looked at: one may be given something else on every
     copy, or change with every call."""
     for operation in graph:
-        if not operation.writes:
-            continue
+        if not operation.writes or operation.target == "aten.detach_.default":
+            continue  # `detach_` is said to write, and changes no value
         state = states[operation.name]
         if operation.module in batch_norms:
             continue

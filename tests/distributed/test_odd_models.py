@@ -104,7 +104,6 @@ MEETING = {
     "Centred": "sub",
     "LessTheFirst": "select",
     "NormalisedByFunction": "batch_norm",
-    "RecursOverBatch": "gru",
     "Broadcast": "sub",
     "Sorted": "sort",
     "UsageTimesGates": "mul",
