@@ -35,7 +35,7 @@ from whale_train.strategies.grammar import read_strategy
 from whale_train.strategies.inventory import MachineFacts, read_inventory
 from whale_train.strategies.operations import InputField, ModelProfile
 from whale_train.strategies.resolve import resolve
-from whale_train.strategies.sharing import Training
+from whale_train.strategies.training import Training
 
 TOLERATED = 0.15  # of the reported figure
 

@@ -36,8 +36,8 @@ from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Plan
 from whale_train.strategies.prediction import Simulated
 from whale_train.strategies.resolve import refuse_without_model, resolve_and_simulate
-from whale_train.strategies.sharing import Training
 from whale_train.strategies.timeline import Event
+from whale_train.strategies.training import Training
 
 
 @dataclass(frozen=True)

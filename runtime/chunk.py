@@ -71,6 +71,10 @@ class Chunk:
         self.gives = tuple(gives)
         self.parts = tuple(parts)
 
+    def of(self, micro_batch: int) -> "Chunk":
+        """Return what runs a micro-batch of a step: all are run alike here."""
+        return self
+
     @property
     def engines(self) -> Sequence[Engine]:
         return tuple({id(part.engine): part.engine for part in self.parts}.values())
@@ -124,8 +128,9 @@ class Chunk:
 
 
 class SharingChunk(Chunk):
-    """A chunk whose group shares the samples of a micro-batch: every member takes its own of what
-    enters, and hands back the gradients of all (a split head beside copies of the rest)."""
+    """A chunk whose group shares the samples of a micro-batch: every member has a batch of its own,
+    takes its part of what other chunks give, and hands back the gradients of all (a split head
+    beside copies of the rest)."""
 
     def __init__(self, parts: Sequence[Part], gives: Sequence[str], members: ShardGroup) -> None:
         super().__init__(parts, gives)
@@ -136,7 +141,7 @@ class SharingChunk(Chunk):
         own = {name: self._mine(value.detach()) for name, value in taken.items()}
         for name, value in own.items():
             value.requires_grad_(taken[name].requires_grad)
-        return super().forward(own, {name: self._mine(value) for name, value in batch.items()})
+        return super().forward(own, batch)
 
     def backward(self, passed: Passed, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         known = super().backward(passed, gradients)
@@ -148,3 +153,15 @@ class SharingChunk(Chunk):
 
     def _mine(self, value: Tensor) -> Tensor:
         return slice_(value, 0, 1, self._members)
+
+
+class VariedChunk(Chunk):
+    """A chunk of which every micro-batch of a step has the variant that is given for it: they share
+    engines and parameters, and differ in how many samples each member takes."""
+
+    def __init__(self, variants: Sequence[Chunk]) -> None:
+        super().__init__(variants[0].parts, variants[0].gives)
+        self._variants = tuple(variants)
+
+    def of(self, micro_batch: int) -> Chunk:
+        return self._variants[micro_batch]

@@ -150,8 +150,12 @@ def sums_of(task_graph: TaskGraph) -> str:
 
 
 def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """The ranks of copies whose gradients DistributedDataParallel sums, and their groups' name."""
-    for task_graph in plan.task_graphs if plan.pipeline is None else ():
+    """The ranks of copies whose gradients DistributedDataParallel sums, and their groups' name:
+    where a step of a graph has one backward, or the model runs as it is."""
+    once = all(rank.micro_batches == 1 for rank in plan.ranks)
+    if plan.pipeline is not None and not (once and len(plan.pipeline["chunks"]) == 1):
+        return
+    for task_graph in plan.task_graphs:
         lists = plan.groups.get(f"{task_graph.name}.data_parallel", ())
         if task_graph.zero == 0 and task_graph.primitive == "replicate":
             yield sums_of(task_graph), [ranks for ranks in lists if len(ranks) > 1]

@@ -11,7 +11,7 @@ of. The model is not edited: the mode sees torch's own functions as they are cal
 
 With several micro-batches a step, how many targets it has is not known when the first of them is
 run: `TargetCounter` counts them before, by the part of the exported graph that makes them from the
-inputs. `Pieces` is what a rewritten graph needs of it, which calls its losses by name.
+inputs.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +27,6 @@ from whale_train.models.export import model_path
 from whale_train.models.loss import LossModule
 from whale_train.models.target_means import TargetMean, target_mean
 from whale_train.runtime.losses import targets_graph
-from whale_train.strategies.loss_weights import LossWeights
 
 
 @dataclass(frozen=True)
@@ -95,44 +94,6 @@ def target_counter(
     targets = targets_graph(graph, device, {model_path(path): tensor for path, tensor in held})
     assert targets is not None, "the resolver refuses targets that parameters have a part in"
     return TargetCounter(targets, group)
-
-
-class Pieces:
-    """The micro-batches of a step, of which a graph computes one after another for all replicas
-    at once. `sizes` are their samples, over all replicas; `weights` say what their losses count
-    among each other. A mean over targets becomes a sum times `scale`, so that, weighted alike, all
-    add up to the mean over all.
-    """
-
-    def __init__(self, sizes: Sequence[int], weights: LossWeights, counter: TargetCounter) -> None:
-        self._sizes, self._weights, self._counter = sizes, weights, counter
-        self._whole, self._now = torch.zeros(0), 0
-        self._held: int | None = None  # samples of the evaluation, if it is one
-        self._numbers = {name: i for i, name in enumerate(counter.losses)}
-
-    def begin(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """A step, of which these are my replica's micro-batches."""
-        self._whole, self._held = self._counter.count(batches)[0].whole, None
-
-    def begin_evaluation(
-        self, held: Iterable[tuple[float, Sequence[Mapping[str, Tensor]]]], samples: int
-    ) -> None:
-        """Weight what runs next as parts of `held`, batches with their weights of `samples`."""
-        self._whole, self._held = self._counter.whole(held), samples
-
-    def enter(self, micro_batch: int) -> None:
-        """What runs next belongs to this one."""
-        self._now = micro_batch
-
-    def weight(self, micro_batch: int) -> float:
-        size = self._sizes[micro_batch]
-        if self._held is not None:
-            return self._weights.of_evaluation(size, self._held)
-        return self._weights.of_step(size)
-
-    def scale(self, loss: str) -> Tensor:
-        """For the operation `loss` in the current micro-batch."""
-        return 1.0 / (self._whole[self._numbers[loss]] * self.weight(self._now))
 
 
 class GlobalMeans(TorchFunctionMode):

@@ -116,6 +116,7 @@ class PipelineModel:
         self._takes = takes
         self._maker = maker
         self._last = len(gives) - 1
+        self._shares_samples = bool(plan.pipeline["chunks"][self._last]["shares_samples"])
         self._counts = counts
         self._weight_gradients = weight_gradients
         self._finality = Finality(chunks, self.instructions)
@@ -158,8 +159,11 @@ class PipelineModel:
         return self._loss.evaluation(sums)
 
     def _piece_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """The micro-batches whose targets this rank counts."""
-        return () if self._last not in self._chunks or self.place.index else batches
+        """The micro-batches whose targets this rank counts: members that share the samples each
+        count their own."""
+        if self._last not in self._chunks:
+            return ()
+        return batches if self._shares_samples or self.place.index == 0 else ()
 
 
 _FORWARDS = (Kind.FORWARD, Kind.RECEIVE, Kind.SEND)
@@ -248,7 +252,7 @@ class _Run:
 
     def forward(self, number: int, m: int) -> None:
         program = self.program
-        chunk = program._chunks[number]
+        chunk = program._chunks[number].of(m)
         taken = self.arrived.pop((number, m), {})
         for name in program._takes[number]:
             maker = program._maker[name]
@@ -263,7 +267,7 @@ class _Run:
 
     def backward(self, number: int, m: int) -> None:
         program = self.program
-        chunk, passed = program._chunks[number], self.passed.pop((number, m))
+        chunk, passed = program._chunks[number].of(m), self.passed.pop((number, m))
         gradients = self.wanted.pop((number, m), {})
         if number == program._last:
             loss = passed.made[chunk.gives[0]]

@@ -1,12 +1,11 @@
 """What one rank does with a batch: forward, backward, and the same for evaluation.
 
-Programs have one contract. `WholeModel` runs the model as it is on this rank's share; `CutModel`
-a rewritten graph, all of it on every rank; `runtime/pipeline.py`'s a rewritten graph of which
-every rank has a part.
+Programs have one contract. `WholeModel` runs the model as it is on this rank's share;
+`runtime/pipeline.py`'s a rewritten graph of which every rank has a part.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,11 +13,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.runtime.chunk import Batch, Chunk
+from whale_train.runtime.chunk import Batch
 from whale_train.runtime.engine import Engine
 from whale_train.runtime.evaluation import EvaluatedCopies, Evaluation, HeldBack
-from whale_train.runtime.loss_means import GlobalMeans, Pieces, TargetCounter, Targets
-from whale_train.runtime.rewrite import Counts
+from whale_train.runtime.loss_means import GlobalMeans, TargetCounter, Targets
 from whale_train.runtime.trace import Trace, span
 from whale_train.strategies.instructions import Instruction, Kind
 from whale_train.strategies.loss_weights import LossWeights
@@ -115,73 +113,3 @@ class WholeModel:
         if self._counter is None:
             return [(batch, None) for batch in batches]
         return list(zip(batches, self._counter.count(batches), strict=True))
-
-
-class CutModel:
-    """A rewritten graph, all of it on every rank; the loss is its last value.
-
-    `chunks` run the micro-batches of a step, one each: they share engines and parameters, and
-    differ in how many samples each rank gives. With more than one, `pieces` weights their losses.
-    `held` weights those of an evaluation (None: there is none).
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        counts: Counts,
-        pieces: Pieces | None = None,
-        held: Pieces | None = None,
-    ) -> None:
-        self._chunks, self._counts, self._pieces = chunks, counts, pieces
-        self._held = held
-        self.trace: Trace | None = None
-
-    @property
-    def engines(self) -> Sequence[Engine]:
-        return self._chunks[0].engines
-
-    def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
-        total = None
-        for number, (chunk, batch, weight) in enumerate(self._weighted(batches)):
-            with ExitStack() as stack:
-                if number < len(batches) - 1:
-                    for engine in self.engines:
-                        stack.enter_context(engine.accumulating())
-                with span(self.trace, Instruction(Kind.FORWARD, 0, number)):
-                    passed = chunk.forward({}, batch)
-                (loss,) = (passed.made[name] for name in chunk.gives)
-                seed = torch.full_like(loss, weight * loss_scale)
-                with span(self.trace, Instruction(Kind.BACKWARD, 0, number)):
-                    chunk.backward(passed, {chunk.gives[0]: seed})
-            value = loss.detach().float() * weight
-            total = value if total is None else total + value
-        for engine in self.engines:
-            engine.finish_backward()
-        assert total is not None
-        return PendingLoss(total, None)
-
-    @torch.no_grad()
-    def evaluate(self, held: HeldBack) -> Evaluation:
-        pieces = self._held
-        assert pieces is not None
-        pieces.begin_evaluation(held, held.samples)
-        sums = torch.zeros(3, dtype=torch.float64)
-        for weight, batches in held:
-            loss = 0.0
-            for number, (chunk, batch) in enumerate(zip(self._chunks, batches, strict=True)):
-                pieces.enter(number)
-                with chunk.evaluating():
-                    value = chunk.forward({}, batch).made[chunk.gives[0]]
-                loss += float(value) * pieces.weight(number)
-            sums += weight * torch.tensor((loss, *self._counts.take()), dtype=torch.float64)
-        return Evaluation(*sums.tolist())
-
-    def _weighted(self, batches: Sequence[Batch]) -> Iterator[tuple[Chunk, Batch, float]]:
-        """Every micro-batch with the chunk that runs it and its part of the loss."""
-        if self._pieces is None:
-            yield self._chunks[0], batches[0], 1.0
-            return
-        self._pieces.begin(batches)
-        for number, (chunk, batch) in enumerate(zip(self._chunks, batches, strict=True)):
-            self._pieces.enter(number)
-            yield chunk, batch, self._pieces.weight(number)

@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
-from whale_train.data.order import evaluation_batches, rank_slice, step_indices
+from whale_train.data.order import evaluation_batches, step_indices
 from whale_train.runtime.evaluation import HeldBack
 from whale_train.runtime.learning_rate import learning_rate
 from whale_train.runtime.loss_scale import START, LossScale
@@ -60,10 +60,7 @@ class Batches:
     ) -> None:
         self._request, self._plan, self._dataset = request, plan, dataset
         self._device = device
-        samples = plan.ranks[rank].samples
-        self._mine = [slice(*interval) for interval in samples] or [
-            rank_slice(plan.task_graphs[0].shares, rank)
-        ]
+        self._mine = [slice(*interval) for interval in plan.ranks[rank].samples]
         self._names = {field.name for field in dataset.fields}
 
     def training(self, step: int) -> list[dict[str, Tensor]]:

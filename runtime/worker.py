@@ -42,7 +42,7 @@ from whale_train.runtime.train import Batches, Metrics, peak_memory_bytes, train
 from whale_train.runtime.verify import verify
 from whale_train.runtime.waits import named_waits
 from whale_train.runtime.weights import build_shared, let_go
-from whale_train.strategies.forms import is_nested
+from whale_train.strategies.forms import needs_graph
 from whale_train.strategies.holes import has_room
 from whale_train.strategies.plan import Plan
 
@@ -64,9 +64,8 @@ def prepare(request: Request) -> Prepared:
     module = build_shared(request.model, request.seed)
     graph = None
     strategy = request.strategy_graph()
-    # These cut the exported graph, or count targets by it; one that is yet to be found may.
-    cuts = strategy.is_auto or len(strategy.graph) > 1 or is_nested(strategy)
-    if cuts or request.train.accumulate > 1:
+    # It is what ranks run, or what they count targets by; of a strategy yet to be found, it may be.
+    if strategy.is_auto or needs_graph(strategy) or request.train.accumulate > 1:
         graph, _ = export_model(request.model, dataset.fields)
         if graph is not None:
             graph = with_constants(graph, module, dataset.fields)

@@ -17,9 +17,9 @@ from whale_train.strategies.links import Crowd, crowd_of, group_link, send_time_
 from whale_train.strategies.schedule import in_flight_limits, owners_of_equals
 from whale_train.strategies.segments import Segments
 from whale_train.strategies.shares import even_shares, optimal_shares
-from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Arrangement, Part
 from whale_train.strategies.staging import VIRTUAL_STAGES, Seats, seats
+from whale_train.strategies.training import Training
 
 
 @dataclass(frozen=True)

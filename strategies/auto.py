@@ -28,10 +28,10 @@ from whale_train.strategies.left_out import left_out_families
 from whale_train.strategies.plan import Decision
 from whale_train.strategies.promising import Promising
 from whale_train.strategies.resolve import consider, refuse_precision
-from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Batched, Candidate, Opening, Space, space_of
-from whale_train.strategies.stage_memory import ShortOfMemoryError
+from whale_train.strategies.training import Training
 from whale_train.strategies.used_bounds import UsedBounds
+from whale_train.strategies.within_memory import ShortOfMemoryError
 
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _TRIED = 12  # strategies by kind of device that promise most,

@@ -19,11 +19,11 @@ from whale_train.strategies.list_scheduling import in_flight_for
 from whale_train.strategies.memory_bound import MemoryBound
 from whale_train.strategies.schedule import spacing_of_equals
 from whale_train.strategies.segments import Line, Segments
-from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Arrangement, Batched, Candidate, Opening, Part
 from whale_train.strategies.stage_ends import PieceTimes, StageOf, done_together_s, ends_of
 from whale_train.strategies.stage_shares import cut_s, spread_s
 from whale_train.strategies.step_tasks import PIECES, sum_pieces
+from whale_train.strategies.training import Training
 
 _UNSUMMED = 1 - 1 / PIECES  # of a backward, the part in which it has gradients that are not summed
 

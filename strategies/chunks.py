@@ -1,7 +1,7 @@
-"""The chunks of a nested strategy: where the model is cut, and how each part of it is laid.
+"""The chunks of a strategy: where the model is cut, and how each part of it is laid.
 
-A chunk is what one stage runs of the model in one go. Which devices hold it is `staging.py`'s, when
-it runs `schedule.py`'s.
+A chunk is what one stage runs of the model in one go: the whole model as it is, where nothing cuts
+it. Which devices hold it is `staging.py`'s, when it runs `schedule.py`'s.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ from whale_train.strategies.cut import CutRefused, HeadCut, cut_head
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.head import find_heads, matching
 from whale_train.strategies.layouts import Layout, R
-from whale_train.strategies.operations import OperationGraph, Size
+from whale_train.strategies.operations import ModelProfile, OperationGraph, Size
 from whale_train.strategies.patterns import Sharded, choose_patterns
 from whale_train.strategies.plan import Decision
 from whale_train.strategies.shape_check import shape_check
-from whale_train.strategies.shares import even_shares, optimal_shares, tile
+from whale_train.strategies.shares import apportion, tile
 from whale_train.strategies.stages import (
     Slice,
     balanced,
@@ -45,9 +45,14 @@ class Chunked:
     decisions: tuple[Decision, ...]
 
 
-def chunked(job: Staging, places: tuple[int, ...] | None = None) -> Chunked:
-    """The model of `job`, cut: at `places`, or so that the slowest stage is done first. Raises
+def chunked(
+    job: Staging, places: tuple[int, ...] | None = None, class_caps: tuple[int, ...] = ()
+) -> Chunked:
+    """The model of `job`, cut: at `places`, or so that the slowest stage is done first. The members
+    beside a split head take at most `class_caps` of its classes, where there are any. Raises
     PlanError."""
+    if job.as_is:
+        return Chunked((), (Chunk(0, _whole(job.profile), "the whole"),), {}, {}, {}, ())
     stages = range(len(job.form.stages))
     speeds = _speeds(job)
     key = (
@@ -56,11 +61,32 @@ def chunked(job: Staging, places: tuple[int, ...] | None = None) -> Chunked:
         tuple((stage.path, stage.modules, stage.split, stage.body) for stage in job.form.stages),
         job.strategy.balance,
         places,
+        class_caps,
     )
-    return job.findings.once(("chunked", key), lambda: _chunked(job, speeds, places))
+    return job.findings.once(("chunked", key), lambda: _chunked(job, speeds, places, class_caps))
 
 
-def _chunked(job: Staging, speeds: tuple[float, ...], moved: tuple[int, ...] | None) -> Chunked:
+def _whole(profile: ModelProfile) -> Slice:
+    """Return the slice that is the whole model, of which nobody may know the operations."""
+    return Slice(
+        operations=tuple(profile.graph.by_name) if profile.graph else (),
+        takes=(),
+        gives=(),
+        parameters=tuple(parameter.path for parameter in profile.parameters),
+        modules=("*",),
+        flops=profile.forward_flops,
+        activation_bytes=profile.activation_bytes,
+        entering_bytes=0.0,
+        block_bytes=profile.activation_bytes,
+    )
+
+
+def _chunked(
+    job: Staging,
+    speeds: tuple[float, ...],
+    moved: tuple[int, ...] | None,
+    class_caps: tuple[int, ...],
+) -> Chunked:
     findings, stages = job.findings, len(job.form.stages)
     places = moved or _balanced(job, speeds)
     decisions = list(_explained(job, places, moved is not None))
@@ -71,7 +97,7 @@ def _chunked(job: Staging, speeds: tuple[float, ...], moved: tuple[int, ...] | N
         _chunk(job, i % stages, part, ends[i : i + 2], shared) for i, part in enumerate(slices)
     )
     edges = findings.once(("edges", ends), lambda: _edges(job, slices))
-    axes = _axes(job, chunks)
+    axes = _axes(job, chunks, class_caps)
     _check_shapes(job, chunks, axes)
     return Chunked(places, chunks, edges, axes, shared, tuple(decisions))
 
@@ -206,17 +232,14 @@ def _head_cut(
     """The stage's slice of the model cut where the head begins; what it takes is its input."""
     form = job.form.stages[stage]
     assert form.split is not None
-    inside = set(part.operations)
-    taken = [
-        replace(job.graph[name], target="input", args=(), kwargs=(), after=())
-        for name in part.takes
-    ]
-    rest = [op for op in job.graph if op.name in inside or op.target == "output"]
-    held = tuple(p for p in job.profile.parameters if p.path in part.parameters)
-    profile = replace(job.profile, graph=OperationGraph((*taken, *rest)), parameters=held)
-    heads = matching(find_heads(profile), form.split.modules)
+    alone = job.chunk_count == 1
+    profile = job.profile if alone else _profile_of(job, part)
+    known = find_heads(profile)
+    heads = matching(known, form.split.modules)
     key, value = f"{form.split.path}.modules", ", ".join(form.split.modules)
     remedy = "use another stage for it, or a split of the whole stage"
+    if alone:
+        remedy = "use strategy=dp or a zero strategy"
     faults = []
     for name in part.takes:
         shape = job.graph[name].shape
@@ -225,7 +248,11 @@ def _head_cut(
             faults.append(Fault(key, value, rule, remedy))
             break
     if not heads:
-        rule = f"finds no output projection in {_span(part.modules)}"
+        where = profile.name if alone else _span(part.modules)
+        rule = f"finds no output projection in {where}"
+        if known:
+            rule = f"names no output projection of {where}"
+            remedy = f"use head, or one of: {', '.join(h.module or '(the model)' for h in known)}"
         faults.append(Fault(key, value, rule, remedy))
     elif heads[0].weight in shared:
         rule = f"is {heads[0].module or 'the output'}, whose weight another stage holds as well"
@@ -233,10 +260,26 @@ def _head_cut(
     if faults:
         raise PlanError(faults)
     try:
-        return cut_head(profile, heads[0])
+        cut = cut_head(profile, heads[0])
     except CutRefused as refusal:
-        rule = f"is {heads[0].module or 'the output'}, which cannot be split: {refusal}"
-        raise PlanError([Fault(key, value, rule, remedy)]) from None
+        rule = f"is {heads[0].module or 'the output'}, which cannot be split from the rest: "
+        raise PlanError([Fault(key, value, f"{rule}{refusal}", remedy)]) from None
+    if profile.batch_norm_modules and len(cut.segments) > 2:
+        rule = "is tied to an embedding, in a model with BatchNorm: not executed yet"
+        raise PlanError([Fault(form.split.path, "", rule, "use strategy=dp")])
+    return cut
+
+
+def _profile_of(job: Staging, part: Slice) -> ModelProfile:
+    """Return the profile of one slice of the model, whose inputs are what it takes."""
+    inside = set(part.operations)
+    taken = [
+        replace(job.graph[name], target="input", args=(), kwargs=(), after=())
+        for name in part.takes
+    ]
+    rest = [op for op in job.graph if op.name in inside or op.target == "output"]
+    held = tuple(p for p in job.profile.parameters if p.path in part.parameters)
+    return replace(job.profile, graph=OperationGraph((*taken, *rest)), parameters=held)
 
 
 def _sharded(
@@ -287,9 +330,10 @@ def _refuse_whole(
     raise PlanError([Fault(form.split.path, "", rule, remedy)])
 
 
-def _axes(job: Staging, chunks: Sequence[Chunk]) -> Axes:
+def _axes(job: Staging, chunks: Sequence[Chunk], class_caps: Sequence[int]) -> Axes:
     """Every axis' intervals over its shard group, in proportion to the members' speed; equal
-    in all copies, so that copies hold the same shards."""
+    in all copies, so that copies hold the same shards. A split head's are within `class_caps`,
+    where there are any."""
     found: dict[str, tuple[tuple[int, int], ...]] = {}
     for chunk in chunks:
         units = dict(chunk.sharded.axes) if chunk.sharded else {}
@@ -299,14 +343,18 @@ def _axes(job: Staging, chunks: Sequence[Chunk]) -> Axes:
         speeds = job.member_speeds(chunk.stage)
         members = len(speeds)
         for axis, count in units.items():
-            if job.strategy.balance == "even":
-                shares = even_shares(count, members, [count] * members)
-            else:
-                shares = optimal_shares(count, speeds, [count] * members, 1)
+            caps = [count] * members
+            if chunk.head is not None and class_caps:
+                caps = [min(cap, count) for cap in class_caps]
+            shares = apportion(job.strategy.balance, count, speeds, caps, 1)
             if shares is None:
-                path = job.form.stages[chunk.stage].path
+                asked = job.form.stages[chunk.stage]
                 rule = f"has {count} {axis}, too few to give each of {members} devices one"
-                raise PlanError([Fault(path, "", rule, "use fewer devices")])
+                fault = Fault(asked.path, "", rule, "use fewer devices")
+                if chunk.head is not None and asked.split is not None:
+                    key, remedy = f"{asked.split.path}.modules", "use strategy=dp, or fewer devices"
+                    fault = Fault(key, ", ".join(asked.split.modules), rule, remedy)
+                raise PlanError([fault])
             assert found.get(axis, tile(count, shares)) == tile(count, shares), axis
             found[axis] = tile(count, shares)
     return found

@@ -1,17 +1,25 @@
-"""The shape of a nested strategy: copies of a pipeline of stages, each copies of shard groups.
+"""The one form of every strategy: copies of a pipeline of stages, each copies of shard groups.
 
 Whatever the nesting, it comes down to that: a replicate around a pipeline is its copies, a
-replicate inside a stage the stage's, a split the shard group of one copy. `read_form` says which
-node asked for what, settles every `auto` degree and refuses what does not fit the devices.
+replicate inside a stage the stage's, a split the shard group of one copy, and a strategy without a
+pipeline has one stage. `read_form` says which node asked for what, settles every `auto` degree and
+refuses what does not fit the devices.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from whale_train.errors import Fault, nearest
-from whale_train.strategies.grammar import Node, Pipeline, Replicate, Split, Stage, Strategy
-from whale_train.strategies.graph import legal_degrees
+from whale_train.strategies.grammar import (
+    Node,
+    Pipeline,
+    Replicate,
+    Split,
+    Stage,
+    Strategy,
+    every_node,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ class Form:
     """`copies` of a pipeline of `stages`; a strategy without a pipeline has one stage.
 
     `keeper` says how copies keep what they have in common (ZeRO, offload); `added` is the part of
-    `copies` nobody asked for.
+    `copies` nobody asked for, and `filled` the path of the node whose `auto` degree took all
+    devices of a strategy without a pipeline.
     """
 
     copies: int
@@ -49,11 +58,17 @@ class Form:
     pipeline: Pipeline | None
     keeper: Replicate | None
     added: int = 1
+    filled: str | None = None
 
     @property
     def width(self) -> int:
         """Devices of one copy."""
         return sum(stage.width for stage in self.stages)
+
+    @property
+    def members(self) -> int:
+        """How many share the samples of a micro-batch: those beside a split head, or one."""
+        return max((stage.shards for stage in self.stages if stage.body), default=1)
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,7 @@ class _Open:
     recompute: str = "none"
     body: Replicate | None = None
     device: str | None = None
+    sized: str | None = None  # the path of the node that says how wide its shard group is
 
     @property
     def width(self) -> int | None:
@@ -77,11 +93,10 @@ class _Open:
         return self.copies * self.shards
 
 
-def is_nested(strategy: Strategy) -> bool:
-    """Whether the strategy is more than one replicate, or a replicate beside a split of a head."""
-    flat = all(isinstance(n, Replicate | Split) and not n.of for n in strategy.graph)
-    plain = (Replicate,), (Replicate, Split)
-    return not (flat and tuple(type(node) for node in strategy.graph) in plain)
+def needs_graph(strategy: Strategy) -> bool:
+    """Return whether ranks run the model's exported graph: all but copies of the whole model do,
+    which run it as it is."""
+    return not all(isinstance(node, Replicate) for node in every_node(strategy.graph))
 
 
 def read_form(
@@ -91,12 +106,15 @@ def read_form(
     hardware: str,
     faults: list[Fault],
 ) -> Form | None:
-    """The form of a nested strategy over `devices` devices (so many, or so many of each kind) in
-    nodes of `per_node` (0: of unlike size); None when `faults` grew."""
+    """The form of a strategy over `devices` devices (so many, or so many of each kind) in nodes of
+    `per_node` (0: of unlike size); None when `faults` grew."""
     before = len(faults)
     outer, inner = _outer(strategy.graph, faults)
-    pipeline = inner[0] if isinstance(inner[0], Pipeline) else None
-    if pipeline is None:
+    pipeline = inner[0] if inner and isinstance(inner[0], Pipeline) else None
+    listed: list[_Open | None]
+    if not inner:
+        listed = [_Open(outer[-1].path, 1, 1, None, None)]
+    elif pipeline is None:
         listed = [_stage(inner, faults)]
     elif isinstance(pipeline.stages, int):
         one = _Open(f"{pipeline.path}.stages", None, 1, None, None)
@@ -104,7 +122,8 @@ def read_form(
     else:
         listed = [_stage((node,), faults) for node in pipeline.stages]
     stages = [stage for stage in listed if stage is not None]
-    keeper = _keeper([*outer, *(s.copy for s in stages if s.copy)], pipeline, faults)
+    copies = (node for s in stages for node in (s.copy, s.body) if node)
+    keeper = _keeper([*outer, *copies], pipeline, faults)
     if len(faults) > before:
         return None
     kinds = {} if isinstance(devices, int) else devices
@@ -118,7 +137,8 @@ def read_form(
     if pipeline is None:  # copies of the whole are copies of the whole, whoever asked for them
         (stage,) = form.stages
         both = form.copies * stage.copies
-        form = replace(form, copies=both, stages=(replace(stage, copies=1),))
+        filled = _filled_node(outer, stages[0])
+        form = replace(form, copies=both, stages=(replace(stage, copies=1),), filled=filled)
     form = replace(form, pipeline=pipeline, keeper=keeper)
     _refuse_without_effect(form, keeper, faults)
     return form if len(faults) == before else None
@@ -127,16 +147,23 @@ def read_form(
 def _outer(
     nodes: tuple[Node, ...], faults: list[Fault]
 ) -> tuple[list[Replicate], tuple[Node, ...]]:
-    """The replicates around everything, and what they copy."""
+    """The replicates around everything, and what they copy; nothing where that is the model."""
     outer: list[Replicate] = []
     while len(nodes) == 1:
         (node,) = nodes
-        if not isinstance(node, Replicate) or not node.of:
+        if not isinstance(node, Replicate):
             break
         outer.append(node)
         _refuse_modules(node, faults)
         nodes = node.of
     return outer, nodes
+
+
+def _filled_node(outer: Sequence[Replicate], stage: _Open) -> str | None:
+    """Return the path of the node of a lone stage whose open degree takes the devices."""
+    if stage.body is not None:
+        return stage.body.path if stage.shards is None else None
+    return next((node.path for node in outer if node.degree is None), None)
 
 
 def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> _Open | None:
@@ -158,39 +185,46 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> _Open | None:
     split: Split | None = None
     body: Replicate | None = None
     shards: int | None = 1
+    sized: str | None = None
     match nodes:
         case ():
             pass
         case (Split(of=()) as split,):
-            shards = split.degree
+            shards, sized = split.degree, split.path
         case (Split() as inside,):
             rule = "cuts again what a split has cut"
             faults.append(Fault(f"{inside.path}.of", "", rule, "multiply the degrees into one"))
             return None
         case (Replicate() as body, Split() as split):
-            shards = next((node.degree for node in (body, split) if node.degree), None)
+            said = next((node for node in (body, split) if node.degree), body)
+            shards, sized = said.degree, said.path
             if not _is_head_beside_copies(body, split, path, faults):
                 return None
         case _:
             faults.append(_colocated(nodes))
             return None
     return _Open(
-        path, copies, shards, split, copy, around.modules, around.recompute, body, around.device
-    )
+        path, copies, shards, split, copy, around.modules, around.recompute, body, around.device,
+        sized,
+    )  # fmt: skip
 
 
 def _is_head_beside_copies(body: Replicate, split: Split, path: str, faults: list[Fault]) -> bool:
     """Whether the list is one that is executed inside another node; else a fault says why not."""
-    degrees = {node.degree for node in (body, split) if node.degree}
-    if body.of or split.of or body.modules != ("*",) or len(degrees) > 1:
+    if body.of or split.of:
         rule = "is not a replicate of all beside a split of the head, over the same devices"
         remedy = "use [{replicate: {}}, {split: {modules: head}}]"
         faults.append(Fault(path.rpartition("[")[0], "", rule, remedy))
         return False
-    if body.zero:
-        rule = "partitions what is beside a split head inside another node"
-        remedy = "use 0, or the list at the top (strategy=hybrid_split_dp)"
-        faults.append(Fault(f"{body.path}.zero", str(body.zero), rule, remedy))
+    if body.modules != ("*",):
+        named = ", ".join(body.modules)
+        rule = "must cover what the split leaves"
+        faults.append(Fault(f"{body.path}.modules", named, rule, 'use "*"'))
+        return False
+    if body.degree and split.degree and body.degree != split.degree:
+        rule = f"differs from {body.path}.degree={body.degree}, though nodes of a list share their "
+        key, value = f"{split.path}.degree", str(split.degree)
+        faults.append(Fault(key, value, f"{rule}devices", "give both the same, or auto"))
         return False
     return True
 
@@ -258,7 +292,9 @@ def _settled(
             return None
     total = sum(stage.width or 0 for stage in stages)
     if devices % (asked * total):
-        faults.append(_not_dividing(outermost, asked * total, devices, hardware))
+        sized = stages[0].sized if len(stages) == 1 and asked == stages[0].copies == 1 else None
+        key = f"{sized}.degree" if sized else outermost
+        faults.append(_not_dividing(key, asked * total, devices, hardware))
         return None
     copies = devices // total
     added = 1 if is_open else copies // asked
@@ -375,21 +411,24 @@ def _refuse_without_effect(form: Form, keeper: Replicate | None, faults: list[Fa
         if stage.body:
             rule = "splits the head in a stage that is not the last, where the loss is"
             faults.append(Fault(stage.path, "", rule, "move the list to the last stage"))
-    if keeper and keeper.zero and any(stage.body for stage in form.stages):
-        rule = "partitions among copies of what holds a split head beside the rest"
-        faults.append(Fault(f"{keeper.path}.zero", str(keeper.zero), rule, "use 0"))
     for stage in form.stages:
         if stage.split and stage.shards == 1:
             rule, remedy = "has nothing to divide over 1 device", "use a degree of at least 2"
             faults.append(Fault(stage.split.path, "", rule, f"{remedy}, or no split"))
-    if keeper and keeper.zero and all(form.copies * s.copies == 1 for s in form.stages):
+    copied = (form.copies * s.copies * (s.shards if s.body else 1) for s in form.stages)
+    if keeper and keeper.zero and max(copied) == 1:
         rule = "partitions over the copies, and there is only one"
-        faults.append(
-            Fault(f"{keeper.path}.zero", str(keeper.zero), rule, "use 0, or more devices")
-        )
+        remedy = "use 0, or more devices"
+        faults.append(Fault(f"{keeper.path}.zero", str(keeper.zero), rule, remedy))
 
 
 def _not_dividing(key: str, number: int, devices: int, hardware: str) -> Fault:
     rule = f"does not divide the {devices} devices of hardware={hardware}"
     value = str(number) if key.endswith(".degree") else f"{number} devices"
     return Fault(key, value, rule, f"use {legal_degrees(devices)}")
+
+
+def legal_degrees(devices: int) -> str:
+    """Return the divisors of `devices`, as a sentence's end: `1, 2, 4, 8 or 16`."""
+    divisors = [str(d) for d in range(1, devices + 1) if devices % d == 0]
+    return " or ".join([", ".join(divisors[:-1]), divisors[-1]]) if divisors[1:] else divisors[0]

@@ -12,7 +12,9 @@ from whale_train.strategies.staging import Chunk, Staging
 
 def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
     """The parameters of `chunk` whose gradients are, by path, and the targets of what reads
-    them."""
+    them. A model that runs as it is has its gradients added up by autograd."""
+    if job.as_is:
+        return {}
     operations = chunk.slice.operations
     part = ("readers", operations[0], operations[-1], len(operations))
     readers = job.findings.once(part, lambda: _readers(job, operations))
@@ -31,6 +33,8 @@ def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
 
 def named_in_place(job: Staging, chunk: Chunk) -> Set[str]:
     """What stands in the graph for the parameters of `chunk` that are `added_in_place`."""
+    if job.as_is:
+        return frozenset()
     graph, canonical = job.graph, job.profile.parameter_by_path
     paths = added_in_place(job, chunk)
     return {

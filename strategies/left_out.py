@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from whale_train.strategies.findings import Findings
-from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Space
+from whale_train.strategies.training import Training
 
 
 def left_out_families(space: Space, findings: Findings, training: Training) -> Mapping[str, str]:

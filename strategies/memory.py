@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from whale_train.strategies.alive import Moment, Passing
 from whale_train.strategies.cut import HeadCut
-from whale_train.strategies.grammar import Replicate
-from whale_train.strategies.graph import BoundTaskGraph
 from whale_train.strategies.operations import ModelProfile, Operation, block_of, value_bytes
 from whale_train.strategies.plan import MemoryEstimate
 
@@ -87,54 +85,6 @@ def weight_width(profile: ModelProfile, precision: str, zero: int) -> float:
     elements = {parameter.path: float(parameter.elements) for parameter in profile.parameters}
     total = weights_bytes(elements, profile, precision, zero, apart=False).weights
     return total / max(1.0, sum(elements.values()))
-
-
-def replica_memory(
-    task_graph: BoundTaskGraph,
-    profile: ModelProfile,
-    copies: int,
-    optimizer_states: int,
-    precision: str,
-    alive: Passing,
-    samples: float,
-    *,
-    accumulate: bool = False,
-    on_cpu: bool = True,
-    by_block: bool = False,
-) -> MemoryEstimate:
-    """One rank of `copies` that replicate `task_graph`; `optimizer_states` fp32 values are kept
-    per parameter (2 for Adam). `alive` is what a sample's forward and backward hold, of which it
-    runs `samples` at a time, several times a step where gradients `accumulate`; `on_cpu` is as in
-    `Gradients`, `by_block` as in `gathered_at_once`."""
-    node = task_graph.node
-    assert isinstance(node, Replicate)
-    held = {path: float(profile.parameter_by_path[path].elements) for path in task_graph.parameters}
-    apart, elements = node.offload_parameters == "cpu", sum(held.values())
-    sizes = weights_bytes(held, profile, precision, node.zero, apart)
-    parameters = sizes.weights / (copies if node.zero == 3 else 1)
-    if apart and not on_cpu:
-        parameters = 0.0
-    parameters += sizes.casts
-    optimizer = (4 * optimizer_states * elements + sizes.master) / (copies if node.zero else 1)
-    offloads = node.offload_optimizer == "cpu"
-    if offloads and not on_cpu:
-        optimizer = 0.0
-    engine = engine_of(profile, held, precision, node.zero, copies, on_cpu, offloads, by_block)
-    stay = accumulate or engine.are_buckets
-    steps = [(0.0, 0.0, moment.values) for moment in alive.forward]
-    if stay:
-        steps = [(engine.num_bytes, 0.0, values) for _, _, values in steps]
-        steps += [(engine.num_bytes, m.gradients, m.values) for m in alive.again]
-    else:
-        steps += [(m.gradients, 0.0, m.values) for m in alive.first]
-    worst = engine.worst((come, added, values * samples) for come, added, values in steps)
-    return MemoryEstimate(
-        parameters=float(parameters + profile.buffer_bytes),
-        gradients=float(worst.gradients),
-        optimizer=float(optimizer),
-        activations=float(worst.activations),
-        communication=float(worst.moving),
-    )
 
 
 def engine_of(

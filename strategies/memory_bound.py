@@ -13,8 +13,8 @@ from whale_train.strategies.arranged import Arranged
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.memory import precision_bytes, weights_bytes
 from whale_train.strategies.offloading import host_bytes
-from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Arrangement, Candidate, Part
+from whale_train.strategies.training import Training
 
 _OFFLOADED = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "parameters")}
 

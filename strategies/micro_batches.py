@@ -1,133 +1,199 @@
 """Micro-batches: how a copy of a pipeline cuts its samples, and who owns which.
 
-Copies of a pipeline share the global batch in proportion to their slowest stage's speed; copies
-of a stage own micro-batches in proportion to theirs.
+Copies share the global batch so that all are done at once, by the seconds their slowest stage
+takes; copies of a stage own micro-batches, and the members beside a split head take samples, in
+the same way. Nobody takes more at a time than fits its memory, where that is known (`limits`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.cost import flops_rate
 from whale_train.strategies.plan import Decision
 from whale_train.strategies.schedule import owners
-from whale_train.strategies.shares import even_shares, optimal_shares, tile
+from whale_train.strategies.shares import apportion_by_time, even_shares, tile
+from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staging import Staging
 
 PER_STAGE = 4  # micro-batches, where nobody says: a bubble of at most a fifth (GPipe, section 2.3)
+
+Intervals = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Batches:
     """Per copy of the pipeline: its micro-batches as intervals of the global batch, and which
-    position owns each micro-batch of each chunk."""
+    position owns each micro-batch of each chunk. Beside a split head `members` are, per copy and
+    micro-batch, the intervals of it that the members of the shard group take; else empty."""
 
-    samples: tuple[tuple[tuple[int, int], ...], ...]
+    samples: tuple[Intervals, ...]
     owners: tuple[tuple[tuple[int, ...], ...], ...]
+    members: tuple[tuple[Intervals, ...], ...] = ()
+
+    def largest(self, copy: int) -> int:
+        """Return the samples of the largest micro-batch of a copy."""
+        return max(stop - start for start, stop in self.samples[copy])
 
 
-def share_batch(job: Staging, micro_batches: int) -> Batches:
-    """The global batch in micro-batches, as even as whole samples allow."""
-    samples, owned, start = [], [], 0
-    for copy, share in enumerate(copy_shares(job, micro_batches)):
+class BatchTooLargeError(Exception):
+    """The limits of all devices leave no room for the global batch, of which `most` samples fit."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.most = most
+
+
+def share_batch(
+    job: Staging, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
+) -> Batches:
+    """Return the global batch in micro-batches, as even as whole samples allow. `times` price the
+    chunks of `job`; each rank takes at most as many samples at a time as `limits` say (empty: any
+    number). Raises PlanError where a copy would be left without, BatchTooLargeError where limits
+    are too low."""
+    samples: list[Intervals] = []
+    owned: list[tuple[tuple[int, ...], ...]] = []
+    members: list[tuple[Intervals, ...]] = []
+    start = 0
+    for copy, share in enumerate(copy_shares(job, times, micro_batches, limits)):
         sizes = even_shares(share, micro_batches, [share] * micro_batches)
         assert sizes is not None
         samples.append(tuple((start + a, start + b) for a, b in tile(share, sizes)))
         start += share
-        owned.append(_owners(job, copy, micro_batches))
-    return Batches(tuple(samples), tuple(owned))
+        owned.append(_owners(job, times, copy, micro_batches, sizes[0]))
+        members.append(_members(job, times, copy, sizes))
+    return Batches(tuple(samples), tuple(owned), tuple(members) if any(members) else ())
 
 
-def count_micro_batches(job: Staging, decisions: list[Decision]) -> int:
-    """Micro-batches of a copy: what was asked for, or enough for a small bubble."""
+def count_micro_batches(job: Staging, times: ChunkTimes, decisions: list[Decision]) -> int:
+    """Return the micro-batches of a copy: as many as were asked for, or enough for a small
+    bubble."""
     form, pipeline = job.form, job.form.pipeline
     widest = max(stage.copies for stage in form.stages)
     if pipeline is None:
-        return 1
+        return job.training.accumulate
     if pipeline.micro_batches:
         return pipeline.micro_batches
-    least = min(copy_shares(job))
+    least = min(copy_shares(job, times, 1))
     wanted = max(PER_STAGE * len(form.stages), widest)
     if len(form.stages) == 1:
         wanted = widest
-    chosen = max(1, min(wanted, least))
-    members = max((stage.shards for stage in form.stages if stage.body), default=0)
-    while members and job.training.global_batch % chosen:
-        chosen -= 1
+    chosen = max(1, min(wanted, least // form.members))
     reason = f"{PER_STAGE} a stage, of a copy's {least} samples"
     decisions.append(Decision(f"{pipeline.path}.micro_batches", str(chosen), "", reason))
     return chosen
 
 
-def copy_shares(job: Staging, micro_batches: int = 1) -> tuple[int, ...]:
-    """Samples of each copy of the pipeline, in proportion to its slowest stage's speed.
-
-    Beside a split head the samples of a micro-batch are themselves shared, one at least for each
-    member: all micro-batches of a copy are then equal.
-    """
-    form = job.form
-    members = max((stage.shards for stage in form.stages if stage.body), default=0)
-    unit = micro_batches if members else 1
-    total, over = divmod(job.training.global_batch, unit)
-    minimum = max(stage.copies for stage in form.stages)
-    if form.pipeline and form.pipeline.micro_batches:
-        minimum = max(minimum, form.pipeline.micro_batches)
-    minimum = max(-(-minimum // unit), members)
-    speeds = [min(job.stage_speeds(copy)) for copy in range(form.copies)]
-    if job.strategy.balance == "even":
-        found = even_shares(total, form.copies, [total] * form.copies)
-    else:
-        found = optimal_shares(total, speeds, [total] * form.copies, minimum)
-    if over or found is None or min(found) < minimum:
-        rule = f"gives some of {form.copies} copies fewer than {minimum * unit} samples"
-        if over:
-            rule = f"cannot be {unit} equal micro-batches, as a split head beside copies wants"
-        least = minimum * unit * form.copies
-        remedy = (
-            f"use a multiple of {unit}, at least {least}" if unit > 1 else f"use at least {least}"
-        )
-        raise PlanError([Fault("train.global_batch", str(job.training.global_batch), rule, remedy)])
-    return tuple(share * unit for share in found)
-
-
-def member_shares(job: Staging, stage: int, samples: int, copy: int) -> tuple[int, ...]:
-    """Samples of a micro-batch that each member of a shard group beside a split head takes."""
-    (position,) = (p for p in job.seats.of_stage(stage)[:1])
-    ranks = job.seats.positions[copy][position]
-    speeds = [flops_rate(job.cluster.devices[rank], job.training.precision) for rank in ranks]
-    if job.strategy.balance == "even":
-        found = even_shares(samples, len(ranks), [samples] * len(ranks))
-    else:
-        found = optimal_shares(samples, speeds, [samples] * len(ranks), 1)
-    assert found is not None
+def copy_shares(
+    job: Staging, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Return the samples of each copy of the pipeline, `micro_batches` of at least one sample for
+    each copy of a stage, and each member beside a split head. Raises as `share_batch` does."""
+    form, total = job.form, job.training.global_batch
+    minimum = form.members * max(micro_batches, *(stage.copies for stage in form.stages))
+    copies = range(form.copies)
+    if total < minimum * form.copies:
+        rule = f"gives some of {form.copies} copies fewer than {minimum} samples"
+        remedy = f"use at least {minimum * form.copies}"
+        raise PlanError([Fault("train.global_batch", str(total), rule, remedy)])
+    caps = [total] * form.copies
+    if limits:
+        caps = [min(total, micro_batches * _most_of_copy(job, copy, limits)) for copy in copies]
+    seconds = [partial(_step_s, job, times, copy, micro_batches) for copy in copies]
+    if form.copies > 1:
+        seconds = _shared_by_equals(job, seconds)
+    found = apportion_by_time(job.strategy.balance, total, seconds, caps, minimum)
+    if found is None:
+        raise BatchTooLargeError(_most(job.strategy.balance, caps))
     return found
 
 
-def _owners(job: Staging, copy: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
-    """Per chunk, the position that owns each micro-batch."""
+def _most_of_copy(job: Staging, copy: int, limits: Sequence[int]) -> int:
+    """Return the samples of the largest micro-batch that all ranks of a copy have room for."""
+    most = []
+    for position, ranks in enumerate(job.seats.positions[copy]):
+        stage = job.form.stages[job.seats.stage_of[position]]
+        of_ranks = [limits[rank] for rank in ranks]
+        most.append(sum(of_ranks) if stage.body else min(of_ranks))
+    return min(most)
+
+
+def _most(balance: str, caps: Sequence[int]) -> int:
+    """Return the largest number that can be shared within `caps`: evenly, no share exceeds another
+    by two."""
+    if balance == "even":
+        least = min(caps)
+        return least * len(caps) + sum(cap > least for cap in caps)
+    return sum(caps)
+
+
+def _step_s(job: Staging, times: ChunkTimes, copy: int, micro_batches: int, share: int) -> float:
+    """Return the seconds of the slowest stage of a copy that takes `share` samples a step, as many
+    at a time as equal micro-batches have."""
+    size = max(1, round(share / micro_batches))
+    rates = [0.0] * len(job.form.stages)
+    for position, stage in enumerate(job.seats.stage_of):
+        rates[stage] += _rate(job, times, copy, position, size)
+    return share / min(rates)
+
+
+def _rate(job: Staging, times: ChunkTimes, copy: int, position: int, size: int) -> float:
+    """Return the samples a second of one position, in micro-batches of `size`."""
+    seconds = times.stage_s(job.seats.stage_of[position], copy, position, size)
+    return size / max(seconds, 1e-30)
+
+
+def _shared_by_equals(job: Staging, seconds: Sequence["partial[float]"]) -> list["partial[float]"]:
+    """Return for every copy the function of the first that is on devices of the same kinds, which
+    is then asked once."""
+    first: dict[tuple[int, ...], partial[float]] = {}
+    return [
+        first.setdefault(
+            tuple(id(job.cluster.devices[rank]) for ranks in positions for rank in ranks), function
+        )
+        for positions, function in zip(job.seats.positions, seconds, strict=True)
+    ]
+
+
+def _owners(
+    job: Staging, times: ChunkTimes, copy: int, micro_batches: int, size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return, per chunk, the position that owns each micro-batch."""
     of_stage = []
     for stage in range(len(job.form.stages)):
         positions = job.seats.of_stage(stage)
-        weights = [
-            sum(
-                flops_rate(job.cluster.devices[rank], job.training.precision)
-                for rank in job.seats.positions[copy][p]
-            )
-            for p in positions
-        ]
-        if job.strategy.balance == "even":
-            weights = [1.0] * len(positions)
+        weights = [1.0] * len(positions)
+        if job.strategy.balance != "even" and len(positions) > 1:
+            weights = [_rate(job, times, copy, position, size) for position in positions]
         of_stage.append(tuple(positions[i] for i in owners(weights, micro_batches)))
     return tuple(of_stage[chunk % len(of_stage)] for chunk in range(job.chunk_count))
 
 
+def _members(
+    job: Staging, times: ChunkTimes, copy: int, sizes: Sequence[int]
+) -> tuple[Intervals, ...]:
+    """Return the part of every micro-batch that each member beside a split head takes; nothing
+    where there is none."""
+    heads = [number for number, chunk in enumerate(times.chunks) if chunk.head]
+    if not heads:
+        return ()
+    (number,) = heads
+    (position, *_) = job.seats.of_stage(times.chunks[number].stage)
+    ranks = job.seats.positions[copy][position]
+    return tuple(tile(size, times.member_shares(number, ranks, size)) for size in sizes)
+
+
 def refuse_batch_norm(job: Staging, micro_batches: int) -> None:
+    """Raise PlanError where micro-batches would each have BatchNorm statistics of their own."""
     norms = job.profile.batch_norm_modules
-    pieces = micro_batches
-    if norms and job.training.sync_batchnorm and pieces > 1:
-        key = f"{job.form.pipeline.path}.micro_batches" if job.form.pipeline else "strategy"
-        rule = (
-            f"cuts the batch, over all of which {norms[0]} takes its statistics "
-            "(model.sync_batchnorm=true)"
-        )
-        remedy = "use micro_batches: 1, or model.sync_batchnorm=false for those of a micro-batch"
-        raise PlanError([Fault(key, str(pieces), rule, remedy)])
+    if not norms or not job.training.sync_batchnorm or micro_batches == 1:
+        return
+    rule = (
+        f"cuts the batch, over all of which {norms[0]} takes its statistics "
+        "(model.sync_batchnorm=true)"
+    )
+    pipeline = job.form.pipeline
+    key = f"{pipeline.path}.micro_batches" if pipeline else "train.accumulate"
+    remedy = f"use {'micro_batches: 1' if pipeline else '1'}, or model.sync_batchnorm=false for "
+    remedy += "those of a micro-batch"
+    raise PlanError([Fault(key, str(micro_batches), rule, remedy)])

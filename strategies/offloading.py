@@ -9,7 +9,7 @@ from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.memory import precision_bytes
 from whale_train.strategies.plan import Decision
-from whale_train.strategies.sharing import Training
+from whale_train.strategies.training import Training
 
 
 def kept_on_hosts(

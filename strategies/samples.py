@@ -13,7 +13,7 @@ from whale_train.strategies.findings import Findings
 from whale_train.strategies.independence.judge import Judgement, judge
 from whale_train.strategies.operations import ModelProfile, Operation, OperationGraph
 from whale_train.strategies.plan import Decision, Plan
-from whale_train.strategies.sharing import Training
+from whale_train.strategies.training import Training
 
 VOUCHED = "model.samples_are_independent"
 COMPARED = "compared before the first step"  # what a plan decides of a model nobody knows this of

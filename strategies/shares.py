@@ -7,9 +7,76 @@ samples that fit) is the caller's to say; so is what to do with an answer of Non
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import gcd, lcm
+
+_ROUNDS = 3  # in which shares settle: a step's fixed part is small beside what grows with samples
+
+
+def apportion(
+    balance: str, total: int, speeds: Sequence[float], caps: Sequence[int], minimum: int = 0
+) -> tuple[int, ...] | None:
+    """Return whole shares of `total`, each of at least `minimum` and at most its cap: in proportion
+    to `speeds` (`balance` "hardware") or equal to within one ("even"). None where there are none.
+    """
+    if balance == "even":
+        shares = even_shares(total, len(caps), caps)
+        return None if shares is None or min(shares, default=minimum) < minimum else shares
+    return optimal_shares(total, speeds, caps, minimum)
+
+
+def apportion_by_time(
+    balance: str,
+    total: int,
+    times: Sequence[Callable[[int], float]],
+    caps: Sequence[int],
+    minimum: int = 0,
+) -> tuple[int, ...] | None:
+    """Return whole shares of `total` as `apportion` does, for members that take `times[i](n)`
+    seconds for n samples: so that all end together, as nearly as whole samples go.
+
+    Around some share a time is a line, a part that is fixed and one that grows with the samples;
+    shares whose lines end together are where the next round looks. It begins with equal shares,
+    and the best of a few rounds is returned.
+    """
+    count = len(times)
+    if balance == "even" or count < 2:
+        return apportion(balance, total, [1.0] * count, caps, minimum)
+    if min(caps) < minimum:
+        return None
+    shares: Sequence[int] = [min(cap, max(1, total // count)) for cap in caps]
+    best: tuple[float, tuple[int, ...]] | None = None
+    for _ in range(_ROUNDS):
+        lines = [_line(time, n) for time, n in zip(times, shares, strict=True)]
+        found = apportion(balance, total, _ending_together(total, lines), caps, minimum)
+        if found is None:
+            return None
+        slowest = max(time(n) for n, time in zip(found, times, strict=True))
+        if best is None or slowest < best[0]:
+            best = (slowest, found)
+        if found == tuple(shares):
+            break
+        shares = found
+    assert best is not None
+    return best[1]
+
+
+def _line(time: Callable[[int], float], samples: int) -> tuple[float, float]:
+    """Return the seconds of no sample and of each one on the line through `samples` and twice as
+    many."""
+    samples = max(samples, 1)
+    once, twice = time(samples), time(2 * samples)
+    each = max((twice - once) / samples, 1e-30)  # what takes no time is done at once
+    return max(once - each * samples, 0.0), each
+
+
+def _ending_together(total: int, lines: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the shares, not whole, of members that take (fixed, each) seconds, all of which end
+    when the last does; next to nothing for one whose fixed part alone is longer."""
+    rate = sum(1 / each for _, each in lines)
+    end = (total + sum(fixed / each for fixed, each in lines)) / rate
+    return [max((end - fixed) / each, 1e-6) for fixed, each in lines]
 
 
 def optimal_shares(

@@ -16,8 +16,8 @@ from typing import Any
 from whale_train.strategies.calibration import is_measured
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.findings import Findings
-from whale_train.strategies.sharing import Training
 from whale_train.strategies.staging import VIRTUAL_STAGES
+from whale_train.strategies.training import Training
 
 # Beyond so many micro-batches a stage, a pipeline's bubble is under a ninth of its step.
 _MOST_PER_STAGE = 8

@@ -1,4 +1,4 @@
-"""The engines of a nested strategy's stages: what each holds, and who sums its gradients.
+"""The engines of a strategy's stages: what each holds, and who sums its gradients.
 
 A stage has one engine, or two where a split head is beside copies of the rest: the rest is on every
 member of the shard group, and of the head each has its own classes.

@@ -1,18 +1,16 @@
-"""The bytes that the ranks of a nested strategy need.
+"""The bytes that the ranks of a strategy need.
 
 A schedule is played instruction by instruction: forwards add what backwards will want, backwards
 take it away and leave gradients. The worst moment within any of them is what a rank needs.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
 
-from whale_train.errors import Fault, PlanError
-from whale_train.quantities import in_bytes
 from whale_train.strategies.alive import Passing, passing, passing_again
-from whale_train.strategies.cut import HeadCut
 from whale_train.strategies.in_place import added_in_place, named_in_place
 from whale_train.strategies.instructions import ENDS, Instruction, Kind
 from whale_train.strategies.kept import View, whole
@@ -26,57 +24,142 @@ from whale_train.strategies.memory import (
     unmeasured,
     weights_bytes,
 )
-from whale_train.strategies.micro_batches import Batches, member_shares
+from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.plan import MemoryEstimate
 from whale_train.strategies.stage_engines import fraction, held_elements
 from whale_train.strategies.staging import Axes, Chunk, Staging, alike_members
 
 
-def memory_of_ranks(
-    job: Staging,
-    chunks: Sequence[Chunk],
-    axes: Axes,
-    batches: Batches,
-    orders: Sequence[Sequence[Sequence[Instruction]]],
-    recomputed: Set[int],
-) -> dict[int, MemoryEstimate]:
-    """Of every rank: what it holds of its chunks, and what is alive at the worst moment of its
-    schedule, `orders` by copy and position. `recomputed` are the stages that compute blocks
-    again."""
-    found: dict[int, MemoryEstimate] = {}
-    known: dict[object, MemoryEstimate] = {}  # of members that hold as much
-    stages = range(len(job.form.stages))
-    held_by = [[n for n, c in enumerate(chunks) if c.stage == stage] for stage in stages]
-    alike = [
-        alike_members([axis for n in mine for axis in chunks[n].axes], axes) for mine in held_by
-    ]  # fmt: skip
-    passings: dict[tuple[int, int, bool], Held] = {}
-    alike_orders = _alike_orders(orders)
-    view = job.findings.once("rewritten", lambda: job.findings.view.rewritten())
-    for copy, of_copy in enumerate(job.seats.positions):
-        samples = max(stop - start for start, stop in batches.samples[copy])
-        shares = {  # of the samples, where members have their own beside a split head
-            stage: member_shares(job, stage, samples, copy)
-            for stage in stages
-            if job.form.stages[stage].body
-        }
-        for position, ranks in enumerate(of_copy):
-            stage = job.seats.stage_of[position]
-            order = orders[copy][position]
-            joins = _accumulates(order)
-            for index, rank in enumerate(ranks):
-                member = alike[stage][index] if alike[stage] else 0
-                if (stage, member, joins) not in passings:
-                    mine = {number: chunks[number] for number in held_by[stage]}
-                    passings[stage, member, joins] = Held(
-                        job, mine, axes, member, stage in recomputed, view, joins
-                    )
-                own = shares[stage][index] if stage in shares else samples
-                key = (stage, member, samples, own, alike_orders[id(order)])
-                if key not in known:
-                    known[key] = passings[stage, member, joins].needs(order, samples, own)
-                found[rank] = known[key]
-    return found
+class RankMemory:
+    """What every rank needs, by the samples it takes at a time: what it holds of `chunks`, and what
+    is alive at the worst moment of its schedule, `orders` by copy and position. `recomputed` are
+    the stages that compute blocks again."""
+
+    def __init__(
+        self,
+        job: Staging,
+        chunks: Sequence[Chunk],
+        axes: Axes,
+        orders: Sequence[Sequence[Sequence[Instruction]]],
+        recomputed: Set[int],
+    ) -> None:
+        self._job, self._chunks, self._axes = job, chunks, axes
+        self._orders, self._recomputed = orders, recomputed
+        self._alike_orders = _alike_orders(orders)
+        stages = range(len(job.form.stages))
+        self._held_by = [[n for n, c in enumerate(chunks) if c.stage == stage] for stage in stages]
+        self._alike = [
+            alike_members([axis for n in mine for axis in chunks[n].axes], axes)
+            for mine in self._held_by
+        ]
+        self._held: dict[tuple[int, int, bool], Held] = {}
+        self._known: dict[object, MemoryEstimate] = {}  # of members that hold as much
+
+    def of(self, rank: int, samples: int, own: int) -> MemoryEstimate:
+        """Return what `rank` needs for micro-batches of `samples`, of which it takes `own` itself
+        (all, but for members beside a split head)."""
+        copy, position = self._job.place_of(rank)
+        stage = self._job.seats.stage_of[position]
+        index = self._job.seats.positions[copy][position].index(rank)
+        member = self._alike[stage][index] if self._alike[stage] else 0
+        order = self._orders[copy][position]
+        key = (stage, member, samples, own, self._alike_orders[id(order)])
+        if key not in self._known:
+            self._known[key] = self._member(stage, member, order).needs(order, samples, own)
+        return self._known[key]
+
+    def of_batches(self, batches: Batches) -> dict[int, MemoryEstimate]:
+        """Return what every rank needs for its largest micro-batch of `batches`."""
+        return {rank: self.of(rank, *self._sizes(batches, rank)) for rank in self._ranks}
+
+    def most(self, rank: int, batches: Batches) -> int:
+        """Return how many samples `rank` has room for at a time, at most the whole batch; -1 where
+        not even its weights fit. Beside a split head the others' are as in `batches`."""
+        room, gathered = self._job.cluster.devices[rank].memory_bytes, self._sizes(batches, rank)[0]
+        beside = self._job.form.stages[self._job.stage_of_rank(rank)].body is not None
+
+        def need(own: int) -> float:
+            return self.of(rank, gathered if beside else own, own).total
+
+        return bisect_right(range(self._job.training.global_batch + 1), room, key=need) - 1
+
+    def most_classes(self, rank: int, batches: Batches) -> int:
+        """Return how many classes of a split head `rank` has room for beside a copy of the rest
+        and one sample; at most all of them, and 0 where not even that fits."""
+        room = self._job.cluster.devices[rank].memory_bytes - self._beside_classes(rank, batches)
+        each, classes = self.class_bytes(rank, batches), self._classes
+        if room < 0:
+            return 0
+        return min(classes, int(room / each)) if each > 0 else classes
+
+    def for_one(self, rank: int, batches: Batches) -> float:
+        """Return the bytes that `rank` needs for one sample at a time, and one class of a split
+        head where there is one, which sees all samples of `batches`."""
+        stage = self._job.stage_of_rank(rank)
+        if self._job.form.stages[stage].body is None:
+            return self.of(rank, 1, 1).total
+        return self._beside_classes(rank, batches) + self.class_bytes(rank, batches)
+
+    def sample_bytes(self, rank: int, batches: Batches) -> float:
+        """Return the bytes that `rank` needs for every further sample at a time."""
+        stage = self._job.stage_of_rank(rank)
+        if self._job.form.stages[stage].body is None:
+            return self.of(rank, 2, 2).total - self.of(rank, 1, 1).total
+        gathered = self._sizes(batches, rank)[0]
+        return self.of(rank, gathered, 2).total - self.of(rank, gathered, 1).total
+
+    def class_bytes(self, rank: int, batches: Batches) -> float:
+        """Return the bytes that `rank` needs for every class of a split head."""
+        none, everything = (self._shard(rank, part, batches) for part in (0.0, 1.0))
+        return (everything.total - none.total) / self._classes
+
+    def alike(self, rank: int, batches: Batches) -> tuple[object, ...]:
+        """Return what all of a rank's needs follow from: ranks of which it is equal need as
+        much."""
+        copy, position = self._job.place_of(rank)
+        stage = self._job.seats.stage_of[position]
+        index = self._job.seats.positions[copy][position].index(rank)
+        member = self._alike[stage][index] if self._alike[stage] else 0
+        order = self._alike_orders[id(self._orders[copy][position])]
+        return (stage, member, order, self._sizes(batches, rank)[0])
+
+    def _beside_classes(self, rank: int, batches: Batches) -> float:
+        copy, position = self._job.place_of(rank)
+        stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
+        rest = self._member(stage, 0, order).rest(order, 1)
+        return rest.total + self._shard(rank, 0.0, batches).total
+
+    def _shard(self, rank: int, part: float, batches: Batches) -> MemoryEstimate:
+        copy, position = self._job.place_of(rank)
+        stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
+        return self._member(stage, 0, order).shard(part, order, batches.largest(copy))
+
+    @property
+    def _classes(self) -> int:
+        (axis,) = {s.axis for chunk in self._chunks if chunk.head for s in chunk.shards.values()}
+        return self._axes[axis][-1][1]
+
+    @cached_property
+    def _ranks(self) -> Sequence[int]:
+        return [rank for copy in self._job.seats.positions for ranks in copy for rank in ranks]
+
+    def _sizes(self, batches: Batches, rank: int) -> tuple[int, int]:
+        """Return the samples of the largest micro-batch of a rank's copy, and its own of them."""
+        copy, position = self._job.place_of(rank)
+        samples = batches.largest(copy)
+        if self._job.form.stages[self._job.seats.stage_of[position]].body is None:
+            return samples, samples
+        index = self._job.seats.positions[copy][position].index(rank)
+        return samples, max(b - a for a, b in (of[index] for of in batches.members[copy]))
+
+    def _member(self, stage: int, member: int, order: Sequence[Instruction]) -> "Held":
+        joins = not self._job.as_is and _accumulates(order)
+        key = (stage, member, joins)
+        if key not in self._held:
+            mine = {number: self._chunks[number] for number in self._held_by[stage]}
+            again = stage in self._recomputed
+            self._held[key] = Held(self._job, mine, self._axes, member, again, joins)
+        return self._held[key]
 
 
 def _accumulates(order: Sequence[Instruction]) -> bool:
@@ -111,10 +194,9 @@ class Held:
         axes: Axes,
         member: int,
         again: bool,
-        view: View,
         accumulates: bool,
     ) -> None:
-        self._job, self._chunks, self._view = job, chunks, view
+        self._job, self._chunks = job, chunks
         self._accumulates = accumulates
         self._elements: dict[str, float] = {}
         self._head_part = 0.0
@@ -132,6 +214,14 @@ class Held:
             )
 
     @cached_property
+    def _view(self) -> View:
+        """What values are as ranks run the model: as it is, or rewritten."""
+        findings = self._job.findings
+        if self._job.as_is:
+            return findings.view
+        return findings.once("rewritten", findings.view.rewritten)
+
+    @cached_property
     def _crossing(self) -> Mapping[int, tuple[float, float]]:
         """Bytes of a sample that each chunk gives, and takes."""
         size = self._view.num_bytes
@@ -144,7 +234,7 @@ class Held:
         self, chunk: Chunk, axes: Axes, member: int, local: Mapping[str, float], again: bool
     ) -> Passing:
         job, part = self._job, chunk.slice
-        if not any(operation.saved for operation in job.graph):
+        if job.profile.graph is None or not any(operation.saved for operation in job.graph):
             return self._unmeasured(chunk, local, again)
         operations = part.operations
         if chunk.head is not None:
@@ -186,19 +276,22 @@ class Held:
     def needs(self, order: Sequence[Instruction], samples: int, own: int) -> MemoryEstimate:
         """Return what a rank needs that runs micro-batches of `samples` in the order of the
         schedule; beside a split head it has `own` of these, and of the head a shard."""
-        head = next((chunk.head for chunk in self._chunks.values() if chunk.head), None)
-        rest = self._rest(order, own)
-        return rest if head is None else added(rest, self._shard(head, order, samples))
+        rest = self.rest(order, own)
+        if not any(chunk.head for chunk in self._chunks.values()):
+            return rest
+        return added(rest, self.shard(self._head_part, order, samples))
 
-    def _shard(self, head: HeadCut, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
-        """Return what the rank's shard of `head` needs. Its gradients are there from the start
-        where there are several backwards, or copies, whose buckets they are."""
+    def shard(self, part: float, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
+        """Return what a shard of a split head with a `part` of its classes needs. Its gradients are
+        there from the start where there are several backwards, or copies, whose buckets they are.
+        """
         job, stage = self._job, self._stage
+        head = next(chunk.head for chunk in self._chunks.values() if chunk.head)
         kinds = [x.kind for x in order if x.kind in (Kind.FORWARD, *ENDS)]
         steps = (1 if kind is Kind.FORWARD else -1 for kind in kinds)
         stay = kinds.count(Kind.FORWARD) > 1 or len(job.replicas(stage)) > 1
         return head_memory(
-            head, job.profile, self._head_part, job.training.optimizer_states,
+            head, job.profile, part, job.training.optimizer_states,
             job.training.precision, samples, stay, max(accumulate(steps)),
         )  # fmt: skip
 
@@ -206,7 +299,7 @@ class Held:
     def _stage(self) -> int:
         return next(iter(self._chunks.values())).stage
 
-    def _rest(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
+    def rest(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
         """Return what all but a split head needs, with micro-batches of `samples`."""
         job, held = self._job, sum(self._elements.values())
         keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
@@ -215,7 +308,8 @@ class Held:
         apart = keeper is not None and keeper.offload_parameters == "cpu"
         sizes = weights_bytes(self._elements, job.profile, precision, job.zero, apart)
         engine = engine_of(
-            job.profile, self._elements, precision, job.zero, copies, on_cpu, offloads, True
+            *(job.profile, self._elements, precision, job.zero, copies, on_cpu, offloads),
+            by_block=not job.as_is,
         )
         steps = self._steps(order, engine)
         worst = engine.worst((come, added, values * samples) for come, added, values in steps)
@@ -240,14 +334,17 @@ class Held:
         alone = sum(x.kind is Kind.FORWARD for x in order) == 1
         last = {x.chunk: x for x in order if x.kind in ENDS}
         values, sent = 0.0, {(x.chunk, x.micro_batch) for x in order if x.kind is Kind.SEND}
-        done = set(self._passing) if alone and engine.are_buckets else set[int]()
+        # DistributedDataParallel has them from its first step on, where it runs every backward.
+        buckets = engine.are_buckets and (alone or self._job.as_is)
+        done = set(self._passing) if buckets else set[int]()
         come = sum(self._passing[other].gradients for other in done)
         for instruction in order:
             kind, number, micro_batch, _ = instruction
             run = self._passing[number]
             # Of several backwards the last sums the gradients over the copies: a bucket of them is
             # put together.
-            bucket = 0.0 if alone or last[number] is not instruction else engine.summed
+            summed = not buckets and not alone and last[number] is instruction
+            bucket = engine.summed if summed else 0.0
             match kind:
                 case Kind.FORWARD:
                     yield from ((come, 0.0, values + m.values) for m in run.forward)
@@ -296,37 +393,3 @@ def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set
         if form.recompute == "full" or (form.recompute == "auto" and over):
             found.add(stage)
     return found
-
-
-def shortfall_bytes(job: Staging, memory: Mapping[int, MemoryEstimate]) -> float:
-    """By how much the rank that is shortest of it has too little; not positive where all fit."""
-    devices = job.cluster.devices
-    return max(need.total - devices[rank].memory_bytes for rank, need in memory.items())
-
-
-class ShortOfMemoryError(PlanError):
-    """Some rank needs `short_bytes` more than its device has, which took `work` to find out."""
-
-    def __init__(self, fault: Fault, short_bytes: float, work: int) -> None:
-        super().__init__([fault])
-        self.short_bytes, self.work = short_bytes, work
-
-
-def refuse_memory(job: Staging, memory: Mapping[int, MemoryEstimate], work: int) -> None:
-    """Raise ShortOfMemoryError where some rank needs more than its device has: by how much, what
-    helps. `work` is what it says."""
-    devices = job.cluster.devices
-    over = {r: m.total - devices[r].memory_bytes for r, m in memory.items()}
-    worst = max(over, key=lambda rank: (over[rank], -rank))
-    if over[worst] <= 0:
-        return
-    need = memory[worst]
-    rule = (
-        f"needs {in_bytes(need.total)} on rank {worst} ({devices[worst].name}), "
-        f"{in_bytes(over[worst])} more than its {in_bytes(devices[worst].memory_bytes)}"
-    )
-    if need.activations > need.total / 2:
-        remedy = "use more micro-batches, recompute: full, or a smaller train.global_batch"
-    else:
-        remedy = "use more stages or a wider split, or zero: 1 among copies"
-    raise ShortOfMemoryError(Fault("strategy", job.strategy.name, rule, remedy), over[worst], work)

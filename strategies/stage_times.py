@@ -1,23 +1,24 @@
-"""The seconds of a nested strategy's chunks: their operations, and the casts between layouts."""
+"""The seconds of a strategy's chunks: their operations, and the casts between layouts."""
 
 from collections.abc import Sequence
 from functools import partial
 
 from whale_train.strategies.cast_times import bridge_time_s, cast_times
-from whale_train.strategies.cluster import Link
-from whale_train.strategies.cost import Times
+from whale_train.strategies.cluster import Device, Link
+from whale_train.strategies.cost import Times, whole_times
 from whale_train.strategies.in_place import named_in_place
 from whale_train.strategies.layouts import BATCH
 from whale_train.strategies.links import group_link
-from whale_train.strategies.micro_batches import Batches, member_shares
 from whale_train.strategies.pricing import part_of
-from whale_train.strategies.shares import tile
+from whale_train.strategies.shares import apportion_by_time, tile
 from whale_train.strategies.staging import Axes, Chunk, Staging, alike_members
 
 
 class ChunkTimes:
-    """What the chunks of a nested strategy take on the positions that hold them. `recomputed` are
-    the stages that compute their blocks again in the backward."""
+    """What the chunks of a strategy take on the positions that hold them. `recomputed` are the
+    stages that compute their blocks again in the backward. Beside a split head the members of a
+    shard group share the samples of a micro-batch, of which each takes at most as many as its rank
+    has in `limits` (empty: any number)."""
 
     def __init__(
         self,
@@ -25,8 +26,10 @@ class ChunkTimes:
         chunks: Sequence[Chunk],
         axes: Axes,
         recomputed: frozenset[int] = frozenset(),
+        limits: Sequence[int] = (),
     ) -> None:
         self.job, self.chunks, self.axes, self.recomputed = job, chunks, axes, recomputed
+        self.limits = limits
         self._members = [alike_members(chunk.axes, axes) for chunk in chunks]
 
     def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:
@@ -36,16 +39,58 @@ class ChunkTimes:
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
         chunk = self.chunks[number]
         again, cut = chunk.stage in self.recomputed, tuple(self.axes[x] for x in chunk.axes)
-        even = self.job.strategy.balance == "even"
+        shares = self.member_shares(number, ranks, samples) if chunk.head else ()
         return self.job.findings.once(
-            ("times", chunk.key, cut, devices, samples, link, again, even),
-            lambda: self._priced(number, copy, ranks, samples, link),
+            ("times", chunk.key, cut, devices, samples, link, again, shares),
+            lambda: self._priced(number, ranks, samples, shares, link),
         )
 
-    def durations(self, copy: int, batches: Batches) -> dict[tuple[int, int], tuple[float, ...]]:
-        """Seconds of (forward, input gradient, weight gradient) of a copy's largest micro-batch,
-        by chunk and the position that holds it."""
-        samples = max(stop - start for start, stop in batches.samples[copy])
+    def stage_s(self, stage: int, copy: int, position: int, samples: int) -> float:
+        """Return the seconds of a micro-batch in all chunks that a position of `stage` holds."""
+        return sum(
+            self.of(number, copy, position, samples)[0].total
+            for number, chunk in enumerate(self.chunks)
+            if chunk.stage == stage
+        )
+
+    def member_shares(self, number: int, ranks: Sequence[int], samples: int) -> tuple[int, ...]:
+        """Return the samples of a micro-batch that each of `ranks`, the members of a shard group
+        beside the split head of chunk `number`, takes: within their limits, unless these leave no
+        room for all (of more than fits, a price is asked for while shares are sought)."""
+        limits = [self.limits[rank] if self.limits else samples for rank in ranks]
+        if sum(limits) < samples or min(limits) < 1:
+            limits = [samples] * len(ranks)
+        devices = [self.job.cluster.devices[rank] for rank in ranks]
+        key = ("members", self.chunks[number].key, samples, *map(id, devices), *limits)
+        shares = self.job.findings.once(
+            (*key, self.job.strategy.balance),
+            lambda: apportion_by_time(
+                self.job.strategy.balance,
+                samples,
+                [partial(self._rest_s, number, device) for device in devices],
+                limits,
+                1,
+            ),
+        )
+        assert shares is not None, (samples, limits)
+        return shares
+
+    def _rest_s(self, number: int, device: Device, samples: int) -> float:
+        """Return the seconds of `samples` in all but the split head of chunk `number`."""
+        chunk = self.chunks[number]
+        assert chunk.head is not None
+        return sum(
+            self.job.findings.prices.times(
+                (chunk.key, part, (), ()), segment.operations, device, samples,
+                added_to=partial(named_in_place, self.job, chunk),
+            ).total
+            for part, segment in enumerate(chunk.head.segments)
+            if segment.assignment is None
+        )  # fmt: skip
+
+    def durations(self, copy: int, samples: int) -> dict[tuple[int, int], tuple[float, ...]]:
+        """Seconds of (forward, input gradient, weight gradient) of a micro-batch of `samples` of a
+        copy, by chunk and the position that holds it."""
         found: dict[tuple[int, int], tuple[float, ...]] = {}
         for number, chunk in enumerate(self.chunks):
             for position in self.job.seats.of_stage(chunk.stage):
@@ -56,15 +101,13 @@ class ChunkTimes:
         return found
 
     def _priced(
-        self, number: int, copy: int, ranks: Sequence[int], samples: int, link: Link
+        self, number: int, ranks: Sequence[int], samples: int, shares: Sequence[int], link: Link
     ) -> tuple[Times, Times]:
         """Of the group's slowest member, which the others wait for, and the casts."""
         chunk = self.chunks[number]
         if chunk.head is None:
             each = [self._split(number, index, rank, samples) for index, rank in enumerate(ranks)]
         else:
-            stage = chunk.stage
-            shares = member_shares(self.job, stage, samples, copy)
             each = [self._head(number, i, rank, shares) for i, rank in enumerate(ranks)]
         slowest = max(each, key=lambda times: times.total)
         moved = self._casts(chunk, len(ranks), samples, link)
@@ -75,6 +118,8 @@ class ChunkTimes:
 
     def _split(self, number: int, index: int, rank: int, samples: int) -> Times:
         chunk, device = self.chunks[number], self.job.cluster.devices[rank]
+        if self.job.profile.graph is None:
+            return whole_times(chunk.slice.flops * samples, device, self.job.training.precision)
         member = self._members[number][index] if self._members[number] else 0
         assignment = chunk.sharded.assignment if chunk.sharded else None
         own = tuple(self.axes[axis][member] for axis in chunk.axes)
@@ -94,7 +139,7 @@ class ChunkTimes:
         for part, segment in enumerate(cut.segments):
             shared = segment.assignment is not None
             samples = sum(shares) if shared else shares[index]
-            own = tuple(self.axes[axis] for axis in chunk.axes)
+            own = tuple(self.axes[axis] for axis in chunk.axes) if shared else ()
             key = (chunk.key, part, own, (index, *shares) if shared else ())
             total += self.job.findings.prices.times(
                 key, segment.operations, device, samples,
@@ -105,7 +150,7 @@ class ChunkTimes:
 
     def _casts(self, chunk: Chunk, members: int, samples: int, link: Link) -> Times:
         """The collectives of a shard group."""
-        graph, precision = self.job.graph, self.job.training.precision
+        precision = self.job.training.precision
         if chunk.head is not None:
             taken = (name for segment in chunk.head.segments for name in segment.takes)
             view = self.job.findings.view
@@ -113,4 +158,5 @@ class ChunkTimes:
             return Times(each, each)
         if chunk.sharded is None:
             return Times()
-        return cast_times(graph, chunk.sharded.assignment, precision, members, samples, link)
+        assignment = chunk.sharded.assignment
+        return cast_times(self.job.graph, assignment, precision, members, samples, link)

@@ -1,14 +1,16 @@
-"""The plan of a nested strategy, written down: TaskGraphs, groups, segments, ranks."""
+"""The plan of a strategy, written down: TaskGraphs, groups, segments, ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from whale_train.strategies.cut import Segment
 from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
+from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.instructions import Instruction, Transits
 from whale_train.strategies.layouts import Shard
-from whale_train.strategies.micro_batches import Batches, member_shares
+from whale_train.strategies.micro_batches import Batches
 from whale_train.strategies.plan import (
     Decision,
     MemoryEstimate,
@@ -19,10 +21,10 @@ from whale_train.strategies.plan import (
 )
 from whale_train.strategies.prediction import Simulated, simulated
 from whale_train.strategies.rewrite_plan import segment_plan, shard_plan
-from whale_train.strategies.shares import tile
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staged_step import StagedStep
 from whale_train.strategies.staging import Axes, Chunk, Staging
+from whale_train.strategies.within_memory import Room
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,22 @@ class Decided:
     batches: Batches
     edges: Mapping[tuple[int, int], bool]
     shared: Mapping[str, tuple[int, ...]]
-    memory: Mapping[int, MemoryEstimate]
+    room: Room
     orders: Sequence[Sequence[Sequence[Instruction]]]
     transits: Sequence[Transits]
-    recomputed: Set[int]
 
     @property
     def chunks(self) -> Sequence[Chunk]:
         return self.times.chunks
+
+    @property
+    def recomputed(self) -> Set[int]:
+        return self.times.recomputed
+
+    @cached_property
+    def memory(self) -> Mapping[int, MemoryEstimate]:
+        """What every rank needs."""
+        return self.room.memory.of_batches(self.batches)
 
 
 def written(
@@ -60,29 +70,35 @@ def written(
             if form.stages[stage].body and number == numbers[0]:  # beside a split head
                 groups[f"{name}.data_parallel"] = job.copies_of_rest(stage)
                 continue
-            groups[f"{name}.data_parallel"] = job.data_parallel(stage)
-            groups[f"{name}.model_parallel"] = job.replicas(stage)
+            is_head = form.stages[stage].body is not None
+            if not is_head or form.copies * form.stages[stage].copies > 1:
+                groups[f"{name}.data_parallel"] = job.data_parallel(stage)
+            if not job.as_is:
+                groups[f"{name}.model_parallel"] = job.replicas(stage)
     for path, stages in decided.shared.items():
         members = sorted(r for s in stages for ranks in job.replicas(s) for r in ranks)
         groups[f"shared.{path}"] = (tuple(members),)
-    segments = [tuple(_segments(job, chunk)) for chunk in decided.chunks]
-    pipeline = _pipeline(job, decided, [len(each) for each in segments])
-    return Plan(
+    plan = Plan(
         cluster=job.cluster.name,
         world_size=count,
         global_batch=job.training.global_batch,
         precision=job.training.precision,
         task_graphs=task_graphs,
         groups=groups,
-        schedule=pipeline["schedule"] if form.pipeline else "none",
+        schedule=form.pipeline.schedule if form.pipeline else "none",
         ranks=tuple(_rank(job, rank, decided) for rank in range(count)),
         predicted=predicted,
         decisions=tuple(decisions),
-        rewrite={
-            "axes": decided.axes,
-            "segments": tuple(segment_plan(x) for each in segments for x in each),
-        },
-        pipeline=pipeline,
+        exported=job.profile.graph is not None,
+    )
+    if job.as_is:
+        return plan
+    segments = [tuple(_segments(job, chunk)) for chunk in decided.chunks]
+    written_segments = tuple(segment_plan(x) for each in segments for x in each)
+    return replace(
+        plan,
+        rewrite={"axes": decided.axes, "segments": written_segments},
+        pipeline=_pipeline(job, decided, [len(each) for each in segments]),
     )
 
 
@@ -105,16 +121,15 @@ def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> dict[s
                 "owners": batches.owners[copy],
                 "durations": tuple(
                     (*place, *times)
-                    for place, times in decided.times.durations(copy, batches).items()
+                    for place, times in decided.times.durations(copy, batches.largest(copy)).items()
                 ),
                 "transits": tuple(
                     (*ends, seconds) for ends, seconds in decided.transits[copy].items()
                 ),
             }
         )
-        for stage, asked in enumerate(form.stages):
-            if asked.body:
-                copies[-1]["members"] = _members(job, stage, copy, decided)
+        if batches.members:
+            copies[-1]["members"] = batches.members[copy]
     return {
         "schedule": form.pipeline.schedule if form.pipeline else "1f1b",
         "positions": job.chunks_of_positions(),
@@ -134,12 +149,6 @@ def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> dict[s
             for path, stages in decided.shared.items()
         },
     }
-
-
-def _members(job: Staging, stage: int, copy: int, decided: Decided) -> tuple[tuple[int, int], ...]:
-    """The part of a micro-batch each member beside a split head takes."""
-    start, stop = decided.batches.samples[copy][0]
-    return tile(stop - start, member_shares(job, stage, stop - start, copy))
 
 
 def _segments(job: Staging, chunk: Chunk) -> Iterator[Segment]:
@@ -164,13 +173,13 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
     whole = TaskGraph(
         id=job.task_graphs[stage][0],
         name="model" if alone else f"stage_{stage}",
-        primitive="stage" if job.form.pipeline else "split",
+        primitive=_primitive(job),
         path=form.path,
         modules=tuple(dict.fromkeys(m for chunk in mine for m in chunk.slice.modules)),
         parameters=_listed(job, {path for chunk in mine for path in chunk.slice.parameters}),
         flops=sum(chunk.slice.flops for chunk in mine),
         zero=job.zero,
-        offload=_offload(job),
+        offload=_offload(job.form.keeper),
         replicas=job.replicas(stage),
         shares=_shares(job, stage, decided.batches),
     )
@@ -182,15 +191,16 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
     assert chunk.head is not None
     assert form.split is not None
     members = [
-        (stop - start) * len(decided.batches.samples[copy])
-        for copy in range(job.form.copies)
-        for start, stop in _members(job, stage, copy, decided)
+        sum(stop - start for start, stop in of_member)
+        for copy in decided.batches.members
+        for of_member in zip(*copy, strict=True)
     ]
     body = replace(
         whole,
         name="backbone" if alone else f"stage_{stage}.backbone",
         primitive="replicate",
         path=form.body.path,
+        modules=("*",) if alone else whole.modules,
         parameters=_listed(job, chunk.head.backbone_parameters),
         flops=chunk.head.backbone_flops,
         replicas=tuple((rank,) for group in whole.replicas for rank in group),
@@ -203,10 +213,19 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
         name="head" if alone else f"stage_{stage}.head",
         primitive="split",
         path=form.split.path,
+        modules=(job.graph[chunk.head.operation].module,),
+        zero=0,
+        offload=_offload(None),
         parameters=_listed(job, shards),
         flops=chunk.head.head_flops,
     )
     yield _cut(job, head, shards, decided.axes)
+
+
+def _primitive(job: Staging) -> str:
+    if job.form.pipeline:
+        return "stage"
+    return "replicate" if job.as_is else "split"
 
 
 def _listed(
@@ -220,7 +239,7 @@ def _cut(job: Staging, task_graph: TaskGraph, shards: Mapping[str, Shard], axes:
     """The TaskGraph with its parameters' shards."""
     unused = job.profile.unused_parameters
     narrow: frozenset[str] = frozenset()
-    if job.zero and job.training.precision != "fp32":
+    if task_graph.zero and job.training.precision != "fp32":
         narrow = job.profile.narrow.difference(unused)
     return replace(
         task_graph,
@@ -249,8 +268,7 @@ def _owned(
     return tuple(interval for interval, owner in pairs if owner == position)
 
 
-def _offload(job: Staging) -> dict[str, str]:
-    keeper = job.form.keeper
+def _offload(keeper: Replicate | None) -> dict[str, str]:
     return {
         "optimizer": keeper.offload_optimizer if keeper else "none",
         "parameters": keeper.offload_parameters if keeper else "none",
@@ -258,13 +276,11 @@ def _offload(job: Staging) -> dict[str, str]:
 
 
 def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
-    copy, position = job.place_of(rank)
-    stage = job.seats.stage_of[position]
-    samples = _owned(job, copy, stage, position, decided.batches)
+    stage = job.stage_of_rank(rank)
+    samples = _own_samples(job, rank, decided.batches)
     largest = max((stop - start for start, stop in samples), default=0)
-    copies = job.form.copies * job.form.stages[stage].copies
     keeper, config = job.form.keeper, None
-    if keeper is not None and keeper.zero and copies > 1:
+    if keeper is not None and keeper.zero and len(job.copies_of_rest(stage)[0]) > 1:
         offloaded = keeper.offload_optimizer == "cpu"
         config = deepspeed_config(
             keeper,
@@ -273,6 +289,7 @@ def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
             deepspeed_optimizer(job.training.optimizer, job.training.optimizer_options, offloaded),
             job.cluster.on_cpu,
         )
+    rest, *head = job.task_graphs[stage]  # of a split head, every member has its own part
     return RankPlan(
         rank=rank,
         node=job.cluster.node_of[rank],
@@ -281,6 +298,26 @@ def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
         micro_batch_size=largest,
         micro_batches=len(samples),
         memory_bytes=decided.memory[rank],
-        deepspeed={str(number): config for number in job.task_graphs[stage]},
+        deepspeed={str(rest): config, **{str(number): None for number in head}},
         samples=samples,
+    )
+
+
+def _own_samples(job: Staging, rank: int, batches: Batches) -> tuple[tuple[int, int], ...]:
+    """Return the micro-batches that a rank takes, or its parts of them beside a split head, as
+    intervals of the global batch."""
+    copy, position = job.place_of(rank)
+    stage = job.seats.stage_of[position]
+    owned = _owned(job, copy, stage, position, batches)
+    if job.form.stages[stage].body is None:
+        return owned
+    member = job.seats.positions[copy][position].index(rank)
+    parts = [
+        part[member]
+        for part, owner in zip(batches.members[copy], batches.owners[copy][stage], strict=True)
+        if owner == position
+    ]
+    return tuple(
+        (start + first, start + last)
+        for (start, _), (first, last) in zip(owned, parts, strict=True)
     )

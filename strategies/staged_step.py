@@ -1,4 +1,4 @@
-"""The step of a nested strategy: the schedule's instructions, sums over copies, the update.
+"""The step of a strategy: the schedule's instructions, sums over copies, the update.
 
 Copies of a pipeline with equal devices and equal micro-batches do the same at the same time: one
 stands for all of them.
@@ -88,7 +88,10 @@ class StagedStep:
         norm = all_reduce_time_s(
             4.0, len(self.cluster.devices), group_link(self.cluster, range(len(stands)))
         )
-        syncs = gradient_sums(self.job, self.engines, self.shared, self.crowd, numbers)
+        one_backward = self.job.as_is or self._has_one_backward
+        syncs = gradient_sums(
+            self.job, self.engines, self.shared, self.crowd, numbers, one_backward
+        )
         return Step(actors, syncs, norm), stands
 
     def _seated(self, positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
@@ -155,6 +158,13 @@ class StagedStep:
         return self._gradients[key]
 
     @property
+    def _has_one_backward(self) -> bool:
+        """Return whether a step runs one backward of all a rank holds, which is when copies on one
+        host sum gradients in shared memory (runtime/groups.py)."""
+        one = all(len(of_copy) == 1 for of_copy in self.batches.samples)
+        return one and len(self.times.chunks) == 1
+
+    @property
     def _precision(self) -> str:
         return self.job.training.precision
 
@@ -184,7 +194,7 @@ class StagedStep:
         if self.job.zero < 3:
             return 0.0, 0.0
         stage = self.job.seats.stage_of[position]
-        (engine,) = self.engines[stage]  # ZeRO has none of a split head's
+        engine = self.engines[stage][0]  # ZeRO has none of a split head's
         group, held = engine.groups[0], max(engine.elements)
         width = self.job.findings.weight_width(self.job.zero)
         link = group_link(self.cluster, group, self.crowd)
@@ -193,8 +203,9 @@ class StagedStep:
         if keeper is not None and keeper.offload_parameters == "cpu":
             holders = [self.cluster.devices[rank] for rank in group]
             sent += fetch_time_s(width * held / len(group), holders, self.cluster.on_cpu)
-        mine = (chunk for chunk in self.times.chunks if chunk.stage == stage)
-        paths = (path for chunk in mine for path in chunk.slice.parameters)
+        mine = [chunk for chunk in self.times.chunks if chunk.stage == stage]
+        of_head = {path for chunk in mine if chunk.head for path in chunk.shards}
+        paths = [path for chunk in mine for path in chunk.slice.parameters if path not in of_head]
         forward, backward = gather_stops_s(
             held, len(modules_of(paths)), self.cluster.devices, self.job.training.precision
         )
@@ -208,6 +219,8 @@ class StagedStep:
 
     def _priced_norms(self, number: int) -> Times:
         chunk = self.times.chunks[number]
+        if self.job.profile.graph is None:
+            return Times()  # of operations nobody knows
         groups = self.job.copies_of_rest(chunk.stage)
         assignment = chunk.sharded.assignment if chunk.sharded else None
         found = batch_norm_times(
@@ -227,11 +240,11 @@ class StagedStep:
         member = self.job.seats.positions[copy][position].index(rank)
         keeper, seconds = self.job.form.keeper, 0.0
         device, states = self.cluster.devices[rank], self.job.training.optimizer_states
-        for engine in self.engines[number]:
-            held = engine.elements[member]
-            if self.job.zero:
+        for place, engine in enumerate(self.engines[number]):
+            held, is_rest = engine.elements[member], place == 0
+            if self.job.zero and is_rest:
                 held /= len(engine.groups[0])
-            if keeper is not None and keeper.offload_optimizer == "cpu":
+            if keeper is not None and keeper.offload_optimizer == "cpu" and is_rest:
                 seconds += offloaded_update_time_s(held, states, device, self.cluster.on_cpu)
             else:
                 seconds += update_time_s(held, states, device)

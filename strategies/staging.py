@@ -1,4 +1,4 @@
-"""What a nested strategy is resolved from, and who sits where in it.
+"""What a strategy is resolved from, and who sits where in it.
 
 Ranks follow each other: copies of the pipeline, stages, copies of a stage, shards of a copy; where
 stages name the kind of device that holds them, among the ranks of each kind.
@@ -15,13 +15,13 @@ from whale_train.strategies.cluster import Cluster, Device
 from whale_train.strategies.cost import flops_rate
 from whale_train.strategies.cut import HeadCut
 from whale_train.strategies.findings import Findings
-from whale_train.strategies.forms import Form, read_form
+from whale_train.strategies.forms import Form, needs_graph, read_form
 from whale_train.strategies.grammar import Strategy
 from whale_train.strategies.layouts import Shard
 from whale_train.strategies.operations import ModelProfile, OperationGraph
 from whale_train.strategies.patterns import Sharded
-from whale_train.strategies.sharing import Training
 from whale_train.strategies.stages import Slice
+from whale_train.strategies.training import Training
 
 VIRTUAL_STAGES = 2  # chunks a device holds under interleaved_1f1b
 
@@ -108,7 +108,7 @@ def alike_members(named: Iterable[str], axes: Axes) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Staging:
-    """A nested strategy on its devices."""
+    """A strategy on its devices."""
 
     strategy: Strategy
     cluster: Cluster
@@ -128,6 +128,11 @@ class Staging:
     @property
     def graph(self) -> OperationGraph:
         return self.findings.graph
+
+    @cached_property
+    def as_is(self) -> bool:
+        """Return whether ranks run the model as it is, and not its exported graph."""
+        return not needs_graph(self.strategy)
 
     @property
     def zero(self) -> int:
@@ -198,6 +203,10 @@ class Staging:
         """(copy, position) of a rank."""
         return self._places[rank]
 
+    def stage_of_rank(self, rank: int) -> int:
+        """Return the stage that a rank holds a part of."""
+        return self.seats.stage_of[self._places[rank][1]]
+
     @cached_property
     def _places(self) -> Mapping[int, tuple[int, int]]:
         return {
@@ -208,31 +217,50 @@ class Staging:
         }
 
 
-def nested_form(
+def form_of(
     strategy: Strategy, cluster: Cluster, training: Training, faults: list[Fault]
 ) -> Form | None:
-    """Its form on `cluster`, and all that can be said against it before there is a model."""
+    """Return the form of `strategy` on `cluster`; None when `faults` grew by all that can be said
+    against it before there is a model."""
     sizes = {len(node.devices) for node in cluster.nodes}
     per_node = sizes.pop() if len(sizes) == 1 else 0
     kinds = Counter(device.name for device in cluster.devices)
     form = read_form(strategy, kinds, per_node, cluster.name, faults)
     if form is None:
+        devices = len(cluster.devices)
+        if not needs_graph(strategy) and training.global_batch < devices:  # whatever its degrees
+            faults.append(_too_few_samples(training.global_batch, devices, "devices"))
         return None
-    key, batch = "train.global_batch", training.global_batch
-    if batch < form.copies:
-        rule = f"leaves some of {form.copies} copies without a sample"
-        faults.append(Fault(key, str(batch), rule, f"use at least {form.copies}"))
+    before, batch, pipeline = len(faults), training.global_batch, form.pipeline
+    if pipeline is not None and training.accumulate > 1:
+        rule = "cuts the batch of a strategy whose micro-batches are its pipeline's"
+        remedy = "use 1, and micro_batches in the strategy's pipeline"
+        faults.append(Fault("train.accumulate", str(training.accumulate), rule, remedy))
         return None
-    asked = form.pipeline.micro_batches if form.pipeline else None
+    sharing, key = form.copies * form.members, "train.global_batch"
+    who = "devices" if form.width == form.members else "copies"
+    if batch < sharing:
+        faults.append(_too_few_samples(batch, sharing, who))
+        return None
     widest = max(stage.copies for stage in form.stages)
-    most = batch // form.copies
+    asked = pipeline.micro_batches if pipeline else training.accumulate
+    most = batch // sharing
     if asked and asked > most:
-        path = f"{form.pipeline.path}.micro_batches" if form.pipeline else key
+        path = f"{pipeline.path}.micro_batches" if pipeline else "train.accumulate"
         rule = f"cuts the {most} samples of a copy into micro-batches of none"
+        if pipeline is None:
+            one = "device" if who == "devices" else "copy"
+            rule = f"cuts a {one}'s share into micro-batches of none (train.global_batch={batch} "
+            rule += f"on {sharing} {who})"
         faults.append(Fault(path, str(asked), rule, f"use at most {most}"))
     elif (asked or most) < widest:
         rule = f"leaves some of a stage's {widest} copies without a micro-batch"
-        path = f"{form.pipeline.path}.micro_batches" if form.pipeline and asked else key
+        path = f"{pipeline.path}.micro_batches" if pipeline and asked else key
         remedy = f"use at least {widest if asked else widest * form.copies}"
         faults.append(Fault(path, str(asked or batch), rule, remedy))
-    return form
+    return form if len(faults) == before else None
+
+
+def _too_few_samples(batch: int, sharing: int, who: str) -> Fault:
+    rule = f"leaves some of the {sharing} {who} without a sample"
+    return Fault("train.global_batch", str(batch), rule, f"use at least {sharing}")

@@ -10,8 +10,8 @@ from math import inf
 from whale_train.strategies.bounds import Bounds
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.findings import Findings
-from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Arrangement, Batched, Candidate, Opening
+from whale_train.strategies.training import Training
 
 
 @dataclass(frozen=True)

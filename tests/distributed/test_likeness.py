@@ -15,7 +15,7 @@ from whale_train.strategies.grammar import Strategy
 from whale_train.strategies.likeness import Likeness
 from whale_train.strategies.plan import Plan
 from whale_train.strategies.resolve import consider
-from whale_train.strategies.sharing import Training
+from whale_train.strategies.training import Training
 
 SPLIT = {"split": {"degree": 2}}
 GRAPHS: dict[str, Any] = {

@@ -12,7 +12,7 @@ from whale_train.errors import Fault
 from whale_train.strategies.cluster import Cluster, Device, Kernel, Roofline
 from whale_train.strategies.grammar import Strategy, read_strategy
 from whale_train.strategies.inventory import MachineFacts, read_inventory
-from whale_train.strategies.sharing import Training
+from whale_train.strategies.training import Training
 from whale_train.strategies.work import Kind
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -14,9 +14,9 @@ from whale_train.strategies.cost import accumulation_time_s, zeros_time_s
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.instructions import Kind
 from whale_train.strategies.operations import ModelProfile
-from whale_train.strategies.plan import Plan
+from whale_train.strategies.plan import Plan, RankPlan
 from whale_train.strategies.resolve import consider, resolve
-from whale_train.strategies.sharing import Training
+from whale_train.strategies.training import Training
 
 
 def training(global_batch: int, accumulate: int = 1, optimizer: str = "sgd") -> Training:
@@ -34,7 +34,7 @@ def faults_of(strategy: Any, profile: ModelProfile, train: Training, devices: in
     return [str(fault) for fault in error.value.faults]
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3", "hybrid_split_dp"])
+@pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])
 @pytest.mark.parametrize("pieces", [2, 3, 7])
 def test_micro_batches_are_the_share_as_evenly_as_it_goes(strategy: str, pieces: int) -> None:
     plan = planned(strategy, gpt(), training(500, pieces), 12)
@@ -45,26 +45,51 @@ def test_micro_batches_are_the_share_as_evenly_as_it_goes(strategy: str, pieces:
         assert all(a[1] == b[0] for a, b in zip(rank.samples, rank.samples[1:], strict=False))
         assert sum(sizes) == share
         assert max(sizes) - min(sizes) <= 1
-        assert (rank.micro_batch_size, rank.micro_batches) == (max(sizes), pieces)
-        config = rank.deepspeed["0"]
-        if config is not None:
-            assert config["train_micro_batch_size_per_gpu"] == max(sizes)
-            assert config["gradient_accumulation_steps"] == 1  # ours are several backwards
+        check_engine(rank, max(sizes), pieces)
         start += share
     assert start == 500
 
 
-def test_one_micro_batch_is_a_plan_as_ever() -> None:
-    assert planned("dp", gpt(), training(500)) == planned("dp", gpt(), plain_training(500))
-    assert all(rank.samples == () for rank in planned("dp", gpt(), training(500)).ranks)
+def check_engine(rank: RankPlan, size: int, pieces: int) -> None:
+    assert (rank.micro_batch_size, rank.micro_batches) == (size, pieces)
+    config = rank.deepspeed["0"]
+    if config is not None:
+        assert config["train_micro_batch_size_per_gpu"] == size
+        assert config["gradient_accumulation_steps"] == 1  # ours are several backwards
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7])
+def test_beside_a_split_head_all_ranks_share_every_micro_batch(pieces: int) -> None:
+    plan = planned("hybrid_split_dp", gpt(), training(500, pieces), 12)
+    shares = plan.task_graphs[0].shares
+    ends, stop = [], 0
+    for micro_batch in range(pieces):
+        for rank in plan.ranks:
+            start, end = rank.samples[micro_batch]
+            assert start == stop < end
+            stop = end
+        ends.append(stop)
+    assert stop == 500
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    assert max(sizes) - min(sizes) <= 1
+    for rank, share in zip(plan.ranks, shares, strict=True):
+        own = [end - start for start, end in rank.samples]
+        assert sum(own) == share
+        check_engine(rank, max(own), pieces)
+
+
+def test_one_micro_batch_is_the_whole_share() -> None:
+    plan = planned("dp", gpt(), training(500))
+    assert plan == planned("dp", gpt(), plain_training(500))
+    sizes = [stop - start for ((start, stop),) in (rank.samples for rank in plan.ranks)]
+    assert tuple(sizes) == plan.task_graphs[0].shares
 
 
 def test_a_rank_keeps_the_activations_of_a_micro_batch() -> None:
     whole, halves = (planned("dp", classifier(batch_norm=False), training(160, n)) for n in (1, 2))
     for one, other in zip(whole.ranks, halves.ranks, strict=True):
         a, b = one.memory_bytes, other.memory_bytes
-        size = -(-one.micro_batch_size // 2)
-        assert b.activations == a.activations * size / one.micro_batch_size
+        assert b.activations * one.micro_batch_size == a.activations * other.micro_batch_size
         assert (a.parameters, a.gradients, a.optimizer) == (b.parameters, b.gradients, b.optimizer)
 
 
@@ -121,30 +146,40 @@ def test_only_the_first_backward_sees_all_rows_of_a_table() -> None:
 
 
 def test_a_split_head_sees_a_micro_batch_of_all_ranks() -> None:
-    """Of 8 ranks and 80 samples at most 44, when all shares are odd, are in a first half."""
+    """Of 80 samples 40 are in a half, of which each of 8 equal ranks gives 5."""
     profile = classifier(batch_norm=False)
     whole, halves = (planned("hybrid_split_dp", profile, training(80, n), 8) for n in (1, 2))
     assert {rank.micro_batch_size for rank in whole.ranks} == {10}
     for one, other in zip(whole.ranks, halves.ranks, strict=True):
-        # Besides the gathered features, the gradient of the backbone's largest weight.
-        before = one.memory_bytes.communication - 4 * 32
-        after = other.memory_bytes.communication - 4 * 32
-        assert after == pytest.approx(before * 44 / 80)
+        # The gathered features and their gradients, and that of the backbone's largest weight;
+        # the last of several backwards puts all 36 together to be summed.
+        assert one.memory_bytes.communication == 2 * 80 * 4 * 4 + 4 * 32
+        assert other.memory_bytes.communication == 2 * 40 * 4 * 4 + 4 * 32 + 4 * 36
+        assert other.micro_batch_size == 5
+
+
+# As large as MODEL, and with a graph by which targets are counted.
+COUNTED = replace(
+    classifier(batch_norm=False),
+    parameters=MODEL.parameters,
+    activation_bytes=MODEL.activation_bytes,
+    buffer_bytes=0,
+)
 
 
 def test_room_for_a_micro_batch_is_room_for_more_samples() -> None:
     # Four and a half samples at a time; at 8 to 1, the fast device would take 14 of 16.
     on = cluster((8e12, FIXED + 4.5e8), (1e12, ROOMY))
     for pieces, shares in ((1, (4, 12)), (2, (8, 8)), (3, (12, 4))):
-        assert shared("replicate", MODEL, on, training(16, pieces)).samples == shares
+        assert shared("replicate", COUNTED, on, training(16, pieces)).samples == shares
     small = cluster((1e12, FIXED + 4.5e8), (1e12, FIXED + 4.5e8))
-    assert "use at most 16" in refused("replicate", MODEL, small, training(20, 2))
+    assert "use at most 16" in refused("replicate", COUNTED, small, training(20, 2))
 
 
 def test_every_micro_batch_of_a_slow_device_has_a_sample() -> None:
     on = cluster((1e15, ROOMY), (1e9, ROOMY))
-    assert shared("replicate", MODEL, on, training(20, 4)).samples == (16, 4)
-    evenly = shared("replicate", MODEL, on, training(20, 4), balance="even")
+    assert shared("replicate", COUNTED, on, training(20, 4)).samples == (16, 4)
+    evenly = shared("replicate", COUNTED, on, training(20, 4), balance="even")
     assert evenly.samples == (10, 10)
 
 

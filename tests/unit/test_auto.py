@@ -32,8 +32,8 @@ from whale_train.strategies.findings import Findings
 from whale_train.strategies.offloading import host_bytes
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.resolve import consider, resolve
-from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Candidate, space_of
+from whale_train.strategies.training import Training
 from whale_train.strategies.used_bounds import UsedBounds
 from whale_train.strategies.work import Kind
 

@@ -10,7 +10,7 @@ from tests.unit.plan_requests import training
 from tests.unit.test_auto import AUTO, FAST, SLOW, cluster, found_for
 
 from whale_train.strategies.resolve import consider
-from whale_train.strategies.sharing import Training
+from whale_train.strategies.training import Training
 
 
 def test_it_counts_what_it_simulated_and_what_it_did_not(monkeypatch: pytest.MonkeyPatch) -> None:

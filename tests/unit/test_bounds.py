@@ -14,8 +14,8 @@ from whale_train.strategies.cluster import Cluster, Node
 from whale_train.strategies.findings import Findings
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.resolve import consider, resolve
-from whale_train.strategies.sharing import Training
 from whale_train.strategies.space import Arrangement, Candidate, Part
+from whale_train.strategies.training import Training
 from whale_train.strategies.used_bounds import UsedBounds
 
 CLASSES = 64

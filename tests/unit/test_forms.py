@@ -6,7 +6,7 @@ import pytest
 from tests.unit.plan_requests import strategy_of
 
 from whale_train.errors import Fault
-from whale_train.strategies.forms import Form, is_nested, read_form
+from whale_train.strategies.forms import Form, legal_degrees, needs_graph, read_form
 
 
 def form_of(
@@ -69,18 +69,129 @@ def test_a_lone_split_inside_open_copies_fills_a_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("graph", "nested"),
+    ("graph", "needed"),
     [
         ("replicate", False),
-        (["replicate", "split"], False),
+        (replicate(of=replicate(2)), False),
+        (["replicate", "split"], True),
         ("split", True),
-        (["split", "replicate"], True),
         (replicate(of=split()), True),
         ({"pipeline": {"stages": 1}}, True),
     ],
 )
-def test_what_is_nested(graph: Any, nested: bool) -> None:
-    assert is_nested(strategy_of({"graph": graph})) == nested
+def test_copies_alone_run_the_model_as_it_is(graph: Any, needed: bool) -> None:
+    assert needs_graph(strategy_of({"graph": graph})) == needed
+
+
+@pytest.mark.parametrize(
+    ("graph", "devices", "copies", "shards", "added"),
+    [
+        ("replicate", 16, 16, 1, 1),
+        (replicate(16), 16, 16, 1, 1),
+        (replicate(4), 16, 16, 1, 4),
+        (replicate(1), 16, 16, 1, 16),
+        (replicate(2, of=replicate(2)), 8, 8, 1, 2),
+        ([replicate(2), {"split": {"modules": "head"}}], 16, 8, 2, 8),
+        (["replicate", {"split": {"modules": "head", "degree": 8}}], 16, 2, 8, 2),
+        ([replicate(4), {"split": {"modules": "head", "degree": 4}}], 4, 1, 4, 1),
+        (["replicate", {"split": {"modules": "head"}}], 16, 1, 16, 1),
+    ],
+)
+def test_copies_of_the_whole_and_beside_a_split_head(
+    graph: Any, devices: int, copies: int, shards: int, added: int
+) -> None:
+    form, faults = form_of(graph, devices)
+    assert form is not None, faults
+    (only,) = form.stages
+    assert (form.copies, only.copies, only.shards, form.added) == (copies, 1, shards, added)
+    assert form.members == (shards if isinstance(graph, list) else 1)
+    assert (only.path, form.pipeline) == (
+        only.body.path if only.body else only.path,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("graph", "filled"),
+    [
+        ("replicate", "strategy.graph.replicate"),
+        (replicate(2), None),
+        (replicate(2, of=replicate()), "strategy.graph.replicate.of.replicate"),
+        (["replicate", {"split": {"modules": "head"}}], "strategy.graph[0].replicate"),
+        (["replicate", {"split": {"modules": "head", "degree": 4}}], None),
+    ],
+)
+def test_the_node_that_took_all_devices_is_known(graph: Any, filled: str | None) -> None:
+    form, faults = form_of(graph, 8)
+    assert form is not None, faults
+    assert form.filled == filled
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [(1, "1"), (2, "1 or 2"), (7, "1 or 7"), (12, "1, 2, 3, 4, 6 or 12"), (16, "1, 2, 4, 8 or 16")],
+)
+def test_legal_degrees(devices: int, text: str) -> None:
+    assert legal_degrees(devices) == text
+
+
+@pytest.mark.parametrize(
+    ("graph", "faults"),
+    [
+        (
+            replicate(3),
+            [
+                "strategy.graph.replicate.degree=3 does not divide the 16 devices of "
+                "hardware=cluster; use 1, 2, 4, 8 or 16"
+            ],
+        ),
+        (
+            replicate(32),
+            [
+                "strategy.graph.replicate.degree=32 does not divide the 16 devices of "
+                "hardware=cluster; use 1, 2, 4, 8 or 16"
+            ],
+        ),
+        (
+            [replicate(5), "split"],
+            [
+                "strategy.graph[0].replicate.degree=5 does not divide the 16 devices of "
+                "hardware=cluster; use 1, 2, 4, 8 or 16"
+            ],
+        ),
+        (
+            [replicate(8), split(4)],
+            [
+                "strategy.graph[1].split.degree=4 differs from strategy.graph[0].replicate."
+                "degree=8, though nodes of a list share their devices; give both the same, or auto"
+            ],
+        ),
+        (
+            {"replicate": {"modules": "encoder.*"}},
+            [
+                "strategy.graph.replicate.modules=encoder.* names a part of the model, and nothing "
+                'beside it covers the rest; use "*"; parts are the stages of a pipeline, or nodes '
+                "of a list at the top"
+            ],
+        ),
+        (
+            [{"replicate": {"modules": ["a", "b"]}}, "split"],
+            ['strategy.graph[0].replicate.modules=a, b must cover what the split leaves; use "*"'],
+        ),
+    ],
+)
+def test_copies_that_have_no_form(graph: Any, faults: list[str]) -> None:
+    assert form_of(graph, 16) == (None, faults)
+
+
+def test_a_split_needs_two_devices() -> None:
+    assert form_of(["replicate", {"split": {"modules": "head"}}], 1) == (
+        None,
+        [
+            "strategy.graph[1].split has nothing to divide over 1 device; use a degree of at "
+            "least 2, or no split"
+        ],
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +201,7 @@ def test_what_is_nested(graph: Any, nested: bool) -> None:
             split(3),
             8,
             [
-                "strategy.graph.split=3 devices does not divide the 8 devices of "
+                "strategy.graph.split.degree=3 does not divide the 8 devices of "
                 "hardware=cluster; use 1, 2, 4 or 8"
             ],
         ),
@@ -264,8 +375,8 @@ def test_degrees_where_stages_name_devices(
         ),
         (
             pipeline(stage(split(3), device="fast"), SLOW),
-            "strategy.graph.pipeline.stages[0].stage=3 devices does not divide the 4 devices of "
-            "hardware=cluster; use 1, 2 or 4",
+            "strategy.graph.pipeline.stages[0].stage.of.split.degree=3 does not divide the 4 "
+            "devices of hardware=cluster; use 1, 2 or 4",
         ),
     ],
 )

@@ -1,21 +1,24 @@
 """Bytes a rank needs, against the ZeRO paper's sums done by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.unit.operation_graphs import classifier, conv1d_head, gpt
 
-from whale_train.strategies.alive import Moment, Passing
+from whale_train.strategies.alive import Moment
+from whale_train.strategies.chunks import chunked
+from whale_train.strategies.cluster import CPU_PROCESS, Cluster, Device, Link, Node
 from whale_train.strategies.cut import HeadCut, cut_head
-from whale_train.strategies.grammar import Replicate
-from whale_train.strategies.graph import BoundTaskGraph
+from whale_train.strategies.findings import Findings
+from whale_train.strategies.grammar import Replicate, Strategy
 from whale_train.strategies.head import find_heads
+from whale_train.strategies.instructions import Instruction, Kind
 from whale_train.strategies.memory import (
     ROUNDED_UP,
     added,
+    engine_of,
     head_memory,
-    replica_memory,
-    unmeasured,
 )
 from whale_train.strategies.operations import (
     ModelProfile,
@@ -25,6 +28,9 @@ from whale_train.strategies.operations import (
     Ref,
 )
 from whale_train.strategies.plan import MemoryEstimate
+from whale_train.strategies.stage_memory import RankMemory
+from whale_train.strategies.staging import Staging, form_of
+from whale_train.strategies.training import Training
 
 # 100 million elements over 10 copies, 80 million of them in one parameter; a gradient bucket of
 # 25 MiB in fp32 is 6,553,600 elements, 26,214,400 bytes.
@@ -33,7 +39,7 @@ BIG = ModelProfile(
     parameters=(Parameter("table", (80_000, 1000)), Parameter("rest", (20_000, 1000))),
     inputs=(),
     forward_flops=0.0,
-    activation_bytes=0.0,
+    activation_bytes=1e9 / ROUNDED_UP,
     buffer_bytes=500,
 )
 BUCKET = 26_214_400.0
@@ -60,17 +66,33 @@ def graph_of(*paths: str, product: str = "") -> OperationGraph:
 READ = replace(BIG, graph=graph_of("table", "rest"))
 
 
+STATES = {0: ("sgd", {}), 1: ("sgd", {"momentum": 0.9}), 2: ("adam", {})}
+
+
 def estimate(
-    precision: str = "fp32", states: int = 2, copies: int = 10, **options: object
+    precision: str = "fp32",
+    states: int = 2,
+    copies: int = 10,
+    *,
+    profile: ModelProfile = BIG,
+    on_cpu: bool = False,
+    **options: Any,
 ) -> MemoryEstimate:
-    on_cpu = bool(options.pop("on_cpu", False))
-    profile = options.pop("profile", BIG)
-    assert isinstance(profile, ModelProfile)
-    node = Replicate("strategy.graph.replicate", **options)  # type: ignore[arg-type]
-    bound = BoundTaskGraph("model", node, ("*",), ("table", "rest"), 0.0)
-    halved = 1.0 if precision == "fp32" else 0.5
-    alive = unmeasured(halved * 1e9 / ROUNDED_UP, 400e6, 320e6)
-    return replica_memory(bound, profile, copies, states, precision, alive, 1, on_cpu=on_cpu)
+    """Return what one of `copies` needs that runs the model as it is, a sample at a time."""
+    node = Replicate("strategy.graph.replicate", **options)
+    rates = dict.fromkeys(("fp32", "bf16", "fp16"), 1e12)
+    device = Device(CPU_PROCESS if on_cpu else "gpu", rates, 1e12, 1e11)
+    link = Link("link", 1e10, 1e-6)
+    cluster = Cluster("cluster", (Node((device,) * copies, link),), link)
+    optimizer, arguments = STATES[states]
+    training = Training(copies, precision, 0.0, optimizer, dict(arguments))
+    strategy = Strategy("mine", (node,))
+    form = form_of(strategy, cluster, training, [])
+    assert form is not None
+    job = Staging(strategy, cluster, Findings(profile, precision), training, form)
+    cut = chunked(job)
+    order = [Instruction(kind, 0, 0) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    return RankMemory(job, cut.chunks, cut.axes, [[order]] * copies, frozenset()).of(0, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -180,39 +202,33 @@ def test_a_cpu_process_is_on_the_host() -> None:
 
 def test_a_single_copy_sends_nothing() -> None:
     assert estimate(copies=1).communication == 0.0
-    assert estimate(copies=1, zero=3).communication == 0.0
     assert estimate(copies=1).total == 400e6 + 400e6 + 800e6 + 1e9 + 500
 
 
 def test_gradients_come_as_activations_go() -> None:
     """On one device, that neither has buckets nor adds to gradients of another backward."""
     moments = (Moment(0.0, 900.0), Moment(300.0, 500.0), Moment(400.0, 100.0))
-    alive = Passing(900.0, 0.0, 400.0, (Moment(0.0, 900.0),), moments, (Moment(200.0, 900.0),))
-    bound = BoundTaskGraph("model", Replicate(""), ("*",), ("table", "rest"), 0.0)
+    elements = {"table": 80e6, "rest": 20e6}
+    engine = engine_of(BIG, elements, "fp32", 0, 1, False, False, by_block=False)
     for samples, held in ((1e6, (0.0, 900e6)), (0.1e6, (400e6, 0.0))):
         # With a tenth of the samples, all of 400 MB of gradients in the update are more.
-        found = replica_memory(bound, BIG, 1, 0, "fp32", alive, samples)
-        assert (found.gradients, found.activations) == (held[0], held[1] * ROUNDED_UP)
-    again = replica_memory(bound, BIG, 1, 0, "fp32", alive, 1e6, accumulate=True)
-    assert (again.gradients, again.communication) == (400e6, 200.0)
-    assert again.activations == 900e6 * ROUNDED_UP
+        worst = engine.worst((m.gradients, 0.0, m.values * samples) for m in moments)
+        assert (worst.gradients, worst.activations) == (held[0], held[1] * ROUNDED_UP)
 
 
 def test_a_small_model_fills_no_bucket() -> None:
-    small = classifier()
-    node = Replicate("strategy.graph.replicate")
-    bound = BoundTaskGraph("model", node, ("*",), ("trunk.weight", "norm.bias"), 0.0)
+    small = replace(
+        classifier(), parameters=(Parameter("w", (4, 8)), Parameter("b", (4,))), graph=None,
+        activation_bytes=7.0,
+    )  # fmt: skip
     # 4 x 8 and 4 elements; 40 bytes of buffers.
-    alive = unmeasured(7.0, 4 * 36, 4 * 32)
     expected = MemoryEstimate(4 * 36 + 40, 4 * 36, 8 * 36, 7.0 * ROUNDED_UP, 4 * 32)
-    assert replica_memory(bound, small, 2, 2, "fp32", alive, 1) == expected
+    assert estimate(copies=2, profile=small) == expected
 
 
 def test_a_model_without_parameters() -> None:
-    bound = BoundTaskGraph("model", Replicate("", zero=3), ("*",), (), 0.0)
-    nothing = unmeasured(0.0, 0.0, 0.0)
-    found = replica_memory(bound, BIG, 2, 2, "fp32", nothing, 1)
-    assert found == MemoryEstimate(500.0, 0, 0, 0, 0)
+    empty = replace(BIG, parameters=(), activation_bytes=0.0)
+    assert estimate(copies=2, profile=empty, zero=3) == MemoryEstimate(500.0, 0, 0, 0, 0)
 
 
 def head_cut(profile: ModelProfile) -> HeadCut:

@@ -1,7 +1,8 @@
-"""A strategy written flat and the same one written nested: one step, one need of memory.
+"""Copies that run the model as it is, and the same ones that run its graph: one step, one need of
+memory.
 
-Both forms are resolved, priced and reckoned by code of their own, and run the same engines over the
-same groups; where their programs really differ, the test of it says how.
+Both run the same engines over the same groups; where their programs really differ, the test of it
+says how.
 """
 
 from dataclasses import asdict, replace
@@ -17,11 +18,11 @@ from whale_train.strategies.cluster import CPU_PROCESS, Cluster, Device, Link, N
 from whale_train.strategies.deepspeed_config import deepspeed_config
 from whale_train.strategies.grammar import Replicate
 from whale_train.strategies.kept import View
-from whale_train.strategies.memory import weight_width
+from whale_train.strategies.memory import gathered_at_once, weight_width
 from whale_train.strategies.operations import INSIDE, ModelProfile, OperationGraph
 from whale_train.strategies.plan import Plan
 from whale_train.strategies.resolve import resolve
-from whale_train.strategies.sharing import Training
+from whale_train.strategies.training import Training
 
 BATCH, WIDTH = 64, 512
 
@@ -76,7 +77,7 @@ PROCESSES = Cluster("cpu", (Node((CPU,) * 8, LOOPBACK),), LOOPBACK)
 ONE_STAGE: dict[str, Any] = {"pipeline": {"stages": 1, "micro_batches": 1}}
 HOST = {"optimizer": "cpu", "parameters": "none"}
 ALL_ON_HOST = {"optimizer": "cpu", "parameters": "cpu"}
-# A pipeline partitions neither gradients nor parameters: those are nested in another replicate.
+# Under ZeRO 2 and 3, which a pipeline has not, the same copies written as copies of copies.
 WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp": ({}, ONE_STAGE),
     "zero1": ({"zero": 1}, ONE_STAGE),
@@ -94,14 +95,13 @@ def planned(graph: Any, cluster: Cluster, profile: ModelProfile, precision: str)
 
 
 def both(name: str, cluster: Cluster, profile: ModelProfile, precision: str) -> tuple[Plan, Plan]:
-    """The plans of a strategy of `WRITTEN`, flat and nested."""
+    """The plans of a strategy of `WRITTEN`, as it is and nested."""
     node, inner = WRITTEN[name]
     flat = planned({"replicate": node}, cluster, profile, precision)
     return flat, planned({"replicate": {**node, "of": inner}}, cluster, profile, precision)
 
 
 def check_equal(flat: Plan, nested: Plan) -> None:
-    assert (flat.pipeline is None, nested.pipeline is None) == (True, False)
     assert asdict(nested.predicted) == pytest.approx(asdict(flat.predicted), rel=1e-9)
     for one, other in zip(flat.ranks, nested.ranks, strict=True):
         assert asdict(other.memory_bytes) == pytest.approx(asdict(one.memory_bytes), rel=1e-9)
@@ -111,7 +111,10 @@ def check_equal(flat: Plan, nested: Plan) -> None:
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_copies(name: str, cluster: str, precision: str) -> None:
-    check_equal(*both(name, CLUSTERS[cluster], model(), precision))
+    flat, nested = both(name, CLUSTERS[cluster], model(), precision)
+    assert flat.pipeline is None
+    assert (nested.pipeline is None) == (WRITTEN[name][1] is not ONE_STAGE)
+    check_equal(flat, nested)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -185,20 +188,21 @@ def test_zero_gathers_parameters_as_forward_reads_them_and_sums_in_fp32(
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
 def test_zero_3_gathers_a_rewritten_graph_by_blocks(precision: str, width: int) -> None:
-    """A nested strategy runs the exported graph, whose blocks have their parameters while they run
-    (runtime/blocks.py); a flat one runs the model itself, of which every module does."""
+    """The exported graph's blocks have their parameters while they run (runtime/blocks.py); of the
+    model as it is every module does."""
     profile = model(weights=3, classes=600)
-    flat, nested = both("zero3", CLUSTERS["one node"], profile, precision)
-    needs = [plan.ranks[0].memory_bytes.communication for plan in (flat, nested)]
+    elements = {p.path: float(p.elements) for p in profile.parameters}
+    by_module, by_block = (
+        gathered_at_once(elements, profile, precision, by_block) for by_block in (False, True)
+    )
     block, module = 3 * WIDTH * WIDTH, 600 * WIDTH
     # With their gradients, in fp32.
-    assert needs[1] - needs[0] == pytest.approx((width + 4) * (block - module))
-    assert asdict(nested.predicted) == pytest.approx(asdict(flat.predicted), rel=1e-9)
+    assert (by_module, by_block) == ((width + 4) * module, (width + 4) * block)
 
 
-def test_processes_sum_gradients_of_flat_copies_alone_in_shared_memory() -> None:
-    """Those of a pipeline may be ready at any time, and have no group for it (runtime/groups.py):
-    they go through the node's link."""
+def test_processes_sum_gradients_of_copies_in_shared_memory() -> None:
+    """Those of a pipeline's stage may be ready at any time, and have no group for it
+    (runtime/groups.py): they go through the node's link."""
     cluster = replace(PROCESSES, shared_memory=Link("memory", 1e10, 1e-6))
     flat, nested = both("dp", cluster, model(), "fp32")
     slow_flat, slow_nested = both("dp", PROCESSES, model(), "fp32")

@@ -12,7 +12,7 @@ from whale_train.strategies.cluster import Cluster, Device, Link, Node
 from whale_train.strategies.grammar import Strategy
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.resolve import refuse_without_model, resolve
-from whale_train.strategies.sharing import Training
+from whale_train.strategies.training import Training
 
 
 def faults_of(
@@ -44,22 +44,8 @@ def faults_of(
             {"graph": {"replicate": {"zero": 1}}},
             1,
             training(),
-            ["strategy.graph.replicate.zero=1 partitions over the copies, and 1 device has only "
-             "one; use strategy=single, or more devices"],
-        ),
-        (
-            {"graph": {"replicate": {"zero": 3, "degree": 8}}},
-            16,
-            training(),
-            ["strategy.graph.replicate.degree=8 of 16 devices nests ZeRO in an outer replicate, "
-             "not executed yet; use 16, or auto"],
-        ),
-        (
-            {"graph": [{"replicate": {"degree": 8}}, {"split": {"modules": "head"}}]},
-            16,
-            training(),
-            ["strategy.graph[0].replicate.degree=8 of 16 devices nests a split in an outer "
-             "replicate, not executed yet; use 16, or auto"],
+            ["strategy.graph.replicate.zero=1 partitions over the copies, and there is only one; "
+             "use 0, or more devices"],
         ),
         (
             {"graph": "replicate"},

@@ -33,7 +33,7 @@ def ring_s(num_bytes: float) -> float:
 
 
 def test_data_parallel_on_the_mixed_cluster() -> None:
-    plan = resolve(shipped("dp"), mixed(), classifier(), training())
+    plan = resolve(shipped("dp"), at_peak(mixed()), classifier(), training())
     assert (plan.cluster, plan.world_size, plan.global_batch) == ("v100_p100_mix", 16, 2000)
     assert (plan.precision, plan.schedule, plan.exported, plan.rewrite) == (
         "fp32", "none", True, None,
@@ -62,7 +62,7 @@ def test_data_parallel_on_the_mixed_cluster() -> None:
             "strategy.balance",
             "8 x 157, 8 x 93",
             "even 16 x 125",
-            "in proportion to each device's speed, within its memory",
+            "each takes what it does in the time of the slowest, within its memory",
         ),
     )
 
@@ -125,7 +125,9 @@ def test_a_split_head_on_the_mixed_cluster() -> None:
     }
     assert plan.rewrite is not None
     assert plan.rewrite["axes"]["classes"] == tuple(rows)
-    assert plan.rewrite["axes"]["batch"][7:9] == ((1099, 1256), (1256, 1349))
+    assert plan.pipeline is not None
+    ((members,),) = (copy["members"] for copy in plan.pipeline["copies"])
+    assert members[7:9] == ((1099, 1256), (1256, 1349))
     assert [rank.deepspeed for rank in plan.ranks] == [{"0": None, "1": None}] * 16
     assert plan.decisions[-1] == Decision(
         "strategy.graph[1].split.modules",
@@ -146,7 +148,7 @@ def test_a_split_head_on_the_mixed_cluster() -> None:
 
 
 def test_memory_of_a_rank_is_both_its_task_graphs() -> None:
-    plan = resolve(shipped("hybrid_split_dp"), mixed(), classifier(160), training(160))
+    plan = resolve(shipped("hybrid_split_dp"), at_peak(mixed()), classifier(160), training(160))
     memory = plan.ranks[0].memory_bytes
     samples, classes = plan.task_graphs[0].shares[0], plan.task_graphs[1].shards["head.bias"][0][1]
     assert (samples, classes) == (13, 13)  # 12.56 of 160
@@ -162,7 +164,9 @@ def test_memory_of_a_rank_is_both_its_task_graphs() -> None:
 def test_the_cut_is_written_for_the_ranks() -> None:
     plan = resolve(shipped("hybrid_split_dp"), mixed().first(2), gpt(tied=True), training(5))
     assert plan.rewrite is not None
-    assert plan.rewrite["axes"] == {"batch": ((0, 3), (3, 5)), "classes": ((0, 6), (6, 12))}
+    assert plan.rewrite["axes"] == {"classes": ((0, 6), (6, 12))}
+    assert plan.pipeline is not None
+    assert plan.pipeline["copies"][0]["members"] == (((0, 3), (3, 5)),)
     first, backbone, last = plan.rewrite["segments"]
     batch, classes = ({"dim": 0, "axis": axis, "outer": 1} for axis in ("batch", "classes"))
     none = {"dim": 0, "axis": "", "outer": 1}
@@ -199,7 +203,8 @@ def test_the_cut_is_written_for_the_ranks() -> None:
 
 
 def test_zero_configs_carry_the_rank_s_samples() -> None:
-    plan = resolve(shipped("zero2_offload"), mixed(), classifier(), training(momentum=0.5))
+    offloaded = shipped("zero2_offload")
+    plan = resolve(offloaded, at_peak(mixed()), classifier(), training(momentum=0.5))
     assert plan.task_graphs[0].offload == {"optimizer": "cpu", "parameters": "none"}
     assert plan.task_graphs[0].zero == 2
     sizes = []
@@ -233,7 +238,7 @@ def test_fewer_copies_than_devices_are_nested_in_an_outer_replicate() -> None:
     plan = resolve(strategy, mixed(), classifier(), training())
     assert plan.groups["model.data_parallel"] == (RANKS,)
     assert plan.decisions[0] == Decision(
-        "strategy.graph.replicate.degree", "16", "4", "an outer replicate of 4 uses all 16 devices"
+        "strategy.graph", "16", "4", "an outer replicate of 4 uses all 16 devices"
     )
 
 

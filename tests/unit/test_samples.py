@@ -18,7 +18,7 @@ from whale_train.strategies.operations import (
     Size,
 )
 from whale_train.strategies.samples import refuse_shared_batch, where_samples_meet
-from whale_train.strategies.sharing import Training
+from whale_train.strategies.training import Training
 
 SAMPLE = (Size(0, 1), Size(8))
 BATCH, ALL, SCALAR = (Size(0, 1),), (Size(8),), ()

@@ -1,19 +1,24 @@
 """Who takes how many samples and classes: speed within memory, and by how much it does not fit."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import pytest
 from tests.unit.operation_graphs import classifier, conv1d_head, gpt
+from tests.unit.plan_requests import strategy_of
 
-from whale_train.errors import Fault
+from whale_train.errors import PlanError
 from whale_train.quantities import in_bytes
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.grammar import read_strategy
-from whale_train.strategies.graph import bind
-from whale_train.strategies.memory import ROUNDED_UP
+from whale_train.strategies.cluster import Cluster, Device, Kernel, Link, Node, Roofline
+from whale_train.strategies.cut import cut_head
+from whale_train.strategies.head import find_heads
+from whale_train.strategies.memory import ROUNDED_UP, head_memory
 from whale_train.strategies.operations import ModelProfile, Parameter
-from whale_train.strategies.sharing import BackboneMemory, Sharing, Training, share
+from whale_train.strategies.plan import Plan
+from whale_train.strategies.resolve import resolve
+from whale_train.strategies.training import Training
+from whale_train.strategies.work import Kind
 
 LINK = Link("link", 1e10, 1e-6)
 ROOMY = 1e12
@@ -33,29 +38,50 @@ def training(global_batch: int, precision: str = "fp32", **options: Any) -> Trai
     return Training(global_batch, precision, 0.0, "sgd", {"lr": 0.1, **options})
 
 
-def outcome(
+@dataclass(frozen=True)
+class Sharing:
+    """Who takes how many samples, and classes of a split head."""
+
+    samples: tuple[int, ...]
+    classes: tuple[int, ...]
+
+
+def planned(
     graph: Any, profile: ModelProfile, on: Cluster, train: Training, balance: str = "hardware"
-) -> tuple[Sharing | None, list[str]]:
-    faults: list[Fault] = []
-    strategy = read_strategy({"graph": graph, "balance": balance}, "mine", faults)
-    assert strategy is not None
-    bound = bind(strategy, profile, len(on.devices), on.name, faults)
-    assert bound is not None
-    found = share(strategy, bound, on, profile, train, faults)
-    assert (found is None) == bool(faults)
-    return found, [str(fault) for fault in faults]
+) -> Plan:
+    strategy = strategy_of({"graph": graph, "balance": balance})
+    return resolve(strategy, bare(on), profile, train)
+
+
+def bare(on: Cluster) -> Cluster:
+    """The cluster with devices on which work takes its FLOPs alone, so that speed is in
+    proportion to them."""
+    nothing = Roofline(0.0, inf, inf)
+
+    def device(each: Device) -> Device:
+        kernels = {}
+        for precision, rate in each.flops.items():
+            kinds = dict.fromkeys(Kind, Kernel(nothing, nothing))
+            kinds[Kind.PRODUCT] = Kernel(Roofline(0.0, rate, inf), Roofline(0.0, rate / 2, inf))
+            kernels[precision] = kinds
+        return replace(each, kernels=kernels)
+
+    (node,) = on.nodes
+    return replace(on, nodes=(replace(node, devices=tuple(map(device, node.devices))),))
 
 
 def shared(*args: Any, **kwargs: Any) -> Sharing:
-    found, faults = outcome(*args, **kwargs)
-    assert found is not None, faults
-    return found
+    plan = planned(*args, **kwargs)
+    backbone, *head = plan.task_graphs
+    parts = next(iter(head[0].shards.values())) if head else ()
+    return Sharing(backbone.shares, tuple(stop - start for start, stop in parts))
 
 
 def refused(*args: Any, **kwargs: Any) -> str:
-    _, faults = outcome(*args, **kwargs)
-    (fault,) = faults
-    return fault
+    with pytest.raises(PlanError) as error:
+        planned(*args, **kwargs)
+    (fault,) = error.value.faults
+    return str(fault)
 
 
 # 1e9 bytes of parameters, as many of gradients in their bucket and of the one gradient yet to be
@@ -276,11 +302,9 @@ def test_a_device_too_small_for_one_class() -> None:
     ],
 )
 def test_the_backbone_keeps_all_but_the_logits(profile: ModelProfile, kept: int) -> None:
-    faults: list[Fault] = []
-    strategy = read_strategy({"graph": HYBRID}, "mine", faults)
-    assert strategy is not None
-    bound = bind(strategy, profile, 2, "cluster", faults)
-    assert bound is not None
-    on = cluster((1, ROOMY), (1, ROOMY))
-    needed = BackboneMemory(bound, profile, training(8), on).of(5)
-    assert needed.activations == pytest.approx(5 * kept * ROUNDED_UP)
+    plan = planned(HYBRID, profile, cluster((1, ROOMY), (1, ROOMY)), training(10))
+    shard = head_memory(
+        cut_head(profile, find_heads(profile)[0]), profile, 0.5, 0, "fp32", 10
+    ).activations
+    needed = plan.ranks[0].memory_bytes.activations - shard
+    assert needed == pytest.approx(5 * kept * ROUNDED_UP)

@@ -114,7 +114,7 @@ def test_every_plan_is_whole(
 
 
 def test_faster_copies_and_faster_stages_take_more() -> None:
-    plan = planned({"replicate": {"of": PIPELINE}}, cluster(3, 3, 1, 1), batch=16)
+    plan = planned({"replicate": {"of": PIPELINE}}, cluster(3, 3, 1, 1), model([1e9] * 6))
     assert [t.shares for t in plan.task_graphs] == [(12, 4), (12, 4)]
     uneven = planned(PIPELINE, cluster(2, 1), model([1e9] * 6))
     assert [t.flops for t in uneven.task_graphs] == [4e9, 2e9]

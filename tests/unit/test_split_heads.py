@@ -1,0 +1,138 @@
+"""Which model's head a strategy can split, what ZeRO must know, and every refusal of a model."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.operation_graphs import (
+    classifier,
+    gpt,
+    head_read_elsewhere,
+    two_heads,
+    without_head,
+)
+from tests.unit.plan_requests import strategy_of
+from tests.unit.plan_requests import training as plain_training
+
+from whale_train.errors import PlanError
+from whale_train.strategies.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.operations import ModelProfile
+from whale_train.strategies.plan import Plan
+from whale_train.strategies.resolve import resolve
+
+HYBRID = ["replicate", {"split": {"modules": "head"}}]
+LINK = Link("link", 1e10, 1e-6)
+
+
+def planned(graph: Any, profile: ModelProfile, devices: int = 8) -> Plan:
+    device = Device("device", {"fp32": 1e12}, 1e12, 1e11)
+    on = Cluster("cluster", (Node((device,) * devices, LINK),), LINK)
+    return resolve(strategy_of({"graph": graph}), on, profile, plain_training(64))
+
+
+def faults_of(graph: Any, profile: ModelProfile, devices: int = 16) -> list[str]:
+    with pytest.raises(PlanError) as refused:
+        planned(graph, profile, devices)
+    return [str(fault) for fault in refused.value.faults]
+
+
+def test_a_whole_model_is_one_task_graph() -> None:
+    plan = planned("replicate", gpt(tied=True))
+    (model,) = plan.task_graphs
+    assert (model.name, model.modules, model.flops) == ("model", ("*",), 96.0 + 288.0)
+    assert (model.primitive, model.path) == ("replicate", "strategy.graph.replicate")
+    assert model.parameters == ("token.weight", "block.weight", "norm.weight")  # tied ones once
+    assert (plan.rewrite, plan.pipeline) == (None, None)
+
+
+def test_a_split_head_is_a_second_one() -> None:
+    backbone, head = planned(HYBRID, classifier()).task_graphs
+    assert (backbone.name, backbone.path) == ("backbone", "strategy.graph[0].replicate")
+    assert backbone.parameters == ("trunk.weight", "trunk.bias", "norm.weight", "norm.bias")
+    assert backbone.flops == 64.0
+    assert (head.name, head.path) == ("head", "strategy.graph[1].split")
+    assert set(head.parameters) == {"head.weight", "head.bias"}
+    assert head.flops == 80.0
+
+
+@pytest.mark.parametrize(
+    ("modules", "weight"),
+    [("head", "fine"), ("*", "fine"), ("coarse", "coarse"), (["c*"], "coarse")],
+)
+def test_the_head_a_split_names(modules: Any, weight: str) -> None:
+    plan = planned(["replicate", {"split": {"modules": modules}}], two_heads(), devices=4)
+    assert set(plan.task_graphs[1].shards) == {f"{weight}.weight"}
+
+
+def test_the_vocabulary_may_be_named() -> None:
+    graph = ["replicate", {"split": {"modules": "head", "dim": "vocabulary"}}]
+    assert planned(graph, gpt()).rewrite is not None
+
+
+UNEXPORTED = replace(gpt(), graph=None, export_error="ValueError: it branches")
+
+
+@pytest.mark.parametrize(
+    ("graph", "profile", "fault"),
+    [
+        (
+            HYBRID,
+            UNEXPORTED,
+            "strategy.graph[0].replicate needs the model's graph, and gpt cannot be "
+            "exported (ValueError: it branches); use strategy=dp or a zero strategy, which run "
+            "the model as it is",
+        ),
+        (
+            HYBRID,
+            without_head(),
+            "strategy.graph[1].split.modules=head finds no output projection in headless; "
+            "use strategy=dp or a zero strategy",
+        ),
+        (
+            ["replicate", {"split": {"modules": ["encoder", "x"]}}],
+            two_heads(),
+            "strategy.graph[1].split.modules=encoder, x names no output projection of "
+            "two_heads; use head, or one of: fine, coarse",
+        ),
+        (
+            HYBRID,
+            classifier(classes=10),
+            "strategy.graph[1].split.modules=head has 10 classes, too few to give each of 16 "
+            "devices one; use strategy=dp, or fewer devices",
+        ),
+        (
+            HYBRID,
+            head_read_elsewhere(),
+            "strategy.graph[1].split.modules=head is head, which cannot be split from the rest: "
+            "its weight is also read by centre (mean); use strategy=dp or a zero strategy",
+        ),
+    ],
+)
+def test_models_whose_head_cannot_be_split(graph: Any, profile: ModelProfile, fault: str) -> None:
+    devices = 16 if "too few" in fault else 2
+    assert faults_of(graph, profile, devices) == [fault]
+
+
+def test_as_many_classes_as_devices_are_enough() -> None:
+    assert planned(HYBRID, classifier(classes=16), devices=16).world_size == 16
+
+
+PERHAPS = replace(gpt(), graph=None, perhaps_unused=("block.weight", "norm.weight"))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_must_know_which_parameters_get_a_gradient(zero: int) -> None:
+    assert faults_of({"replicate": {"zero": zero}}, PERHAPS) == [
+        f"strategy.graph.replicate.zero={zero} needs to know which parameters get no gradient, "
+        "and whether block.weight does depends on the values gpt looks at; use strategy=dp"
+    ]
+
+
+def test_without_zero_it_need_not_be_known() -> None:
+    assert planned("replicate", PERHAPS).world_size == 8
+
+
+def test_a_model_that_cannot_be_exported_runs_as_it_is() -> None:
+    for zero in (0, 1, 2, 3):
+        plan = planned({"replicate": {"zero": zero}}, UNEXPORTED)
+        assert (plan.exported, plan.rewrite) == (False, None)
