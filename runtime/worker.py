@@ -42,7 +42,7 @@ from whale_train.runtime.train import Batches, Metrics, peak_memory_bytes, train
 from whale_train.runtime.verify import verify
 from whale_train.runtime.waits import named_waits
 from whale_train.runtime.weights import build_shared, let_go
-from whale_train.strategies.forms import needs_graph
+from whale_train.strategies.form import needs_graph
 from whale_train.strategies.holes import has_room
 from whale_train.strategies.plan import Plan
 

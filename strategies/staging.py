@@ -15,9 +15,10 @@ from whale_train.strategies.cluster import Cluster, Device
 from whale_train.strategies.cost import flops_rate
 from whale_train.strategies.cut import HeadCut
 from whale_train.strategies.findings import Findings
-from whale_train.strategies.forms import Form, needs_graph, read_form
+from whale_train.strategies.form import Form, needs_graph
 from whale_train.strategies.grammar import Strategy
 from whale_train.strategies.layouts import Shard
+from whale_train.strategies.normal_form import read_form
 from whale_train.strategies.operations import ModelProfile, OperationGraph
 from whale_train.strategies.patterns import Sharded
 from whale_train.strategies.stages import Slice

@@ -6,7 +6,9 @@ import pytest
 from tests.unit.plan_requests import strategy_of
 
 from whale_train.errors import Fault
-from whale_train.strategies.forms import Form, legal_degrees, needs_graph, read_form
+from whale_train.strategies.degrees import legal_degrees
+from whale_train.strategies.form import Form, needs_graph
+from whale_train.strategies.normal_form import read_form
 
 
 def form_of(
@@ -170,8 +172,7 @@ def test_legal_degrees(devices: int, text: str) -> None:
             {"replicate": {"modules": "encoder.*"}},
             [
                 "strategy.graph.replicate.modules=encoder.* names a part of the model, and nothing "
-                'beside it covers the rest; use "*"; parts are the stages of a pipeline, or nodes '
-                "of a list at the top"
+                'in the strategy covers the rest; use "*", or a list with a node for the rest'
             ],
         ),
         (
@@ -188,8 +189,8 @@ def test_a_split_needs_two_devices() -> None:
     assert form_of(["replicate", {"split": {"modules": "head"}}], 1) == (
         None,
         [
-            "strategy.graph[1].split has nothing to divide over 1 device; use a degree of at "
-            "least 2, or no split"
+            "strategy.graph[1].split has nothing to divide over 1 device; use strategy=single, "
+            "or more devices"
         ],
     )
 
@@ -300,8 +301,8 @@ def test_a_split_needs_two_devices() -> None:
             4,
             [
                 "strategy.graph.replicate.modules=encoder.* names a part of the model, and "
-                'nothing beside it covers the rest; use "*"; parts are the stages of a pipeline, '
-                "or nodes of a list at the top"
+                'nothing in the strategy covers the rest; use "*", or a list with a node for the '
+                "rest"
             ],
         ),
         (

@@ -44,8 +44,8 @@ def faults_of(
             {"graph": {"replicate": {"zero": 1}}},
             1,
             training(),
-            ["strategy.graph.replicate.zero=1 partitions over the copies, and there is only one; "
-             "use 0, or more devices"],
+            ["strategy.graph.replicate.zero=1 partitions over the copies, and 1 device has only "
+             "one; use strategy=single, or more devices"],
         ),
         (
             {"graph": "replicate"},
