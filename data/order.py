@@ -4,8 +4,6 @@ It depends on the seed, the dataset's size and the global batch, and on nothing 
 is why every plan trains on the same batches.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from whale_train.data.dataset import Indices
@@ -49,9 +47,3 @@ def evaluation_batches(num_samples: int, global_batch: int) -> list[tuple[float,
         if room:
             batches.append((-room / (times * global_batch), filling))
     return batches
-
-
-def rank_slice(shares: Sequence[int], replica: int) -> slice:
-    """The part of the global batch that replica `replica` takes, given every replica's share."""
-    start = sum(shares[:replica])
-    return slice(start, start + shares[replica])

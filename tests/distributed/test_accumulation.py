@@ -23,7 +23,8 @@ from tests.distributed.test_same_mathematics import (
 from torch import Tensor, fx
 from torch import distributed as dist
 
-from whale_train.runtime.loss_means import GlobalMeans, Pieces, TargetCounter, Targets
+from whale_train.runtime.loss_means import GlobalMeans, TargetCounter, Targets
+from whale_train.runtime.loss_of_pieces import LossOfPieces
 from whale_train.strategies.loss_weights import LossWeights
 
 
@@ -198,7 +199,8 @@ def test_losses_that_were_not_counted_are_refused() -> None:
 def scales() -> list[float]:
     assert dist.group.WORLD is not None
     counter = TargetCounter(counting(("first", "second")), dist.group.WORLD)
-    pieces = Pieces([6, 2], LossWeights("mean", 8), counter)
+    cpu = torch.device("cpu")
+    pieces = LossOfPieces(((0, 6), (6, 8)), LossWeights("mean", 8), counter, cpu)
     first = torch.tensor([0, 1, -100, 2, 2, 3, -100, -100])
     second = torch.tensor([0, 1, 1, 1, 2, 3, 0, 0])
     pieces.begin(

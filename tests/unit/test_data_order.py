@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whale_train.data.dataset import hold_back
-from whale_train.data.order import rank_slice, step_indices
+from whale_train.data.order import step_indices
 from whale_train.data.permutation import permute
 from whale_train.data.random_bits import nearly_normal, random_bits, stream_key
 
@@ -140,14 +140,6 @@ def test_the_order_stays_what_it_is() -> None:
     assert step_indices(10, 8, 0, 0, True).tolist() == [7, 2, 8, 6, 1, 0, 9, 4]
     assert step_indices(10, 8, 1, 0, True).tolist() == [3, 5, 5, 8, 4, 1, 3, 0]
     assert step_indices(10**9, 3, 10**6, 7, True).tolist() == [443697809, 582060346, 43052850]
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
-def test_shares_tile_the_batch(shares: list[int]) -> None:
-    batch = list(range(sum(shares)))
-    parts = [batch[rank_slice(shares, replica)] for replica in range(len(shares))]
-    assert [len(part) for part in parts] == shares
-    assert [sample for part in parts for sample in part] == batch
 
 
 @given(st.integers(1, 200), st.floats(0, 1, exclude_max=True))
