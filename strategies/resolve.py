@@ -24,6 +24,7 @@ from whale_train.strategies.prediction import Simulated, simulated
 from whale_train.strategies.samples import (
     refuse_learned_targets,
     refuse_shared_batch,
+    refuse_written_parameters,
     with_samples,
 )
 from whale_train.strategies.sharing import Training, share
@@ -103,6 +104,11 @@ def _consider_flat(
     graph = bind(strategy, profile, len(cluster.devices), cluster.name, faults)
     if graph is not None:
         _refuse_tied_batch_norm(graph, profile, faults)
+        nodes = [task_graph.node for task_graph in graph.task_graphs]
+        zero = max(node.zero if isinstance(node, Replicate) else 0 for node in nodes)
+        refuse_written_parameters(profile, zero, faults)
+        if len(cluster.devices) > 1 and not zero:
+            _refuse_reentrant(profile, faults)
         if training.accumulate > 1:
             _refuse_accumulation(profile, training, faults)
     if faults or graph is None:
@@ -197,6 +203,14 @@ def _refuse_partitions(nodes: Sequence[Node], faults: list[Fault]) -> None:
             _refuse_partitions(node.stages if isinstance(node.stages, tuple) else (), faults)
         else:
             _refuse_partitions(node.of, faults)
+
+
+def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
+    """DistributedDataParallel takes for unused what a reentrant checkpoint calls."""
+    if "autograd function CheckpointFunction" in profile.export_error:
+        rule = "checkpoints with use_reentrant=True, which DistributedDataParallel does not follow"
+        remedy = "use use_reentrant=False, or strategy=zero1"
+        faults.append(Fault("model", profile.name, rule, remedy))
 
 
 def _refuse_accumulation(profile: ModelProfile, training: Training, faults: list[Fault]) -> None:
