@@ -18,7 +18,7 @@ from whale_train.limits import cores, memory_bytes
 from whale_train.quantities import in_bytes, in_seconds
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision, Plan
-from whale_train.strategies.samples import COMPARED, VOUCHED
+from whale_train.strategies.samples import COMPARED, VOUCHED, refuse_written_parameters
 
 _PARTS = ((8, 4), (4, 2), (2, 1))
 _POOL = 64  # samples from all over the data, of which batches are made
@@ -56,10 +56,16 @@ def compared(
     one_copy = any(rank.micro_batches > 1 for rank in plan.ranks)
     with quiet_exports():
         found = compare_parts(request.model, batches, parts, one_copy=one_copy, seed=request.seed)
+    faults: list[Fault] = []
+    zero = max(task_graph.zero for task_graph in plan.task_graphs)
+    refuse_written_parameters(profile, zero, faults, found.written)
+    if faults:
+        raise PlanError(faults)
     took = in_seconds(found.seconds)
     sizes = " and ".join(map(str, parts))
     if found.different:
-        said = f"{found.different} (samples in parts of {sizes}, compared in {took})"
+        doubt = next(d.reason for d in plan.decisions if d.chosen == COMPARED)
+        said = f"{found.different} (samples in parts of {sizes}, compared in {took}; {doubt})"
         return replace(profile, unequal_parts=said, unequal_remedy=found.remedy), plan
     reason = f"loss and gradients of {sum(parts)} samples and of parts of {sizes} are equal "
     reason += (

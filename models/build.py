@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.loss import by_keyword
@@ -275,4 +276,12 @@ def build_model(options: ModelOptions) -> nn.Module:
     if not isinstance(model, nn.Module):
         rule = f"gives an object of type {type(model).__name__}, not a torch.nn.Module"
         raise _refusal(key, value, rule, REMEDY)
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            rule = f"has a parameter without a shape before its first forward ({path})"
+            raise _refusal(key, value, rule, "give its sizes, as to nn.Linear for nn.LazyLinear")
+        if parameter.is_complex():
+            rule = f"has a parameter of complex numbers ({path})"
+            remedy = "keep real and imaginary parts in a real one, and use torch.view_as_complex"
+            raise _refusal(key, value, rule, remedy)
     return model.train()

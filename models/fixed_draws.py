@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside it, every draw of torch's random generators is the same number: 0.5 of a real one,
-    the smallest of a whole one, and the order that there is of a random order."""
+    the smallest of a whole one, and the reverse of the order that there is of a random order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,7 +35,7 @@ def _fixed(drawn: Tensor) -> Tensor:
     if drawn.is_floating_point():
         return drawn.fill_(0.5)
     if drawn.dim() == 1 and len(drawn) and torch.equal(drawn.sort()[0], _numbers(drawn)):
-        return drawn.copy_(_numbers(drawn))
+        return drawn.copy_(_numbers(drawn).flip(0))
     return drawn.fill_(int(drawn.min())) if drawn.numel() else drawn
 
 

@@ -1,8 +1,9 @@
-"""What a model does in its backward that `torch.export` would lose.
+"""What a model does in its backward, or keeps, that `torch.export` would lose.
 
 Export traces a forward, and all the backward that its graph has is what follows from that by
 differentiation: a backward of an autograd Function, and hooks that may change gradients, would be
-left out without a word. Owns finding them, while a model is exported.
+left out without a word, and so would a buffer that the forward replaces by another tensor. Owns
+finding them, while a model is exported.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,16 +30,23 @@ class Watch:
         self._module = module
         self._functions: dict[type[Function], None] = {}
         self._hooks = _HooksOnTensors()
+        self._buffers: dict[str, Tensor] = {}
+        self._replaced = ""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While the module runs."""
-        handle = self._module.register_forward_hook(self._look)
+        handles = (
+            self._module.register_forward_pre_hook(self._remember),
+            self._module.register_forward_hook(self._look),
+        )
         try:
             with self._hooks:
                 yield
         finally:
-            handle.remove()
+            self._buffers = {}
+            for handle in handles:
+                handle.remove()
 
     def lost(self, run: Callable[[], Any]) -> str:
         """What of the backward an export loses, in words ('' for nothing). Where there are
@@ -48,13 +56,22 @@ class Watch:
             return hooked
         if self._hooks.seen:
             return "the hook on a gradient that its forward registers"
+        if self._replaced:
+            return f"the tensor that its forward puts in the place of buffer {self._replaced}"
         for function in self._functions:
             if not is_derived(function, run):
                 return f"the backward of the autograd function {function.__qualname__}"
         return ""
 
+    def _remember(self, module: nn.Module, args: Any) -> None:
+        self._buffers = dict(module.named_buffers())
+
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Find the autograd Functions that `output` was computed by."""
+        """Find the autograd Functions that `output` was computed by, and a buffer that is another
+        tensor than before."""
+        for path, buffer in module.named_buffers():
+            if self._buffers.get(path) is not buffer:
+                self._replaced = self._replaced or path.removeprefix(MODEL_PREFIX)
         nodes = [x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor)]
         seen = set()
         while nodes:

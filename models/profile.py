@@ -15,15 +15,17 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from whale_train.errors import ConfigError
+from whale_train.errors import ConfigError, Fault
 from whale_train.models.build import build_model
+from whale_train.models.counters import AHEAD, counters
 from whale_train.models.export import EXPORT_BATCH, example_batch, export, module_path, on_meta
 from whale_train.models.folding import CannotUnfold, Fold, folded, folds_of, unfold
 from whale_train.models.loss import LossModule
 from whale_train.models.operation_graph import operation_graph
 from whale_train.models.options import ModelOptions
-from whale_train.models.repeated_calls import first_difference, recorded
+from whale_train.models.repeated_calls import Call, first_difference, recorded
 from whale_train.models.sparse_gradients import SparseCalls, may_be_sparse
+from whale_train.models.unseen_losses import SeenLosses
 from whale_train.strategies.kept import View, kept
 from whale_train.strategies.operations import (
     INSIDE,
@@ -133,17 +135,48 @@ def _exported_graph(
         with next(iter(batch.values())).device:
             module(**batch)
 
-    before = recorded(run)
+    trained = _trained(module.model)
+    calls: list[list[Call] | None] = []
+    losses = SeenLosses()
+    with losses:
+        found = counters(module.model, lambda: calls.append(recorded(run)))
+    for ahead in AHEAD if found and calls[0] is not None else ():
+        for counter in found:
+            counter.set(module.model, ahead)
+        calls.append(recorded(run))
+        _refuse_other_parameters(module.model, trained, name)
+    for counter in found:
+        counter.set(module.model, 1)
     exported, error = export(module, batch)
+    _refuse_other_parameters(module.model, trained, name)
     if exported is None:
         return None, error
-    changed = first_difference(before, recorded(run))
+    unseen = losses.unseen(exported.graph) if calls[0] is not None else None
+    if unseen is not None:
+        where = module_path(unseen) or "its forward"
+        return None, f"{where} calls {unseen.name} past torch.nn.functional"
+    calls.append(recorded(run))
+    changes = (first_difference(calls[0], other) for other in calls[1:])
+    changed = next((change for change in changes if change), "")
     if changed:
         return None, f"its forward changes from call to call: {changed}"
     try:
         return _measured_graph(exported, batch, name), ""
     except NotImplementedError as error:  # of an operation that torch cannot run without values
         return None, str(error).partition(": attempted")[0] + " cannot be run without values"
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    return {path: parameter.requires_grad for path, parameter in model.named_parameters()}
+
+
+def _refuse_other_parameters(model: nn.Module, trained: dict[str, bool], name: str) -> None:
+    """Raise ConfigError where other parameters than `trained` says are trained after a call."""
+    after = _trained(model)
+    for path, was in trained.items():
+        if after.get(path, was) != was:
+            rule = f"changes in its forward whether the parameter {path} is trained (requires_grad)"
+            raise ConfigError([Fault("model", name, rule, "set it where the model is built")])
 
 
 def _measured_graph(
@@ -330,8 +363,11 @@ def _without_gradient(model: nn.Module, loss: Tensor) -> tuple[str, ...]:
     """Return the parameters the loss does not depend on, as autograd sees it."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     paths = [x.path for x in _parameters(model)]
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return tuple(path for path, g in zip(paths, gradients, strict=True) if g is None)
+    # Reentrant checkpointing has a backward, and no other gradients.
+    loss.backward()  # type: ignore[no-untyped-call]
+    unused = [path for path, p in zip(paths, parameters, strict=True) if p.grad is None]
+    model.zero_grad()
+    return tuple(unused)
 
 
 def _unused(model: nn.Module, graph: OperationGraph) -> tuple[str, ...]:

@@ -26,12 +26,13 @@ from torch.overrides import TorchFunctionMode
 
 from whale_train.errors import RequestError
 from whale_train.models.build import build_model
+from whale_train.models.counters import AHEAD, Counter, counters
 from whale_train.models.dropout_off import DropoutOff
 from whale_train.models.fixed_draws import FixedDraws
 from whale_train.models.loss import LossModule
 from whale_train.models.options import ModelOptions
 from whale_train.models.read_numbers import ReadNumbers, made_of_several
-from whale_train.models.target_means import target_mean
+from whale_train.models.target_means import MadeAgain, run_backward, scaled, target_mean
 
 Arrays = Mapping[str, NDArray[Any]]
 Batch = dict[str, Tensor]
@@ -48,7 +49,8 @@ SCALE = 1024.0
 @dataclass(frozen=True)
 class Comparison:
     """What came of comparing a batch with its parts: '' in `different` where they are equal, else
-    what is not, with both numbers. `remedy` is what the user can do."""
+    what is not, with both numbers. `remedy` is what the user can do. `written` is a parameter that
+    the forward changes ('' for none)."""
 
     different: str
     remedy: str
@@ -56,6 +58,7 @@ class Comparison:
     loss: float
     of_parts: float
     seconds: float
+    written: str = ""
 
 
 @dataclass
@@ -101,7 +104,7 @@ def compare_parts(
             remedy = "its parts add up: use model.loss_over=sum"
     losses = [x.losses[0] if x.losses else float("nan") for x in (whole, made)]
     seconds = time.perf_counter() - started
-    return Comparison(different, remedy, parts, losses[0], losses[1], seconds)
+    return Comparison(different, remedy, parts, losses[0], losses[1], seconds, check.written)
 
 
 class _Check:
@@ -118,24 +121,35 @@ class _Check:
     ) -> None:
         self._options, self._batches, self._parts = options, batches, parts
         self._one_copy, self._seed = one_copy, seed
+        self.written = ""  # a parameter that the forward changes
         self._means = 0  # losses that are means over targets, in one call
+        self._counters: list[Counter] = []
+        # Which of the batches is run, and after how many calls as the counters have it.
+        self._rounds: list[tuple[int, int | None]] = [(i, None) for i in range(len(batches))]
 
     def whole(self) -> _Run:
         module, found = self._built(), _Run()
-        for number in range(len(self._batches)):
+        first = self._batch(0, 0, sum(self._parts))
+        self._counters = counters(module, lambda: self._forward(module, first, _Means()))
+        self._rounds += [(0, calls) for calls in AHEAD if self._counters]
+        module = self._built()
+        before = _sums(module)
+        for number in range(len(self._rounds)):
             means = _Means()
             loss = self._step(module, self._batch(number, 0, sum(self._parts)), means, 1.0, number)
             self._means = len(means.divisors)
             found.losses.append(loss)
             found.gradients.append(_gradients(module))
         found.buffers = _buffers(module)
+        changed = (path for path, x in before.items() if not torch.equal(found.buffers[path], x))
+        self.written = next(changed, "")
         return found
 
     def parts(self, loss_over: Literal["mean", "sum"]) -> _Run:
         modules = self._copies()
         divisors = self._divisors() if self._means else None
         found, total = _Run(), sum(self._parts)
-        for number in range(len(self._batches)):
+        for number in range(len(self._rounds)):
             loss, start, gradients = 0.0, 0, dict[str, Tensor]()
             for part, size in enumerate(self._parts):
                 batch = self._batch(number, start, start + size)
@@ -153,7 +167,7 @@ class _Check:
             for path, value in buffers.items():
                 kept = found.buffers.setdefault(path, value)
                 if kept.shape != value.shape or not torch.allclose(kept, value, 1e-4, 1e-6):
-                    raise _Different(f"copies on other samples keep another buffer {path}")
+                    raise _Different(f"copies on other samples keep another {_kind(module, path)}")
         return found
 
     def is_sum(self, whole: _Run) -> bool:
@@ -202,27 +216,36 @@ class _Check:
         modules, start = self._copies(), 0
         for part, size in enumerate(self._parts):
             rounds = []
-            for number in range(len(self._batches)):
+            for number in range(len(self._rounds)):
                 means = _Means()
                 batch = self._batch(number, start, start + size)
+                self._advance(modules[part], number)
                 self._forward(modules[part], batch, means)
                 rounds.append(means.divisors)
             found.append(rounds)
             start += size
         return found
 
+    def _advance(self, module: LossModule, number: int) -> None:
+        """Set the counters of a module as the round `number` has them."""
+        calls = self._rounds[number][1]
+        if calls is not None:
+            for counter in self._counters:
+                counter.set(module, calls)
+
     def _batch(self, number: int, start: int, stop: int) -> Batch:
-        arrays = self._batches[number].items()
+        arrays = self._batches[self._rounds[number][0]].items()
         return {name: torch.from_numpy(array[start:stop].copy()) for name, array in arrays}
 
     def _step(
         self, module: LossModule, batch: Batch, means: "_Means", weight: float, number: int
     ) -> float:
         """Add to the gradients those of `weight` times the loss, which is returned."""
+        self._advance(module, number)
         loss = self._forward(module, batch, means) * weight
         scale = SCALE if number % 2 else 1.0
-        with DropoutOff(), FixedDraws():
-            loss.backward(torch.full_like(loss, scale))  # type: ignore[no-untyped-call]
+        with DropoutOff(), FixedDraws(), means.made_again.in_backward():
+            run_backward(loss, torch.full_like(loss, scale))
         return float(loss.detach())
 
     def _forward(self, module: LossModule, batch: Batch, means: "_Means") -> Tensor:
@@ -264,6 +287,7 @@ class _Means(TorchFunctionMode):
     def __init__(self, whole: Sequence[Tensor] | None = None, weight: float = 1.0) -> None:
         super().__init__()
         self.divisors: list[Tensor] = []
+        self.made_again = MadeAgain()
         self._whole, self._weight = whole, weight
 
     def __torch_function__(
@@ -283,9 +307,10 @@ class _Means(TorchFunctionMode):
             return func(*args, **kwargs)
         if len(self.divisors) > len(self._whole):
             raise _Different("a part calls more losses than the batch it is of")
-        divisor = self._whole[len(self.divisors) - 1] * self._weight
+        factor = 1.0 / (self._whole[len(self.divisors) - 1] * self._weight)
         total = call.sum()
-        return (total / divisor.to(total.dtype)).to(call.logits.dtype)
+        self.made_again.note(call, total, factor)
+        return scaled(call, total, factor)
 
 
 def _added(divisors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -306,8 +331,19 @@ def _gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return what a forward may have written into: buffers, and of parameters two sums."""
     held = module.named_buffers(remove_duplicate=False)
-    return {path.removeprefix("model."): x.detach().double().clone() for path, x in held}
+    found = {path.removeprefix("model."): x.detach().double().clone() for path, x in held}
+    return found | _sums(module)
+
+
+def _sums(module: nn.Module) -> dict[str, Tensor]:
+    """Return the sum of every parameter and that of its squares, by which two are told apart."""
+    found = {}
+    for path, parameter in module.named_parameters():
+        values = parameter.detach().double()
+        found[path.removeprefix("model.")] = torch.stack([values.sum(), values.square().sum()])
+    return found
 
 
 def _compare(whole: _Run, made: _Run) -> None:
@@ -329,4 +365,9 @@ def _compare(whole: _Run, made: _Run) -> None:
     for path, value in whole.buffers.items():
         kept = made.buffers.get(path)
         if kept is None or kept.shape != value.shape or not torch.allclose(kept, value, 1e-4, 1e-6):
-            raise _Different(f"the buffer {path} is another one after the parts")
+            raise _Different(f"the buffer or parameter {path} is another one after the parts")
+
+
+def _kind(module: nn.Module, path: str) -> str:
+    trained = {name.removeprefix("model.") for name, _ in module.named_parameters()}
+    return f"{'parameter' if path in trained else 'buffer'} {path}"

@@ -1,12 +1,20 @@
-"""Losses that are means over their targets, as a model calls torch for them."""
+"""Losses that are means over their targets, as a model calls torch for them.
 
-from collections.abc import Callable, Mapping
+A part of a batch makes its term of such a mean a sum times a factor (`scaled`). Checkpointing runs
+parts of a forward again in the backward, where nobody divides: `MadeAgain` gives what is called
+there the factor that it had.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 _PLAIN = ("weight", "size_average", "ignore_index", "reduce", "reduction")
 # The losses that are means over targets, and the names of their arguments after these.
@@ -67,14 +75,107 @@ class TargetMean:
 def target_mean(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> TargetMean | None:
-    """None for everything that is not the mean of a loss we know."""
+    """Return the call where it is the mean of a loss we know, else None. Inside of a transform of
+    `torch.func`, such as a `vmap`, a loss is of something else than the samples of a batch."""
     names = _LOSSES.get(function)
     if names is None:
         return None
     options = {**dict(zip(("input", "target", *names), args, strict=False)), **kwargs}
     logits, target = options.pop("input"), options.pop("target")
+    if is_functorch_wrapped_tensor(logits) or is_functorch_wrapped_tensor(target):
+        return None
     legacy = (options.pop("size_average", None), options.pop("reduce", None))
     reduction = options.get("reduction", "mean")
     if legacy != (None, None):  # torch's deprecated pair, which overrules `reduction`
         reduction = "other" if False in legacy else "mean"
     return TargetMean(function, logits, target, options) if reduction == "mean" else None
+
+
+def scaled(call: TargetMean, total: Tensor, factor: Tensor) -> Tensor:
+    """Return `total`, the sum over a call's targets, times `factor`, in the dtype that the call
+    would have. Autocast computes these losses in fp32 and leaves them so."""
+    dtype = total.dtype if torch.is_autocast_enabled(total.device.type) else call.logits.dtype
+    return (total * factor.to(total.dtype)).to(dtype)
+
+
+class MadeAgain:
+    """The losses that a forward calls where it may be run again, with the factors of their sums."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def note(self, call: TargetMean, total: Tensor, factor: Tensor) -> None:
+        """Remember a call, if it is inside of a checkpointed function: torch's hooks for saved
+        tensors are set there, or gradients are off."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None or not torch.is_grad_enabled():
+            self._made.append((call.target.detach(), total.detach(), factor))
+
+    def factor(self, call: TargetMean, total: Tensor) -> Tensor:
+        """Return the factor of the call that had the same targets, and the sum nearest to `total`.
+        Raises RuntimeError for a call with other targets than any before."""
+        same = [(before, x) for target, before, x in self._made if _equal(target, call.target)]
+        if not same:
+            raise RuntimeError("a loss that the backward computes again has other targets there")
+        return min(same, key=lambda made: float((made[0] - total.detach()).abs()))[1]
+
+    def in_backward(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward in which parts of the forward are run again."""
+        return _Replay(self) if self._made else nullcontext()
+
+
+def run_backward(output: Tensor, gradient: Tensor) -> None:
+    """Accumulate gradients as torch.autograd.backward does, which leaves torch's function modes for
+    as long as it runs: here, what checkpointing runs again is inside of them."""
+    _backward(output, gradient)
+
+
+def _backward(
+    tensors: Tensor | Sequence[Tensor],
+    grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    **named: Any,
+) -> None:
+    outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    given = named.get("gradient", grad_tensors)
+    gradients = (given,) * len(outputs) if given is None or isinstance(given, Tensor) else given
+    torch.autograd.graph._engine_run_backward(
+        outputs,
+        tuple(
+            torch.ones_like(x) if g is None else g for x, g in zip(outputs, gradients, strict=True)
+        ),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        tuple(named.get("inputs") or ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+class _Replay(TorchFunctionMode):
+    def __init__(self, made: MadeAgain) -> None:
+        super().__init__()
+        self._made = made
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.autograd.backward, Tensor.backward):
+            with self:
+                return _backward(*args, **kwargs)
+        call = target_mean(func, args, kwargs)
+        if call is None:
+            return func(*args, **kwargs)
+        # As before, whatever else: checkpointing counts the tensors that are saved.
+        total = call.sum()
+        return scaled(call, total, self._made.factor(call, total))

@@ -21,6 +21,7 @@ from whale_train.runtime.partitioning import (
     one_master_copy,
     partition,
     partitions_by_dtype,
+    without_broadcast,
 )
 from whale_train.runtime.reduction import Reduction
 
@@ -67,7 +68,7 @@ class DeepSpeedEngine:
                 assert copies.group is not None
                 place = (copies.group.rank(), copies.size)
                 partition(module, topology, config, weights, place)
-            with one_master_copy(), partitions_by_dtype():
+            with one_master_copy(), partitions_by_dtype(), without_broadcast():
                 # DeepSpeed takes the dtype of its buckets from the first parameter it is given.
                 self._engine, self._optimizer, _, _ = deepspeed.initialize(
                     model=module,

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from whale_train.models.export import model_path
 from whale_train.models.loss import LossModule
-from whale_train.models.target_means import TargetMean, target_mean
+from whale_train.models.target_means import MadeAgain, TargetMean, scaled, target_mean
 from whale_train.runtime.losses import targets_graph
 
 
@@ -108,6 +108,7 @@ class GlobalMeans(TorchFunctionMode):
     With `accuracy` (evaluation), `correct` and `targets` add up, over the calls of this rank since
     the mode was made: targets that are the largest logit of their row, and targets that count.
     `made` are the means of these calls, and `divisors` what each would divide by here, fp64.
+    The backward runs in `made_again.in_backward()`.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class GlobalMeans(TorchFunctionMode):
         self._group = group
         self._inverse_weight = 1.0 / weight if weight else 0.0
         self._accuracy = accuracy
+        self.made_again = MadeAgain()
         self._counted, self._calls = targets, 0
 
     def __enter__(self) -> Self:
@@ -164,10 +166,9 @@ class GlobalMeans(TorchFunctionMode):
         total = call.sum()
         if work is not None:
             work.wait()
-        scale = self._inverse_weight / divisor
-        # Autocast computes these losses in fp32 and leaves them so.
-        dtype = total.dtype if torch.is_autocast_enabled(total.device.type) else call.logits.dtype
-        return (total * scale.to(total.dtype)).to(dtype)
+        factor = self._inverse_weight / divisor
+        self.made_again.note(call, total, factor)
+        return scaled(call, total, factor)
 
     @torch.no_grad()
     def _whole_divisor(self, mine: Tensor) -> tuple[Tensor, dist.Work | None]:

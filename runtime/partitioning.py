@@ -128,3 +128,17 @@ def partitions_by_dtype() -> Iterator[None]:
         stage3.defragment = flatten
         for name, own in kept.items():
             setattr(optimizer_class, name, own)
+
+
+@contextmanager
+def without_broadcast() -> Iterator[None]:
+    """Engines made in here do not send the first copy's weights to the others: the same seed made
+    them everywhere. DeepSpeed fails on parameters without dimensions there (0.19.8)."""
+    from deepspeed import DeepSpeedEngine
+
+    broadcast = DeepSpeedEngine._broadcast_model
+    DeepSpeedEngine._broadcast_model = lambda engine: None
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = broadcast

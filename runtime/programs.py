@@ -83,12 +83,13 @@ class WholeModel:
             last = number == len(batches) - 1
             with nullcontext() if last else engine.accumulating():
                 weight = self._weights.of_step(self._sizes[number])
-                with (
-                    span(self.trace, Instruction(Kind.FORWARD, 0, number)),
-                    GlobalMeans(self._group, weight, targets),
-                ):
+                means = GlobalMeans(self._group, weight, targets)
+                with span(self.trace, Instruction(Kind.FORWARD, 0, number)), means:
                     part = engine(**batch) * weight
-                with span(self.trace, Instruction(Kind.BACKWARD, 0, number)):
+                with (
+                    span(self.trace, Instruction(Kind.BACKWARD, 0, number)),
+                    means.made_again.in_backward(),
+                ):
                     engine.backward([part], [torch.full_like(part, loss_scale)])
             parts.append(part.detach().float())
         engine.finish_backward()

@@ -61,6 +61,24 @@ def refuse_shared_batch(
         faults.append(Fault("model.loss_over", asked, rule, f"use {found.kind}, or null"))
 
 
+def refuse_written_parameters(
+    profile: ModelProfile, zero: int, faults: list[Fault], written: str = ""
+) -> None:
+    """Add a fault for a parameter that the forward changes, by its graph or found `written` in a
+    run, where ZeRO keeps values of its own and would put them back."""
+    where = written
+    for operation in profile.graph or ():
+        for name in operation.writes:
+            assert profile.graph is not None
+            of = profile.graph[name]
+            if of.target == "parameter" and not operation.target.startswith("aten.detach_"):
+                where = where or f"{of.path} ({_said(operation)})"
+    if zero and where:
+        rule = f"changes the parameter {where} in its forward, and ZeRO {zero} would undo it: "
+        rule += "it keeps values of its own"
+        faults.append(Fault("model", profile.name, rule, "use strategy=dp or strategy=single"))
+
+
 def with_samples(plan: Plan, findings: Findings, training: Training) -> Plan:
     """Return `plan` with what its loss is over the samples, and what is known of that where its
     batch is shared."""

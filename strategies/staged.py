@@ -28,9 +28,14 @@ from whale_train.strategies.micro_batches import (
 )
 from whale_train.strategies.moved_cuts import Look, move_ends
 from whale_train.strategies.offloading import kept_on_hosts, offload_decisions
+from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.prediction import Simulated
-from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
+from whale_train.strategies.samples import (
+    refuse_learned_targets,
+    refuse_shared_batch,
+    refuse_written_parameters,
+)
 from whale_train.strategies.schedule import schedule
 from whale_train.strategies.sends import Sends
 from whale_train.strategies.shares import even_shares
@@ -183,9 +188,21 @@ def _staging(
         )
         assert form.keeper is not None
         faults.append(Fault(f"{form.keeper.path}.zero", str(job.zero), rule, "use strategy=dp"))
+    refuse_written_parameters(profile, job.zero, faults)
+    if job.as_is and form.copies > 1 and not job.zero:
+        _refuse_reentrant(profile, faults)
     if faults:
         raise PlanError(faults)
     return job
+
+
+def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
+    """Add a fault for a reentrant checkpoint: DistributedDataParallel takes for unused what it
+    calls."""
+    if "autograd function CheckpointFunction" in profile.export_error:
+        rule = "checkpoints with use_reentrant=True, which DistributedDataParallel does not follow"
+        remedy = "use use_reentrant=False, or strategy=zero1"
+        faults.append(Fault("model", profile.name, rule, remedy))
 
 
 def _refuse_pieces(job: Staging, micro_batches: int) -> None:

@@ -94,6 +94,9 @@ def gather(call: Call) -> Answer:
     dim, rows = call.dim(1), call.rows()
     if isinstance(rows, PerSample) and rows.dim == dim:
         return Refused("takes samples of the batch by number")
+    shapes = [call.shape_of(name) for name in call.operation.inputs]
+    if isinstance(rows, PerSample) and len({shape[rows.dim] for shape in shapes if shape}) > 1:
+        return Refused(SOME)
     return rows
 
 

@@ -116,6 +116,9 @@ def _state(call: Call) -> State:
         for name in operation.inputs:
             if isinstance(states[name], Unknown):
                 return states[name]
+    for name in operation.after:
+        if isinstance(states[name], Meets):
+            return states[name]
     if any(states[name] != FIXED for name in operation.after):
         return Unknown(operation.name)  # samples were written under another name
     follows = batch_dims(operation.shape or ())

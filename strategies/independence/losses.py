@@ -5,7 +5,6 @@ from dataclasses import replace
 from whale_train.strategies.independence.call import Answer, Call, Refused, only_batch_dim
 from whale_train.strategies.independence.computing import STATISTIC, broadcast_rows
 from whale_train.strategies.independence.states import FIXED, PerSample, Pooled, State, added
-from whale_train.strategies.operations import Ref
 
 
 def _loss(call: Call, reduction: object, rows: State | Refused | None) -> Answer:
@@ -43,8 +42,10 @@ def target_mean(call: Call) -> Answer:
     logits, targets = call.state(0), call.state(1)
     reduction = call.argument(3, "reduction", 1)
     weight = call.argument(2, "weight")
-    if isinstance(weight, Ref) and call.states[weight.name] != FIXED:
-        return None
+    of_classes = call.state_of(weight)
+    if of_classes != FIXED:
+        pooled = isinstance(of_classes, Pooled)
+        return Refused("weights classes by a statistic of the whole batch") if pooled else None
     if isinstance(logits, Pooled) or isinstance(targets, Pooled):
         return Refused(STATISTIC)
     if not isinstance(logits, PerSample) or logits.degree:

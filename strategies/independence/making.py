@@ -1,20 +1,32 @@
 """Rules for what a forward makes of nothing but shapes and numbers."""
 
+from dataclasses import replace
+
 from whale_train.strategies.independence.call import Answer, Call
 from whale_train.strategies.independence.computing import elementwise
 from whale_train.strategies.independence.states import (
     FIXED,
     Fixed,
+    PerSample,
     Position,
     equal_rows,
 )
 
+# The argument that a value is filled with.
+_FILLED = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1, "scalar_tensor": 0}
+
 
 def fresh(call: Call) -> Answer:
-    """Type a value that only knows a shape."""
-    if any(call.states[x] != FIXED and call.graph[x].shape == () for x in call.operation.inputs):
-        return None  # filled with it
-    return equal_rows(call.shape)
+    """Type a value of a given shape, the same everywhere: a number that may follow the batch's
+    size."""
+    kind = call.kind.partition(".")[0].rstrip("_")
+    position = _FILLED.get(kind)
+    name = "s" if kind == "scalar_tensor" else "value" if kind == "fill" else "fill_value"
+    number = FIXED if position is None else call.state_of(call.argument(position, name))
+    made = equal_rows(call.shape)
+    if not isinstance(number, Fixed):
+        return None
+    return replace(made, degree=number.degree) if isinstance(made, PerSample | Fixed) else None
 
 
 def drawn(call: Call) -> Answer:

@@ -21,7 +21,7 @@ from whale_train.strategies.independence.states import (
     batch_dims,
     equal_rows,
 )
-from whale_train.strategies.operations import Ref, Size
+from whale_train.strategies.operations import Argument, Ref, Size
 
 SOME = "takes some of the samples of the batch"
 _STATISTIC = "gives every sample a statistic of the whole batch"
@@ -29,15 +29,27 @@ _TORN = "tears the samples of the batch apart"
 
 
 def whole(call: Call, state: State) -> Answer:
-    """Return the answer for an input without a sample dimension of its own."""
+    """Return the answer for an input without a sample dimension of its own: rows for samples are
+    one row of the input, repeated."""
     if isinstance(state, Fixed):
         made = equal_rows(call.shape)
-        if batch_dims(call.shape):
-            return replace(made, degree=state.degree) if isinstance(made, PerSample) else None
-        return state
+        if not batch_dims(call.shape):
+            return state
+        if not isinstance(made, PerSample):
+            return None
+        extent = _extent_before(call, made.dim)
+        return replace(made, degree=state.degree) if extent == Size(1) else None
     if isinstance(state, Pooled):
         return Refused(_STATISTIC) if batch_dims(call.shape) else state
     return None
+
+
+def _extent_before(call: Call, dim: int) -> Size:
+    """Return the extent that the input has along what is `dim` of a result which it is broadcast
+    to: 1 for a new dimension."""
+    shape = call.shape_of(call.name(0))
+    own = dim - len(call.shape) + len(shape)
+    return shape[own] if own >= 0 else Size(1)
 
 
 # --- Views ---------------------------------------------------------------------------------------
@@ -46,23 +58,28 @@ def whole(call: Call, state: State) -> Answer:
 def reshape(call: Call) -> Answer:
     """Type the same elements in the same order, in other dimensions."""
     state = call.state(0)
+    shape = call.shape_of(call.name(0))
+    if isinstance(state, Permutation):
+        return state if shape == call.shape else None
     if not isinstance(state, PerSample | Position):
-        return state if isinstance(state, Permutation) else whole(call, state)
+        return whole(call, state)
     dim = only_batch_dim(call.shape)
     if dim is None:
         return None
-    shape = call.shape_of(call.name(0))
     if isinstance(state, Position):
         return Position(dim) if is_whole_batch(call.shape[dim]) else None
     before, now = factors_before(shape, state.dim), factors_before(call.shape, dim)
     if before is None or now is None:
         return None
-    if state.uniform:
+    had = shape[state.dim].per_sample
+    if state.order and had != call.shape[dim].per_sample:
+        return None  # rows of several samples become one
+    if state.uniform and before == now and had % call.shape[dim].per_sample == 0:
         return replace(state, dim=dim)
     left = before * state.before
     if now == 0 or left % now or call.shape[dim].per_sample % (left // now):
         return Refused(_TORN)
-    return replace(state, dim=dim, before=left // now)
+    return replace(state, dim=dim, before=left // now, uniform=False)
 
 
 def _permuted(call: Call, order: list[int]) -> Answer:
@@ -127,6 +144,11 @@ def expand(call: Call) -> Answer:
 def repeat(call: Call) -> Answer:
     """Type the whole value several times, along every dimension."""
     state = call.shifted(call.name(0))
+    if isinstance(state, Fixed):
+        dim = only_batch_dim(call.shape)
+        if dim is None or _extent_before(call, dim) == Size(1):
+            return whole(call, state)
+        return PerSample(dim, degree=state.degree)  # every sample has all rows
     if not isinstance(state, PerSample):
         return whole(call, state)
     had = call.shape_of(call.name(0))[state.dim - len(call.shape) + call.rank_of(0)]
@@ -139,6 +161,11 @@ def repeat(call: Call) -> Answer:
 def repeat_interleave(call: Call) -> Answer:
     """Type every entry of a dimension several times, one after another."""
     state = call.state(0)
+    if isinstance(state, Fixed) and len(call.shape) == call.rank_of(0):
+        dim = only_batch_dim(call.shape)
+        had = call.shape_of(call.name(0))[dim] if dim is not None else Size(1)
+        if dim is not None and had.fixed > 1:  # one row for all samples, then the next
+            return PerSample(dim, had.fixed, state.degree)
     if not isinstance(state, PerSample) or len(call.shape) != call.rank_of(0):
         return whole(call, state)
     return state if only_batch_dim(call.shape) == state.dim else None
@@ -150,16 +177,33 @@ def repeat_interleave(call: Call) -> Answer:
 def narrow(call: Call) -> Answer:
     """Type a range of a dimension."""
     state, dim = call.state(0), call.dim(1)
+    if isinstance(state, Fixed) and dim is not None and call.shape[dim].per_sample:
+        return Refused("takes rows of a table by the places of samples in their batch")
     if not isinstance(state, PerSample | Position):
         return whole(call, state)
     if state.dim != dim:
         return state
     had, now = call.shape_of(call.name(0))[dim], call.shape[dim]
-    if had == now and call.argument(4, "step", 1) == 1:
+    step = call.argument(4, "step", 1)
+    if had == now and step == 1:
         return state
     if isinstance(state, Position):
         return Refused(SOME)
+    if step != 1:
+        return _every(call, state, step, had, now)
     return _pieces(call, state, had, now) if call.argument(2, "start") in (0, None) else None
+
+
+def _every(call: Call, state: PerSample, step: Argument, had: Size, now: Size) -> Answer:
+    """Return the state of every `step`-th entry of the sample dimension: as many of each sample,
+    where the entries that a sample has together are a multiple of it."""
+    start = call.argument(2, "start") or 0
+    if not isinstance(step, int) or not isinstance(start, int) or not 0 <= start < step:
+        return None
+    if had != Size(0, now.per_sample * step):
+        return Refused(SOME)
+    together = had.per_sample // state.before
+    return state if state.uniform or together % step == 0 else Refused(SOME)
 
 
 def _pieces(call: Call, state: PerSample, had: Size, now: Size) -> Answer:
@@ -234,7 +278,8 @@ def cat(call: Call) -> Answer:
     if rows and rows[0].dim == dim:
         extents = {call.shape_of(name)[dim] for name in names}
         plain = all(x == rows[0] and x.before == 1 for x in states) and not rows[0].order
-        return replace(rows[0], before=len(names)) if plain and len(extents) == 1 else None
+        made = replace(rows[0], before=len(names), uniform=False)
+        return made if plain and len(extents) == 1 else None
     return _together(call, states)
 
 

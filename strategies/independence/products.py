@@ -142,6 +142,15 @@ def grouped_product(call: Call) -> Answer:
 def lookup(call: Call) -> Answer:
     """Type rows of a table, by number."""
     table, numbers = call.state(0), call.state(1)
+    if call.argument(3, "scale_grad_by_freq"):
+        return Refused("divides gradients by how often the batch looks up each row")
     if table != FIXED or not isinstance(numbers, PerSample) or numbers.degree:
         return None
     return numbers
+
+
+def renormed(call: Call) -> Answer:
+    """Type a table whose rows are scaled in place where the batch looks them up."""
+    if call.state(0) == FIXED and isinstance(call.state(1), PerSample):
+        return Refused("rescales the rows of a table that the batch looks up")
+    return None

@@ -98,6 +98,7 @@ _FAMILIES: tuple[tuple[Rule, str], ...] = (
     (products.grouped_product, "_grouped_mm transformers.grouped_mm_fallback "
                                 "whale_train.grouped_mm"),
     (products.lookup, "embedding"),
+    (products.renormed, "embedding_renorm"),
     # Losses
     (losses.target_mean, "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d"),
     (partial(losses.elementwise_loss, position=2),

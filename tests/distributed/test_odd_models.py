@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from tests.distributed.equality import Computed, JobFailed, Jobs
 from tests.distributed.odd_models import CLASSES, ODD, TOKENS
+from tests.distributed.odd_models_rows import ODD_ROWS
+from tests.distributed.odd_models_state import ODD_STATE
 
-NAMES = [made.__name__ for made in ODD]
+MODULES = {made.__name__: made.__module__ for made in (*ODD, *ODD_ROWS, *ODD_STATE)}
+NAMES = list(MODULES)
 STRATEGIES = {
     "dp": ("strategy=dp",),
     "zero2": ("strategy=zero2",),
@@ -53,7 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def overrides(model: str, data: Path, *more: str) -> list[str]:
     return [
-        f"model._target_=odd_models.{model}",
+        f"model._target_={MODULES[model]}.{model}",
         *("data=arrays", f"data.path={data}", "data.shuffle=false"),
         *("train.steps=3", "train.global_batch=10", "optimizer=sgd", "optimizer.lr=0.05"),
         *more,
@@ -111,6 +114,11 @@ MEETING = {
     "MeanTimesSize": "mul",
     "MeanAndSum": "add",
     "WeightedMean": "div",
+    "EveryOtherOfCat": "slice",
+    "PairsAgainstHalves": "binary_cross_entropy_with_logits",
+    "FirstRowsOfAll": "gather",
+    "ScaledByFrequency": "embedding",
+    "RenormedTable": "embedding_renorm_",
 }
 
 
@@ -134,7 +142,33 @@ SAME = [
         "GradientPenalty",
         "Normed",
     ),
+    *("EveryOtherOfPairs", "FilledWithTheSize", "LossMadeAgain", "LossOfEachRow"),
+    *("ReplacesItsBuffer", "NormalisesItsWeight", "Temperature"),
 ]
+
+
+# Refused for other reasons than that samples meet: under which strategy, and what is said.
+REFUSED = {
+    "SortedInGroups": ("dp", "has no rule that says what it does with samples"),
+    "ReentrantBlocks": ("dp", "checkpoints with use_reentrant=True"),
+    "ScriptedLoss": ("dp", "calls cross_entropy_loss past torch.nn.functional"),
+    "ReplacesItsBuffer": ("split", "puts in the place of buffer calls"),
+    "NormalisesItsWeight": ("zero2", "changes the parameter prototypes.weight (wrap_with_set_grad"),
+    "ClampsItsWeight": ("zero2", "changes the parameter head.weight in its forward"),
+    "WarmsUp": ("dp", "its forward changes from call to call"),
+    "FreezesLater": ("dp", "whether the parameter blocks.0.weight is trained"),
+    "MixesUpInAnOrder": ("dp", "made of its parts"),
+    "LazyHead": ("dp", "has a parameter without a shape before its first forward (lazy.weight)"),
+    "ComplexFilter": ("dp", "has a parameter of complex numbers (filter)"),
+}
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_what_else_is_refused_is_said(model: str, jobs: Jobs, data: Path) -> None:
+    strategy, said = REFUSED[model]
+    with pytest.raises(JobFailed) as failed:
+        jobs.run(overrides(model, data, *UNLIKE, *STRATEGIES[strategy]))
+    assert said in str(failed.value)
 
 
 @pytest.mark.parametrize("model", SAME)

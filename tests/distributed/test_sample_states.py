@@ -63,6 +63,18 @@ PER_SAMPLE: dict[str, Function] = {
     "gru": lambda y, labels, w: _gru(y, w),
     "norm of each": lambda y, labels, w: y.norm(dim=-1) / (y.norm(dim=(1, 2))[:, None] + 1),
     "experts": lambda y, labels, w: _by_expert(y.flatten(0, 1), labels.repeat_interleave(LENGTH)),
+    "table repeated": lambda y, labels, w: (
+        y[:, 0].repeat_interleave(6, 0) + w.repeat(y.shape[0], 1)
+    ),
+    "rows repeated": lambda y, labels, w: y[:, 0].repeat(6, 1) + w.repeat_interleave(y.shape[0], 0),
+    "places flattened": lambda y, labels, w: y.flatten(0, 1) + _places(y, w).flatten(0, 1),
+    "row to columns": lambda y, labels, w: (
+        w[:1].expand(y.shape[0], 6).view(-1, 2, 3) * y[:, :2, :3]
+    ),
+    "ones and zeros": lambda y, labels, w: torch.cat([y, -y]) * _ones_and_zeros(y),
+    "every other": lambda y, labels, w: y.flatten(0, 1)[::2],
+    "every other of a stack": lambda y, labels, w: torch.stack([y, y.exp()], 1).flatten(0, 1)[1::2],
+    "filled by size": lambda y, labels, w: y * torch.full((y.shape[0], 1, 1), 1 / y.shape[0]),
 }  # fmt: skip
 
 POOLED: dict[str, Function] = {
@@ -87,6 +99,7 @@ POOLED: dict[str, Function] = {
     "sums beside": lambda y, labels, w: torch.stack([y.sum(), y.exp().sum()]),
     "a loop of sums": lambda y, labels, w: sum((y[:, i].mean() for i in range(3)), torch.zeros(())),
     "margin": lambda y, labels, w: F.triplet_margin_loss(y[:, 0], y[:, 1], y[:, 2]),
+    "over a full size": lambda y, labels, w: y.sum() / torch.full((), y.shape[0], dtype=y.dtype),
 }
 
 MEET: dict[str, Function] = {
@@ -117,6 +130,19 @@ MEET: dict[str, Function] = {
     "compared": lambda y, labels, w: F.mse_loss(y[:, 0, :1], labels.to(y.dtype)),
     "top samples": lambda y, labels, w: y[:, 0, 0].topk(2).values.sum(),
     "taken along": lambda y, labels, w: y[:, 0].gather(0, (labels[:, None] * 0).expand(-1, 2)),
+    "pattern of cat": lambda y, labels, w: torch.cat([y[:, 0]] * 6) * w.repeat(y.shape[0], 1),
+    "rows of rows": lambda y, labels, w: (
+        y[:, 0].repeat_interleave(6, 0) * w.repeat_interleave(y.shape[0], 0)
+    ),
+    "places of cat": lambda y, labels, w: (
+        torch.cat([y[:, 0]] * LENGTH) * _places(y, w).flatten(0, 1)
+    ),
+    "other ones": lambda y, labels, w: torch.stack([y, -y], 1).flatten(0, 1) * _ones_and_zeros(y),
+    "every other of cat": lambda y, labels, w: torch.cat([y, y.exp()])[::2],
+    "first of flattened": lambda y, labels, w: y.flatten(0, 1).gather(1, labels.unsqueeze(1)),
+    "classes of the batch": lambda y, labels, w: F.cross_entropy(
+        y[:, 0], labels, F.one_hot(labels, WIDTH).float().mean(0)
+    ),
     "by place": lambda y, labels, w: F.mse_loss(y[:, 0] @ y[:, 1].T, torch.eye(y.shape[0])),
 }
 
@@ -128,6 +154,17 @@ def _by_expert(rows: Tensor, experts: Tensor) -> Tensor:
     back = torch.empty_like(order)
     back[order] = torch.arange(order.shape[0])
     return made[back]
+
+
+def _places(y: Tensor, w: Tensor) -> Tensor:
+    """A row of `w` for every place, the same in every sample: [B, LENGTH, WIDTH]"""
+    return w[:LENGTH].expand(y.shape[0], LENGTH, WIDTH)
+
+
+def _ones_and_zeros(y: Tensor) -> Tensor:
+    """[2 B, 1, 1], for what is real and for what is not"""
+    ones = torch.ones(y.shape[0], 1, 1)
+    return torch.cat([ones, torch.zeros_like(ones)])
 
 
 def _gru(y: Tensor, w: Tensor) -> Tensor:
@@ -214,6 +251,19 @@ def test_where_samples_meet(name: str) -> None:
             continue  # nor has it the shape for it
 
 
-def test_what_nobody_has_thought_about_is_unknown() -> None:
-    state = _state(lambda y, labels, w: torch.linalg.matrix_exp(y @ y.transpose(1, 2)))
-    assert state == Unknown("linalg_matrix_exp") or isinstance(state, Unknown)
+UNKNOWN: dict[str, Function] = {
+    "exponential of matrices": lambda y, labels, w: torch.linalg.matrix_exp(y @ y.mT),
+    "sorted, in groups": lambda y, labels, w: (
+        labels.repeat_interleave(LENGTH).sort().values.view(-1, LENGTH).amax(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_nobody_has_thought_about_is_unknown(name: str) -> None:
+    assert isinstance(_state(UNKNOWN[name]), Unknown)
+
+
+def test_a_gradient_that_follows_how_often_rows_are_looked_up_meets() -> None:
+    state = _state(lambda y, labels, w: F.embedding(labels, w, scale_grad_by_freq=True))
+    assert isinstance(state, Meets)

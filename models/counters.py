@@ -1,0 +1,54 @@
+"""Numbers that a forward keeps in Python and moves in every call, and what they are further on.
+
+A warm-up of a loss, or a layer that is frozen after some steps, does nothing odd in the first
+calls. Owns finding the counters of a model, and setting them as they are after many more calls.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+# Calls after which a forward is looked at again: warm-ups last some tens to some thousands of them.
+AHEAD = (1, 2, 3, 10, 100, 1_000, 10_000, 1_000_000)
+
+Numbers = Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class Counter:
+    """An attribute `name` of the module at `path`: it is `start`, and a call adds `step`."""
+
+    path: str
+    name: str
+    start: int
+    step: int
+
+    def set(self, model: nn.Module, calls: int) -> None:
+        """Set the counter of `model` as it is after so many calls."""
+        setattr(model.get_submodule(self.path), self.name, self.start + calls * self.step)
+
+
+def numbers(model: nn.Module) -> Numbers:
+    """Return the numbers that the modules of `model` have as attributes, whole ones."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in {**_of_class(type(module)), **vars(module)}.items():
+            if type(value) is int:  # and no bool
+                found[path, name] = value
+    return found
+
+
+def _of_class(made: type) -> dict[str, object]:
+    """Return what a user's class has as attributes: counters often begin there."""
+    classes = [x for x in reversed(made.__mro__) if not x.__module__.startswith("torch.")]
+    return {name: value for x in classes for name, value in vars(x).items() if name[:2] != "__"}
+
+
+def counters(model: nn.Module, call: Callable[[], object]) -> list[Counter]:
+    """Return the counters of `model` that `call` moves."""
+    before = numbers(model)
+    call()
+    after = numbers(model)
+    moved = {key: after[key] - start for key, start in before.items() if key in after}
+    return [Counter(*key, before[key], step) for key, step in moved.items() if step]
