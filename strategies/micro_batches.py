@@ -128,13 +128,20 @@ def _most(balance: str, caps: Sequence[int]) -> int:
 
 
 def _step_s(job: Staging, times: ChunkTimes, copy: int, micro_batches: int, share: int) -> float:
-    """Return the seconds of the slowest stage of a copy that takes `share` samples a step, as many
-    at a time as equal micro-batches have."""
-    size = max(1, round(share / micro_batches))
-    rates = [0.0] * len(job.form.stages)
-    for position, stage in enumerate(job.seats.stage_of):
-        rates[stage] += _rate(job, times, copy, position, size)
-    return share / min(rates)
+    """Return the seconds of the slowest stage of a copy that takes `share` samples a step, in
+    micro-batches as equal as whole samples allow."""
+    size, larger = divmod(max(share, micro_batches), micro_batches)
+    sizes = {size: micro_batches - larger, size + 1: larger}
+    slowest = 0.0
+    for stage in range(len(job.form.stages)):
+        positions = job.seats.of_stage(stage)  # copies of the stage, which take turns
+        seconds = 0.0
+        for each, count in sizes.items():
+            if count:
+                rate = sum(_rate(job, times, copy, position, each) for position in positions)
+                seconds += count * each / rate
+        slowest = max(slowest, seconds)
+    return slowest
 
 
 def _rate(job: Staging, times: ChunkTimes, copy: int, position: int, size: int) -> float:

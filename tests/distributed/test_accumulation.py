@@ -44,6 +44,10 @@ MICRO_BATCHES = {
     ("", 2, UNEVEN, TWICE): [[[0, 3], [3, 5]], [[5, 7], [7, 8]]],
     ("", 2, UNEVEN, THRICE): [[[0, 2], [2, 4], [4, 5]], [[5, 6], [6, 7], [7, 8]]],
     ("", 2, (), TWICE): [[[0, 2], [2, 4]], [[4, 6], [6, 8]]],
+    # Beside a split head both ranks share every micro-batch.
+    ("hybrid_split_dp", 2, UNEVEN, TWICE): [[[0, 3], [4, 7]], [[3, 4], [7, 8]]],
+    ("hybrid_split_dp", 2, UNEVEN, THRICE): [[[0, 2], [3, 5], [6, 7]], [[2, 3], [5, 6], [7, 8]]],
+    ("hybrid_split_dp", 2, (), TWICE): [[[0, 2], [4, 6]], [[2, 4], [6, 8]]],
 }
 CASES = [
     # gpt's targets are as many in every sample; bert's are not, and its second half has them all.
@@ -74,7 +78,7 @@ def test_micro_batches_are_one_batch(run: Run, case: Case) -> None:
     pieces, rest = case.extra[:1], case.extra[1:]
     rest = tuple(x for x in rest if not x.startswith("strategy."))
     found = run(case)
-    kind = case.strategy if case.strategy == "single" else ""
+    kind = case.strategy if case.strategy in ("single", "hybrid_split_dp") else ""
     expected = MICRO_BATCHES[kind, case.devices, case.speeds, pieces]
     assert [rank["samples"] for rank in found.plan["ranks"]] == expected
     assert {rank["micro_batches"] for rank in found.plan["ranks"]} == {len(expected[0])}

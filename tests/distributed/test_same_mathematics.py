@@ -131,13 +131,14 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 
 
 def hardware(devices: int, speeds: Sequence[float]) -> tuple[str, ...]:
-    """`devices` CPU processes: equal ones, or as many of each of `speeds` (TFLOP/s)."""
+    """`devices` CPU processes: equal ones, or as many of each of `speeds` (TFLOP/s), whose memory
+    is as fast in proportion."""
     if not speeds:
         return ("hardware=cpu", f"hardware.devices={devices}")
     nodes = ", ".join(
         f"{{devices: {devices // len(speeds)}, link: nvlink2, device: {{name: gpu_{i}, "
         f"flops: {{fp32: {speed}e12, bf16: {speed}e12}}, memory_bytes: 16e9, "
-        "memory_bandwidth_bytes_s: 9e11}}"
+        f"memory_bandwidth_bytes_s: {speed}e11}}}}"
         for i, speed in enumerate(speeds)
     )
     return ("hardware=v100_p100_mix", f"hardware.nodes=[{nodes}]", "launcher=emulate")

@@ -68,7 +68,7 @@ UNEVEN = (
     + ", ".join(
         f"{{devices: 1, link: nvlink2, device: {{name: gpu_{speed}, "
         f"flops: {{fp32: {speed}e12, bf16: {speed}e12}}, memory_bytes: 16e9, "
-        "memory_bandwidth_bytes_s: 9e11}}"
+        f"memory_bandwidth_bytes_s: {speed}e11}}}}"
         for speed in (5, 3)
     )
     + "]",
