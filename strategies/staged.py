@@ -24,12 +24,12 @@ from whale_train.strategies.micro_batches import (
     refuse_batch_norm,
     share_batch,
 )
-from whale_train.strategies.moved_cuts import Look, move_ends
 from whale_train.strategies.offloading import kept_on_hosts, offload_decisions
 from whale_train.strategies.plan import Decision, Plan
 from whale_train.strategies.prediction import Simulated
 from whale_train.strategies.samples import refuse_learned_targets, refuse_shared_batch
 from whale_train.strategies.schedule import schedule
+from whale_train.strategies.search.boundary_search import Look, move_ends
 from whale_train.strategies.sends import Sends
 from whale_train.strategies.sharing import Training
 from whale_train.strategies.stage_engines import held_of_stages
@@ -55,16 +55,16 @@ def consider_nested(
     training: Training,
     *,
     moving: bool = False,
+    cut: tuple[int, ...] = (),
 ) -> Considered:
-    """A nested strategy, resolved; `moving` the ends of its stages to where its step is shortest.
-    Raises PlanError with all faults of a stage."""
+    """Resolve a nested strategy, cut at the places `cut` or balanced, and `moving` the ends of its
+    stages to where its step is shortest. Raises PlanError with all faults of a stage."""
     job, decisions = _staging(strategy, cluster, findings, training), list[Decision]()
     micro_batches = count_micro_batches(job, decisions)
     refuse_batch_norm(job, micro_batches)
     _refuse_pieces(job, job.form.copies * micro_batches)
-    cut = chunked(job)
     batches = share_batch(job, micro_batches)
-    look = _look(job, cut, batches)
+    look = _look(job, chunked(job, cut or None), batches)
     if moving and _may_move(job):
         look = _moved(job, batches, look, decisions)
     return _considered(job, batches, look, decisions)
@@ -147,7 +147,7 @@ def _considered(
         taken = ChunkTimes(there, cut.chunks, cut.axes, frozenset(decided.recomputed))
         return simulated_step(there, replace(decided, times=taken))
 
-    return Considered(step, plan, on, look.work)
+    return Considered(step, plan, on, look.work, cut.places)
 
 
 def _owned(job: Staging, cut: Chunked) -> Sequence[float]:
