@@ -41,7 +41,8 @@ _FAR = 1.5  # times the fastest: estimates err by less, so that what is further 
 _NEAR = 1.1  # times the fastest: what is estimated further, once a family's error is known
 _MOVED = 3  # pipelines whose boundaries are moved at the most,
 _MOVABLE = 1.05  # of those that take up to so many times the fastest
-_SHORT = 12  # pipelines whose boundaries are moved for memory, where nothing fits
+_SHORT = 6  # pipelines whose boundaries are moved for memory, where nothing fits,
+_LITTLE = 0.2  # of those that are short of so much of a device's memory at the most
 
 
 @dataclass(frozen=True)
@@ -187,11 +188,9 @@ class _Search:
         estimator = Estimator(self.costs, cluster, self.training, self.asked.balance)
         listed = shortlist(self.space, devices, estimator)
         self.estimated += listed.estimated
-        for name, (short, candidate) in listed.short.items():
+        for name, (short, _) in listed.short.items():
             family = self.family(name)
             family.short_bytes = min(family.short_bytes, short)
-            if candidate.mesh.stages > 1:
-                self.short.append((short, candidate, self.written(candidate), ()))
         first = min(listed.promises, default=None)
         if first is not None and first.seconds < self.best_s * _NEAR:
             self.resolve(first.candidate, first.estimate)
@@ -268,7 +267,9 @@ class _Search:
             family.fault = family.fault or error.faults[0]
             self.work += _REFUSED
             self.refused[_likes(candidate)] = self.refused.get(_likes(candidate), 0) + 1
-            if isinstance(error, ShortOfMemoryError) and candidate.mesh.stages > 1:
+            room = max(device.memory_bytes for device in self.cluster.devices)
+            little = isinstance(error, ShortOfMemoryError) and error.short_bytes < _LITTLE * room
+            if isinstance(error, ShortOfMemoryError) and little and candidate.mesh.stages > 1:
                 self.short.append((error.short_bytes, candidate, mapping, places))
             return
         seconds = found.step.spans.seconds
