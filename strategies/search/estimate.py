@@ -126,7 +126,7 @@ class Estimator:
                     device = alike.devices[number]
                     after = self.sums.after_s(candidate, part, held, backward, device)
                     step = max(step, done - before + after)
-                before += backward if candidate.schedule != "zero_bubble" else 0.0
+                before += backward * (0.5 if candidate.schedule == "zero_bubble" else 1.0)
             slowest = max(slowest, step)
         return max(slowest, self._shared_s(candidate, size))
 
@@ -293,14 +293,14 @@ class Estimator:
             [int(stage.in_flight) for stage in stages], sent, pieces,
         )  # fmt: skip
         step, before = 0.0, 0.0
-        waits = candidate.schedule != "zero_bubble"  # else weights' gradients come last everywhere
+        waits = candidate.schedule != "zero_bubble"  # else weights' gradients come later
         for number, part in enumerate(parts):
             first, last = ends[number : number + 2]
             elements = self.costs.holding(part.shards, candidate.dim).elements
             summed = self.sums.after_s(candidate, part, elements[last] - elements[first],
                                     backwards[number], copies.devices[number])  # fmt: skip
             step = max(step, done - before + summed)
-            before += backwards[number] if waits else 0.0
+            before += backwards[number] * (1.0 if waits else 0.5)
         return step + self.sums.norm_s
 
     def by_processors(self, mesh: Mesh, micro_batches: int, times_s: float) -> float:

@@ -17,7 +17,7 @@ from whale_train.strategies.search.candidates import Candidate, Estimate, Mesh
 from whale_train.strategies.search.estimate import Estimator
 from whale_train.strategies.search.space import Devices, Space
 
-_ROUGHLY = 6  # pipelines of a kind that are estimated as if they could be cut anywhere,
+_ROUGHLY = 14  # pipelines of a kind that are estimated as if they could be cut anywhere,
 _CUT = 10  # of these that are cut at the most,
 _KEPT = 3  # until so many fit
 _FAR = 1.7  # times the least rough estimate: pipelines of which all are further are passed over

@@ -17,7 +17,17 @@ Prefix = Sequence[float]
 
 _ROUNDING = 1 + 1e-9
 _HALVINGS = 12  # of the interval in which the least slowest time is: to a four-thousandth
-_SLOWER = (1.0, 1.03, 1.1, 1.25)  # times that least, tried for the sake of a smaller sum
+_SLOWER = (
+    1.0,
+    1.03,
+    1.1,
+    1.25,
+    1.5,
+    2.0,
+    3.0,
+    5.0,
+    10.0,
+)  # times that least, tried for the sake of a smaller sum
 
 
 @dataclass(frozen=True)
