@@ -37,7 +37,7 @@ _SAME = 1 - 1e-9  # steps closer than this are equally long
 _REFUSED = 4_000  # tasks that a strategy which cannot be counts for
 _REFUSALS = 2  # of its like, after which no more of them are resolved
 _BUDGET = 100_000  # tasks simulated, and ranks laid out, where a search has no time limit
-_FAR = 1.5  # times the fastest: estimates err by less, so that what is further is not simulated
+_FAR = 1.3  # times the fastest: estimates err by less, so that what is further is not simulated
 _NEAR = 1.1  # times the fastest: what is estimated further, once a family's error is known
 _MOVED = 3  # pipelines whose boundaries are moved at the most,
 _MOVABLE = 1.05  # of those that take up to so many times the fastest
@@ -201,7 +201,7 @@ class _Search:
                 waiting = self.waiting.setdefault(_likes(promise.candidate), [])
                 waiting.append(promise)
                 waiting.sort(reverse=True)
-        if devices == self.space.devices and self.space.exported:
+        if self.space.exported:
             for each in shipped(cluster, self.training, self.asked.balance):
                 estimate = estimator.of(each.candidate)
                 promise = Promise(estimate.seconds, each.candidate, estimate)
