@@ -6,8 +6,8 @@ python benchmarks/planning.py --parts search
 
 Set-up (export and profile of the model, or finding the profile a plan before this one kept, the
 best of three) and the plan are timed apart, after imports, in this process. Nodes of 8 V100 over
-50 Gbit/s; a GPT of width 512 with 64 tokens a sample, 4 samples a device. A search that runs out of
-time has not looked at all there is: *rest estimated* is the least that the rest may take.
+50 Gbit/s; a GPT of width 512 with 64 tokens a sample, 4 samples a device. *Full speed* is for how
+long the devices would compute if nothing waited and all were as fast as they ever are.
 """
 
 import argparse

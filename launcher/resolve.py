@@ -95,6 +95,9 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     profile = profile_of(request, dataset)
     check_data(request, profile, dataset.num_evaluation_samples, faults)
 
+    if device == "cuda":
+        _refuse_gpus_between(strategy, cluster, faults)
+        use_all = use_all or len(cluster.kinds) > 1
     planned = partial(_planned, request, strategy, cluster, emulated, use_all)
     try:
         made = planned(profile)
@@ -305,6 +308,17 @@ def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluste
     if not measured or request.launcher.link_speed:
         return None
     return stand_ins(used, measured[0], _paces(request, used), cores() / threads)
+
+
+def _refuse_gpus_between(strategy: Strategy, cluster: Cluster, faults: list[Fault]) -> None:
+    """Refuse a strategy whose ranks are not this machine's first GPUs, in their order: a rank runs
+    on the GPU of its number."""
+    used = cluster.chosen(strategy.devices).devices
+    if used != cluster.devices[: len(used)]:
+        rule = "leaves GPUs idle between those it uses, or numbers them otherwise than this machine"
+        remedy = "hide the others with CUDA_VISIBLE_DEVICES, and use a number of devices, or auto"
+        value = ", ".join(f"{kind}: {count}" for kind, count in cluster.kinds.items())
+        faults.append(Fault("strategy.devices", value, rule, remedy))
 
 
 def _refuse_device_speed(
