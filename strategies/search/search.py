@@ -203,6 +203,8 @@ class _Search:
                 waiting.sort(reverse=True)
         if self.space.exported:
             for each in shipped(cluster, self.training, self.asked.balance):
+                if not self.space.keeps(each.candidate.zero, each.candidate.offload):
+                    continue
                 estimate = estimator.of(each.candidate)
                 promise = Promise(estimate.seconds, each.candidate, estimate)
                 mapping = {**each.written, **self.devices_of(each.candidate)}

@@ -214,6 +214,10 @@ class Space:
         for schedule, (zero, offload) in product(schedules, self._keepings(several, 1)):
             yield Candidate(mesh, micro_batches, schedule, zero, offload, dim=dim)
 
+    def keeps(self, zero: int, offload: str) -> bool:
+        """Whether copies may keep their optimizer's state so."""
+        return (self.zero or not zero) and (self.offload or offload == "none")
+
     def _keepings(self, several: bool, highest: int) -> Iterator[tuple[int, str]]:
         """Yield how copies may keep their optimizer's state: (ZeRO, offload)."""
         yield 0, "none"
