@@ -25,7 +25,6 @@ from whale_train.launcher.machine import machine_facts, threads_asked
 from whale_train.launcher.profiles import profile_of
 from whale_train.launcher.samples import compared, must_compare
 from whale_train.limits import cores, memory_bytes
-from whale_train.strategies.auto import search
 from whale_train.strategies.calibration import calibrated, on_cores, stand_ins
 from whale_train.strategies.cluster import CPU_PROCESS, Cluster
 from whale_train.strategies.findings import Findings
@@ -36,6 +35,7 @@ from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Plan
 from whale_train.strategies.prediction import Simulated
 from whale_train.strategies.resolve import refuse_without_model, resolve_and_simulate
+from whale_train.strategies.search.search import search
 from whale_train.strategies.timeline import Event
 from whale_train.strategies.training import Training
 
@@ -84,9 +84,9 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
         if not strategy.is_auto:
             refuse_without_model(strategy, cluster, training, faults)
         _refuse_device_speed(request, cluster, emulated, faults)
-        _refuse_link_speed(
-            request, cluster.first(strategy.devices or len(cluster.devices)), emulated, faults
-        )
+        used = cluster.chosen(strategy.devices)
+        if used.devices:
+            _refuse_link_speed(request, used, emulated, faults)
     dataset = _dataset(request, faults)
     if request.mode == "train":
         _refuse_without_compiler(request, faults)
@@ -95,6 +95,9 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     profile = profile_of(request, dataset)
     check_data(request, profile, dataset.num_evaluation_samples, faults)
 
+    if device == "cuda":
+        _refuse_gpus_between(strategy, cluster, faults)
+        use_all = use_all or len(cluster.kinds) > 1
     planned = partial(_planned, request, strategy, cluster, emulated, use_all)
     try:
         made = planned(profile)
@@ -112,7 +115,7 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     look = on_one_host and request.mode != "plan" and THRESHOLD not in os.environ
     holes = said_of_holes(plan, memory_bytes()) if look else ()
     plan = replace(plan, decisions=(*plan.decisions, *evaluations, *holes))
-    used = cluster.first(plan.world_size)
+    used = made.used
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
     return Resolved(plan, used, profile, device, emulated, paces, links, timeline, made.written)
@@ -120,10 +123,11 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A plan, its step simulated on the devices or, where `here` are measured, on what stands for
-    them, and the strategy that was found, as `written` in a file."""
+    """A plan, the devices it has `used`, its step simulated on them or, where `here` are measured,
+    on what stands for them, and the strategy that was found, as `written` in a file."""
 
     plan: Plan
+    used: Cluster
     step: Simulated
     here: Cluster | None
     written: Mapping[str, Any] | None
@@ -151,7 +155,8 @@ def _planned(
     plan, step = resolve_and_simulate(strategy, cluster, findings, training, here)
     if found is not None:
         plan = replace(plan, decisions=(*found.decisions, *plan.decisions))
-    return _Planned(plan, step, here, None if found is None else found.written)
+    used = cluster.chosen(strategy.devices)
+    return _Planned(plan, used, step, here, None if found is None else found.written)
 
 
 def resolve_each(
@@ -180,7 +185,8 @@ def resolve_each(
             if strategy.is_auto:
                 strategy = search(strategy, cluster, findings, training).strategy
             plan, _ = resolve_and_simulate(strategy, cluster, findings, training)
-            found[name] = Resolved(plan, cluster.first(plan.world_size), profile, device, emulated)
+            used = cluster.chosen(strategy.devices)
+            found[name] = Resolved(plan, used, profile, device, emulated)
         except RequestError as error:
             found[name] = error
     return found
@@ -291,7 +297,7 @@ def _where(
 def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluster | None:
     """The CPU processes that stand for the devices `strategy` uses, where they were measured at
     its precision and nothing else slows them."""
-    used = cluster.first(strategy.devices or len(cluster.devices))
+    used = cluster.chosen(strategy.devices)
     threads = threads_of(request, cores(), len(used.devices))
     precision = training_of(request).precision
     measured = [
@@ -302,6 +308,17 @@ def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluste
     if not measured or request.launcher.link_speed:
         return None
     return stand_ins(used, measured[0], _paces(request, used), cores() / threads)
+
+
+def _refuse_gpus_between(strategy: Strategy, cluster: Cluster, faults: list[Fault]) -> None:
+    """Refuse a strategy whose ranks are not this machine's first GPUs, in their order: a rank runs
+    on the GPU of its number."""
+    used = cluster.chosen(strategy.devices).devices
+    if used != cluster.devices[: len(used)]:
+        rule = "leaves GPUs idle between those it uses, or numbers them otherwise than this machine"
+        remedy = "hide the others with CUDA_VISIBLE_DEVICES, and use a number of devices, or auto"
+        value = ", ".join(f"{kind}: {count}" for kind, count in cluster.kinds.items())
+        faults.append(Fault("strategy.devices", value, rule, remedy))
 
 
 def _refuse_device_speed(

@@ -3,6 +3,7 @@
 Ranks are numbered in the order of the inventory's list. Nothing here looks at the machine.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -120,6 +121,36 @@ class Cluster:
         """Whether all its devices are CPU processes."""
         return all(device.name == CPU_PROCESS for device in self.devices)
 
+    @cached_property
+    def kinds(self) -> Mapping[str, int]:
+        """The number of devices of each kind."""
+        return Counter(device.name for device in self.devices)
+
+    def chosen(self, devices: "int | Mapping[str, int] | None") -> "Cluster":
+        """Return the devices that a strategy's `devices:` names: all (None), the first so many in
+        rank order, or so many of each kind. There have to be as many."""
+        if devices is None:
+            return self
+        return self.first(devices) if isinstance(devices, int) else self.of_kinds(devices)
+
+    def of_kinds(self, counts: Mapping[str, int]) -> "Cluster":
+        """Return `counts` devices of each kind, as they are where the others stay idle, and number
+        their ranks kind by kind, in the order of `counts`. Nodes with most devices of a kind come
+        first, so that neither the choice nor the order depends on that of the inventory."""
+        if len(self.kinds) == 1 and self.fewer:  # processes with other threads where they are fewer
+            return self.first(sum(counts.values()))
+        places = {kind: place for place, kind in enumerate(counts)}
+        left, nodes = dict(counts), []
+        for node in sorted(self.nodes, key=lambda node: _precedence(node, places)):
+            used = []
+            for device in node.devices:
+                if left.get(device.name, 0) > 0:
+                    left[device.name] -= 1
+                    used.append(device)
+            if used:
+                nodes.append(replace(node, devices=tuple(used)))
+        return replace(self, nodes=tuple(nodes), fewer={})
+
     def first(self, count: int) -> "Cluster":
         """The first `count` devices, in rank order, as they are where the others stay idle."""
         if count in self.fewer:
@@ -131,3 +162,11 @@ class Cluster:
                 left -= len(node.devices)
         fewer = {number: each for number, each in self.fewer.items() if number < count}
         return replace(self, nodes=tuple(nodes), fewer=fewer)
+
+
+def _precedence(node: Node, places: Mapping[str, int]) -> tuple[object, ...]:
+    """Return the sort key of a node: by the first of its kinds in `places`, the fullest first."""
+    kinds = Counter(device.name for device in node.devices if device.name in places)
+    first = min((places[kind] for kind in kinds), default=len(places))
+    full = sorted((places[kind], -number) for kind, number in kinds.items())
+    return first, full, -node.link.bandwidth_bytes_s, -len(node.devices)

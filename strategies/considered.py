@@ -11,9 +11,11 @@ from whale_train.strategies.prediction import Simulated
 @dataclass(frozen=True)
 class Considered:
     """Its `step` on the devices it uses, and its plan, when asked for. `on` simulates the same step
-    on other devices, one for each. `work` counts the tasks simulated for it."""
+    on other devices, one for each. `work` counts the tasks simulated for it. `cut` are the places
+    where the stages of a pipeline begin and the last one ends."""
 
     step: Simulated
     plan: Callable[[], Plan]
     on: Callable[[Cluster], Simulated]
     work: int
+    cut: tuple[int, ...] = ()

@@ -74,14 +74,15 @@ Node = Replicate | Split | Stage | Pipeline
 
 @dataclass(frozen=True)
 class Strategy:
-    """A whole strategy file. `devices` is how many of the inventory it may use (None: all). Without
-    a node in `graph` (auto) it is for the planner to find, within `time_limit_s` (0: once the most
-    promising have been tried; None: until nothing left is estimated to be faster)."""
+    """A whole strategy file. `devices` are those of the inventory it may use: the first so many, so
+    many of each kind, or all (None). Without a node in `graph` (auto) it is for the planner to
+    find, within `time_limit_s` (0: once a fixed number of tasks have been simulated; None: until
+    all have been whose estimates are near the fastest)."""
 
     name: str
     graph: tuple[Node, ...]
     balance: str = "hardware"
-    devices: int | None = None
+    devices: int | Mapping[str, int] | None = None
     time_limit_s: float | None = None
 
     @property
@@ -108,7 +109,7 @@ def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) ->
     auto = given["graph"] == "auto"
     graph = () if auto else reader.nodes(given["graph"], "strategy.graph", inside=None)
     balance = reader.choice(given, "strategy", "balance", BALANCE, "hardware")
-    devices = reader.count_or_auto(given, "strategy", "devices")
+    devices = reader.devices(given, "strategy", "devices")
     limit = reader.seconds(given, "strategy", "time_limit_s")
     if limit is not None and not auto:
         rule = "limits the search of graph: auto, and the graph is given"
@@ -284,6 +285,21 @@ class _Reader:
             self.fault(f"{path}.{key}", value, rule, "use such a number, or auto")
             return None
         return value
+
+    def devices(
+        self, given: Mapping[str, Any], path: str, key: str
+    ) -> int | Mapping[str, int] | None:
+        """Read a number of devices, or a number for each kind; None is all."""
+        value = given.get(key)
+        if not isinstance(value, Mapping):
+            return self.count_or_auto(given, path, key)
+        if not value:
+            self.fault(f"{path}.{key}", "{}", "names no device", "name one, or use auto")
+        counts = {str(kind): self.count_or_auto(value, f"{path}.{key}", kind) for kind in value}
+        for kind in (kind for kind, count in value.items() if count == "auto"):
+            rule, remedy = "is not a whole number of at least 1", "use such a number"
+            self.fault(f"{path}.{key}.{kind}", "auto", rule, remedy)
+        return {kind: count for kind, count in counts.items() if count is not None}
 
     def seconds(self, given: Mapping[str, Any], path: str, key: str) -> float | None:
         value = given.get(key)

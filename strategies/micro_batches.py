@@ -12,7 +12,7 @@ from functools import partial
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.plan import Decision
 from whale_train.strategies.schedule import owners
-from whale_train.strategies.shares import apportion_by_time, even_shares, tile
+from whale_train.strategies.shares import apportion_by_time, even_shares, most_shared, tile
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staging import Staging
 
@@ -104,7 +104,7 @@ def copy_shares(
         seconds = _shared_by_equals(job, seconds)
     found = apportion_by_time(job.strategy.balance, total, seconds, caps, minimum)
     if found is None:
-        raise BatchTooLargeError(_most(job.strategy.balance, caps))
+        raise BatchTooLargeError(most_shared(job.strategy.balance, caps))
     return found
 
 
@@ -114,17 +114,9 @@ def _most_of_copy(job: Staging, copy: int, limits: Sequence[int]) -> int:
     for position, ranks in enumerate(job.seats.positions[copy]):
         stage = job.form.stages[job.seats.stage_of[position]]
         of_ranks = [limits[rank] for rank in ranks]
-        most.append(sum(of_ranks) if stage.body else min(of_ranks))
+        shared = most_shared(job.strategy.balance, of_ranks)
+        most.append(shared if stage.body else min(of_ranks))
     return min(most)
-
-
-def _most(balance: str, caps: Sequence[int]) -> int:
-    """Return the largest number that can be shared within `caps`: evenly, no share exceeds another
-    by two."""
-    if balance == "even":
-        least = min(caps)
-        return least * len(caps) + sum(cap > least for cap in caps)
-    return sum(caps)
 
 
 def _step_s(job: Staging, times: ChunkTimes, copy: int, micro_batches: int, share: int) -> float:

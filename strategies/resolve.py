@@ -8,7 +8,7 @@ of the devices. Everything chosen without being asked for ends in the plan's dec
 from collections.abc import Sequence
 from dataclasses import replace
 
-from whale_train.errors import Fault, PlanError
+from whale_train.errors import Fault, PlanError, nearest
 from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.considered import Considered
 from whale_train.strategies.findings import Findings
@@ -60,16 +60,19 @@ def consider(
     training: Training,
     *,
     moving: bool = False,
+    cut: tuple[int, ...] = (),
 ) -> Considered:
-    """`strategy` resolved as far as its step on the devices of `cluster`; `moving` the ends of
-    stages to where that is shortest. Raises PlanError with all faults."""
+    """Resolve `strategy` as far as its step on the devices of `cluster`; `moving` the ends of
+    stages to where that is shortest. A pipeline is cut at `cut`, the places (indices into those of
+    the order of operations) where stages begin and the last one ends, or else balanced. Raises
+    PlanError with all faults."""
     faults: list[Fault] = []
     decisions: list[Decision] = []
     refuse_without_model(strategy, cluster, training, faults)
     if faults:
         raise PlanError(faults)
     cluster = _used_devices(strategy, cluster, faults, decisions)
-    found = decide(strategy, cluster, findings, training, moving=moving)
+    found = decide(strategy, cluster, findings, training, moving=moving, cut=cut)
 
     def plan() -> Plan:
         inside = with_samples(found.plan(), findings, training)
@@ -92,17 +95,39 @@ def refuse_without_model(
 def _used_devices(
     strategy: Strategy, cluster: Cluster, faults: list[Fault], decisions: list[Decision]
 ) -> Cluster:
-    there = len(cluster.devices)
-    used = strategy.devices or there
-    if used > there:
-        rule = f"is more than the {there} of hardware={cluster.name}"
-        faults.append(Fault("strategy.devices", str(used), rule, f"use at most {there}, or auto"))
+    there, asked = len(cluster.devices), strategy.devices
+    if asked is None:
         return cluster
+    if isinstance(asked, int):
+        if asked > there:
+            rule, remedy = (
+                f"is more than the {there} of hardware={cluster.name}",
+                f"{there}, or auto",
+            )
+            faults.append(Fault("strategy.devices", str(asked), rule, f"use at most {remedy}"))
+            return cluster
+        used = asked
+    else:
+        before = len(faults)
+        for kind, count in asked.items():
+            key, of_kind = f"strategy.devices.{kind}", cluster.kinds.get(kind, 0)
+            if not of_kind:
+                rule, remedy = (
+                    f"is no device of hardware={cluster.name}",
+                    nearest(kind, cluster.kinds),
+                )
+                faults.append(Fault(key, str(count), rule, remedy))
+            elif count > of_kind:
+                rule = f"is more than the {of_kind} of hardware={cluster.name}"
+                faults.append(Fault(key, str(count), rule, f"use at most {of_kind}"))
+        if len(faults) > before:
+            return cluster
+        used = sum(asked.values())
     if used < there:
         idle = f"{there - used} idle"
         reason = f"strategy={strategy.name} uses so many; {idle} of hardware={cluster.name}"
         decisions.append(Decision("strategy.devices", str(used), str(there), reason))
-    return cluster.first(used)
+    return cluster.chosen(asked)
 
 
 def refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> None:

@@ -79,6 +79,15 @@ def _ending_together(total: int, lines: Sequence[tuple[float, float]]) -> list[f
     return [max((end - fixed) / each, 1e-6) for fixed, each in lines]
 
 
+def most_shared(balance: str, caps: Sequence[int]) -> int:
+    """Return the largest number that can be shared within `caps`: evenly, no share exceeds another
+    by two."""
+    if balance == "even":
+        least = min(caps)
+        return least * len(caps) + sum(cap > least for cap in caps)
+    return sum(caps)
+
+
 def optimal_shares(
     total: int, speeds: Sequence[float], caps: Sequence[int], minimum: int = 0
 ) -> tuple[int, ...] | None:

@@ -10,7 +10,7 @@ from whale_train.strategies.in_place import named_in_place
 from whale_train.strategies.layouts import BATCH
 from whale_train.strategies.links import group_link
 from whale_train.strategies.pricing import part_of
-from whale_train.strategies.shares import apportion_by_time, tile
+from whale_train.strategies.shares import apportion_by_time, most_shared, tile
 from whale_train.strategies.staging import Axes, Chunk, Staging, alike_members
 
 
@@ -58,7 +58,8 @@ class ChunkTimes:
         beside the split head of chunk `number`, takes: within their limits, unless these leave no
         room for all (of more than fits, a price is asked for while shares are sought)."""
         limits = [self.limits[rank] if self.limits else samples for rank in ranks]
-        if sum(limits) < samples or min(limits) < 1:
+        room = most_shared(self.job.strategy.balance, limits)
+        if room < samples or min(limits) < 1:
             limits = [samples] * len(ranks)
         devices = [self.job.cluster.devices[rank] for rank in ranks]
         key = ("members", self.chunks[number].key, samples, *map(id, devices), *limits)

@@ -26,7 +26,6 @@ from whale_train.strategies.micro_batches import (
     refuse_batch_norm,
     share_batch,
 )
-from whale_train.strategies.moved_cuts import Look, move_ends
 from whale_train.strategies.offloading import kept_on_hosts, offload_decisions
 from whale_train.strategies.operations import ModelProfile
 from whale_train.strategies.plan import Decision, Plan
@@ -37,6 +36,7 @@ from whale_train.strategies.samples import (
     refuse_written_parameters,
 )
 from whale_train.strategies.schedule import schedule
+from whale_train.strategies.search.boundary_search import Look, move_ends
 from whale_train.strategies.sends import Sends
 from whale_train.strategies.shares import even_shares
 from whale_train.strategies.stage_engines import held_of_stages
@@ -59,16 +59,17 @@ def decide(
     training: Training,
     *,
     moving: bool = False,
+    cut: tuple[int, ...] = (),
 ) -> Considered:
-    """Return `strategy`, resolved; `moving` the ends of its stages to where its step is shortest.
-    Raises PlanError with all faults of a stage."""
+    """Return `strategy`, resolved: cut at the places `cut`, or balanced; `moving` the ends of its
+    stages to where its step is shortest. Raises PlanError with all faults of a stage."""
     job, decisions = _staging(strategy, cluster, findings, training), list[Decision]()
-    cut = chunked(job)
-    priced = ChunkTimes(job, cut.chunks, cut.axes, frozenset(_told_to_recompute(job)))
+    first = chunked(job, cut or None)
+    priced = ChunkTimes(job, first.chunks, first.axes, frozenset(_told_to_recompute(job)))
     micro_batches = count_micro_batches(job, priced, decisions)
     refuse_batch_norm(job, micro_batches)
     _refuse_pieces(job, micro_batches)
-    look = _look(job, cut, micro_batches)
+    look = _look(job, first, micro_batches)
     if moving and _may_move(job):
         look = _moved(job, micro_batches, look, decisions)
     return _considered(job, micro_batches, look, decisions)
@@ -154,7 +155,7 @@ def _considered(
         taken = ChunkTimes(there, cut.chunks, cut.axes, recomputed, limits)
         return simulated_step(there, replace(decided, times=taken))
 
-    return Considered(step, plan, on, look.work)
+    return Considered(step, plan, on, look.work, cut.places)
 
 
 def _owned(job: Staging, cut: Chunked) -> Sequence[float]:

@@ -14,6 +14,7 @@ from whale_train.strategies.cluster import Cluster
 from whale_train.strategies.grammar import Replicate, Strategy
 from whale_train.strategies.instructions import Instruction, Kind
 from whale_train.strategies.micro_batches import Batches, BatchTooLargeError, share_batch
+from whale_train.strategies.shares import most_shared
 from whale_train.strategies.stage_memory import RankMemory
 from whale_train.strategies.stage_times import ChunkTimes
 from whale_train.strategies.staging import Staging, form_of
@@ -133,9 +134,7 @@ def _class_count(room: Room) -> int:
 
 def _no_room_for_head(room: Room, caps: Sequence[int]) -> Fault:
     job, classes = room.job, _class_count(room)
-    most = sum(caps)
-    if job.strategy.balance == "even":
-        most = min(caps) * len(caps) + sum(cap > min(caps) for cap in caps)
+    most = most_shared(job.strategy.balance, caps)
     missing = classes - most
     each = room.memory.class_bytes(0, room.batches)
     rule = (

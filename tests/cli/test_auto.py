@@ -14,7 +14,7 @@ def test_what_is_found_can_be_used_again(tmp_path: Path) -> None:
     answer = whale_train(["mode=plan", "strategy=auto", *MIXED], tmp_path)
     assert (answer.status, answer.stderr) == (0, "")
     said = " ".join(answer.stdout.split())
-    assert re.search(r" a step, the fastest of \d+ strategies simulated", said)
+    assert re.search(r"the fastest of \d+ strategies simulated, of [\d,]+ estimated", said)
     assert "whatever the details" not in said
     assert f"the strategy, as a file: {tmp_path / 'found' / 'strategy.yaml'}" in answer.stdout
     text = (tmp_path / "found" / "strategy.yaml").read_text()
@@ -43,8 +43,33 @@ def test_what_is_found_is_trained(tmp_path: Path) -> None:
     written = yaml.safe_load((tmp_path / "run" / "strategy.yaml").read_text())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert set(written) <= {"graph", "devices"}
-    assert plan["world_size"] == written.get("devices", 2)
+    assert plan["world_size"] == sum(written.get("devices", {"cpu_process": 2}).values())
     assert plan["decisions"][0]["key"] == "strategy.graph"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 5
+
+
+def test_devices_in_the_middle_of_an_inventory_stay_idle(tmp_path: Path) -> None:
+    """What is used are the first and the last node; ranks are numbered without the others."""
+    hardware, strategy = tmp_path / "mine" / "hardware", tmp_path / "mine" / "strategy"
+    hardware.mkdir(parents=True)
+    strategy.mkdir()
+    nodes = [
+        {"count": 1, "devices": count, "device": device, "link": "pcie3_x16"}
+        for device, count in (("v100_sxm2_32gb", 1), ("p100_pcie_16gb", 2), ("v100_sxm2_32gb", 1))
+    ]
+    inventory = {"nodes": nodes, "network": "ethernet_50g"}
+    (hardware / "apart.yaml").write_text(yaml.safe_dump(inventory))
+    stages = [{"stage": {"device": "v100_sxm2_32gb"}}] * 2
+    graph = {"pipeline": {"micro_batches": 4, "stages": stages}}
+    file = {"devices": {"v100_sxm2_32gb": 2}, "graph": graph}
+    (strategy / "ends.yaml").write_text(yaml.safe_dump(file))
+    asked = ["--config-dir", str(tmp_path / "mine"), "experiment=smoke", "hardware=apart"]
+    asked += ["~hardware.devices", "launcher=emulate", "strategy=ends", "hydra.run.dir=run"]
+    answer = whale_train(asked, tmp_path)
+    assert answer.status == 0, answer
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    ranks = [(rank["rank"], rank["node"], rank["device"]) for rank in plan["ranks"]]
+    assert ranks == [(0, 0, "v100_sxm2_32gb"), (1, 1, "v100_sxm2_32gb")]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 5
 
 

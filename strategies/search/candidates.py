@@ -1,0 +1,163 @@
+"""The strategies that a search compares, each a file one could have written.
+
+A mesh says which devices do the same: copies of a pipeline whose stages come in parts, each part
+on one kind of device. A candidate is a mesh with all else that a strategy says. Owns what a
+candidate is, how it is written and what it is called; `space.py` says which there are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """`stages` stages one after another, each of them `copies` of `shards` devices of one `kind`
+    (empty: whichever come next)."""
+
+    kind: str
+    stages: int
+    copies: int
+    shards: int
+
+    @property
+    def width(self) -> int:
+        """The number of devices of the part in one copy of the pipeline."""
+        return self.stages * self.copies * self.shards
+
+
+@dataclass(frozen=True, order=True)
+class Mesh:
+    """`copies` of a pipeline of `parts`, on so many devices of each kind (`devices`)."""
+
+    devices: tuple[tuple[str, int], ...]
+    copies: int
+    parts: tuple[Part, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of devices used."""
+        return sum(count for _, count in self.devices)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of one pipeline."""
+        return sum(part.stages for part in self.parts)
+
+    @property
+    def shards(self) -> int:
+        """The devices of a shard group, which are as many in all parts."""
+        return max(part.shards for part in self.parts)
+
+    @property
+    def widest(self) -> int:
+        """The most copies that a stage has in one pipeline."""
+        return max(part.copies for part in self.parts)
+
+    @property
+    def by_kind(self) -> bool:
+        """Whether stages name the kind of device that holds them."""
+        return bool(self.parts[0].kind)
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A strategy. `micro_batches` 0: it is no pipeline, not even of one stage. `offload` is what
+    is kept on the host: `none`, `optimizer`, or `all` (parameters too). `dim` is what its splits
+    divide, as in a strategy file."""
+
+    mesh: Mesh
+    micro_batches: int = 0
+    schedule: str = "1f1b"
+    zero: int = 0
+    offload: str = "none"
+    split_head: bool = False
+    dim: str = "auto"
+
+    @property
+    def family(self) -> str:
+        """What the candidate is compared as: one family's estimates err alike."""
+        mesh = self.mesh
+        if self.split_head:
+            return "copies beside a split head"
+        if mesh.stages == 1 and mesh.shards == 1:
+            if self.offload != "none":
+                return "copies, offload"
+            return f"copies, ZeRO {self.zero}" if self.zero else "copies"
+        by_sequence = " by sequence" if self.dim == "sequence" else ""
+        if mesh.stages == 1:
+            return f"split{by_sequence}"
+        splits = f" of splits{by_sequence}" if mesh.shards > 1 else ""
+        return f"pipeline{splits}{' by kind of device' if mesh.by_kind else ''}"
+
+    @property
+    def described(self) -> str:
+        """All that the candidate is, in words."""
+        mesh, words = self.mesh, []
+        for part in mesh.parts:
+            number = "1 stage" if part.stages == 1 else f"{part.stages} stages"
+            of_part = [number] if mesh.stages > 1 else []
+            of_part += [f"{part.copies} copies"] if part.copies > 1 else []
+            of_part += [f"splits of {part.shards}"] if part.shards > 1 else []
+            on = f" on {part.kind}" if part.kind else ""
+            words += [f"{' of '.join(of_part)}{on}"] if of_part else []
+        copies = "1 copy" if mesh.copies == 1 else f"{mesh.copies} copies"
+        words = [f"{mesh.copies} x {' + '.join(words)}" if words else copies]
+        words += ["by sequence"] if self.dim == "sequence" else []
+        words += ["split head"] if self.split_head else []
+        if self.micro_batches:
+            words.append(f"{self.micro_batches} micro-batches")
+        words += [self.schedule] if mesh.stages > 1 else []
+        words += [f"ZeRO {self.zero}"] if self.zero else []
+        words += [] if self.offload == "none" else ["offload"]
+        return ", ".join(words)
+
+    def graph(self) -> Any:
+        """Return the strategy as the `graph:` of a file."""
+        if self.split_head:
+            return [{"replicate": self._keeping()}, {"split": {"modules": "head"}}]
+        if self.micro_batches:
+            inner: Any = {"of": self._pipeline()}
+        elif self.mesh.shards > 1:
+            inner = {"of": self._split(self.mesh.shards)}
+        else:
+            return {"replicate": self._keeping()}
+        return {"replicate": {"degree": self.mesh.copies, **self._keeping(), **inner}}
+
+    def _keeping(self) -> dict[str, Any]:
+        """Return how copies keep their optimizer's state."""
+        written: dict[str, Any] = {"zero": self.zero} if self.zero else {}
+        if self.offload != "none":
+            parameters = {"parameters": "cpu"} if self.offload == "all" else {}
+            written["offload"] = {"optimizer": "cpu", **parameters}
+        return written
+
+    def _split(self, shards: int) -> Mapping[str, Any]:
+        dim = {} if self.dim == "auto" else {"dim": self.dim}
+        return {"split": {"degree": shards, **dim}}
+
+    def _pipeline(self) -> dict[str, Any]:
+        stages = []
+        for part in self.mesh.parts:
+            stage: dict[str, Any] = {"recompute": "auto"}
+            if part.kind:
+                stage["device"] = part.kind
+            split = self._split(part.shards) if part.shards > 1 else None
+            if part.copies > 1:
+                copies = {"degree": part.copies}
+                stage["of"] = {"replicate": {**copies, "of": split} if split else copies}
+            elif split:
+                stage["of"] = split
+            stages += [{"stage": stage}] * part.stages
+        pipeline = {"micro_batches": self.micro_batches, "schedule": self.schedule}
+        return {"pipeline": {**pipeline, "stages": stages}}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The `seconds` of a step, infinite where some device, or all together, is `short_bytes` of
+    memory; and the places where a pipeline is cut (empty: as the resolver cuts it)."""
+
+    seconds: float
+    short_bytes: float = 0.0
+    cut: tuple[int, ...] = ()

@@ -1,0 +1,375 @@
+"""What a candidate takes and needs, by formulas: which of many the search simulates.
+
+A pipeline's step is its slowest stage, busy with all micro-batches, and what the other stages add
+when it fills and drains; gradient sums as far as no backward hides them; the update. The formulas
+leave out the order of instructions and what is on its way meanwhile, which the simulator knows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+
+from whale_train.errors import PlanError
+from whale_train.strategies.cluster import Cluster, Device
+from whale_train.strategies.cost import (
+    flops_rate,
+)
+from whale_train.strategies.memory import ROUNDED_UP
+from whale_train.strategies.search.block_costs import BlockCosts, Holding, Seconds
+from whale_train.strategies.search.candidates import Candidate, Estimate, Mesh, Part
+from whale_train.strategies.search.gradient_times import GradientTimes
+from whale_train.strategies.search.needs import Needs
+from whale_train.strategies.search.pipeline_times import in_flight_of, pipeline_s
+from whale_train.strategies.search.stage_dp import Cut, Hop, Stage, cut
+from whale_train.strategies.search.transfers import Transfers
+from whale_train.strategies.search.whole_copies import beside_split_head, unexported
+from whale_train.strategies.step_tasks import PIECES
+from whale_train.strategies.training import Training
+
+_UNHIDDEN = 1 - 1 / PIECES  # of a backward, the part in which there are gradients to sum
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """`count` copies of a pipeline with equal devices, by stage, and the `samples` of each."""
+
+    count: int
+    devices: tuple[Device, ...]
+    samples: int
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Estimates of candidates for one model on the devices of `cluster`, work being shared by
+    `balance`."""
+
+    costs: BlockCosts
+    cluster: Cluster
+    training: Training
+    balance: str = "hardware"
+    _copies: dict[Mesh, Sequence[_Copies]] = field(default_factory=dict)
+    _stages: dict[object, Stage] = field(default_factory=dict)
+    _crossings: dict[tuple[int, int], Sequence[float]] = field(default_factory=dict)
+    _cuts: dict[Candidate, Cut | None] = field(default_factory=dict)
+    _totals: dict[object, float] = field(default_factory=dict)
+
+    def of(self, candidate: Candidate) -> Estimate:
+        """Return the estimate of a candidate that uses all devices of the cluster."""
+        short = self.needs.short_on_hosts(candidate)
+        if short > 0:
+            return Estimate(inf, short)
+        try:
+            if candidate.split_head:
+                return beside_split_head(self, candidate)
+            if self.costs.findings.profile.graph is None:
+                return unexported(self, candidate)
+            return self._pipeline(candidate)
+        except PlanError:  # no layout: the resolver says why
+            return Estimate(inf)
+
+    def rough_s(self, mesh: Mesh, micro_batches: int, dim: str) -> float:
+        """Return about what a pipeline on `mesh` takes if the model could be cut anywhere, in
+        whatever order of its parts."""
+        samples = -(-self.training.global_batch // (mesh.copies * micro_batches))
+        rate, widths, speeds = 0.0, 0, list[float]()
+        for part in mesh.parts:
+            total = self._total_s(part, dim, samples)
+            speeds.append(part.copies / total if total else inf)
+            rate += part.stages * speeds[-1]
+            widths += part.stages * part.copies
+        pace, shown = 1 / rate, 0.0
+        elements = self.costs.findings.trained_elements / mesh.shards
+        for part, speed in zip(mesh.parts, speeds, strict=True):
+            share = speed * pace
+            summed = self.sums.element_s(mesh.copies, part) * elements * share
+            shown = max(shown, summed / PIECES, summed - _UNHIDDEN * part.copies * pace * 2 / 3)
+        return (micro_batches - 1 + 2 * widths / 3) * pace + shown
+
+    def uncut_s(self, candidate: Candidate) -> float:
+        """Return what a pipeline takes if the model could be cut anywhere, memory aside."""
+        mesh, pieces = candidate.mesh, candidate.micro_batches
+        parts = [part for part in mesh.parts for _ in range(part.stages)]
+        slowest = 0.0
+        for alike in self.copies_of(mesh):
+            size = -(-alike.samples // pieces)
+            of_part: dict[Part, tuple[float, float, float, float]] = {}
+            rate = 0.0
+            for part, device in zip(parts, alike.devices, strict=True):
+                if part not in of_part:
+                    found = self.seconds(device, part, candidate.dim, size)
+                    whole = found.forward[-1], found.backward_input[-1], found.backward_weight[-1]
+                    of_part[part] = (*whole, part.copies / max(sum(whole), 1e-30))
+                rate += of_part[part][3]
+            times = []
+            for part in parts:
+                forward, of_input, of_weight, speed = of_part[part]
+                share = speed / rate
+                times.append((share * forward, share * of_input, share * of_weight))
+            crossing = self.crossing(mesh.shards, size)
+            middle = crossing[len(crossing) // 2]
+            sent = [hop.latency_s + hop.byte_s * middle for hop in self._hops(mesh, parts)]
+            copies = [part.copies for part in parts]
+            flights = [
+                in_flight_of(candidate.schedule, copies, number, pieces)
+                for number in range(len(parts))
+            ]
+            done = pipeline_s(candidate.schedule, times, copies, flights, sent, pieces)
+            step, before, known = 0.0, 0.0, set[Part]()
+            elements = self.costs.findings.trained_elements / mesh.shards
+            for number, part in enumerate(parts):
+                backward = times[number][1] + times[number][2]
+                if part not in known:  # the first of equal stages ends last
+                    known.add(part)
+                    held = elements * of_part[part][3] / rate
+                    device = alike.devices[number]
+                    after = self.sums.after_s(candidate, part, held, backward, device)
+                    step = max(step, done - before + after)
+                before += backward * (0.5 if candidate.schedule == "zero_bubble" else 1.0)
+            slowest = max(slowest, step)
+        return max(slowest, self._shared_s(candidate, size))
+
+    def _shared_s(self, candidate: Candidate, size: int) -> float:
+        """Return the least that a pipeline takes where its ranks share processors."""
+        part, mesh = candidate.mesh.parts[0], candidate.mesh
+        total = self._total_s(part, candidate.dim, size)
+        return self.by_processors(mesh, candidate.micro_batches, total)
+
+    def _total_s(self, part: Part, dim: str, samples: int) -> float:
+        """Return the seconds of the whole model on a shard group of the part."""
+        key = (part.kind, part.shards, dim, samples)
+        if key not in self._totals:
+            device = self.transfers.device_of[part.kind]
+            self._totals[key] = self.seconds(device, part, dim, samples).total[-1]
+        return self._totals[key]
+
+    def _hops(self, mesh: Mesh, parts: Sequence[Part]) -> Sequence[Hop]:
+        """Return what sends between the stages of a pipeline."""
+        known: dict[tuple[Part, Part], Hop] = {}
+        found = []
+        for pair in pairwise(parts):
+            if pair not in known:
+                known[pair] = self.transfers.hop(mesh, *pair)
+            found.append(known[pair])
+        return found
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        """The transfers between the devices."""
+        return Transfers(self.cluster)
+
+    @cached_property
+    def sums(self) -> GradientTimes:
+        """What gradients and weights take between the copies that hold them."""
+        return GradientTimes(self.costs.findings, self.cluster, self.training, self.transfers)
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What weights, gradients and optimizers need."""
+        return Needs(self.costs.findings, self.cluster, self.training)
+
+    # --- Pipelines, of one stage or more ---
+
+    def _pipeline(self, candidate: Candidate) -> Estimate:
+        mesh, pieces = candidate.mesh, max(1, candidate.micro_batches)
+        parts = [part for part in mesh.parts for _ in range(part.stages)]
+        copies = self.copies_of(mesh)
+        hops = self._hops(mesh, parts)
+        ends: tuple[int, ...] = ()
+        slowest = 0.0
+        for alike in copies:
+            size = -(-alike.samples // pieces)
+            stages = self._stages_of(candidate, parts, alike, size, pieces)
+            crossing = self.crossing(mesh.shards, size)
+            if not ends:
+                alone = candidate  # schedules with as much in flight are cut alike
+                if candidate.schedule == "zero_bubble":
+                    alone = replace(candidate, schedule="1f1b")
+                if alone not in self._cuts:
+                    self._cuts[alone] = cut(stages, hops, crossing, pieces)
+                found = self._cuts[alone]
+                if found is None:
+                    return Estimate(inf, self._short(candidate, stages))
+                ends = found.ends
+            seconds = self._step(candidate, parts, alike, size, stages, hops, crossing, ends)
+            slowest = max(slowest, seconds)
+        slowest = max(slowest, self._shared_s(candidate, size))
+        units = self.costs.units(mesh.shards)
+        is_cut = mesh.stages > 1 and candidate.schedule != "interleaved_1f1b"
+        return Estimate(slowest, 0.0, tuple(units[end] for end in ends) if is_cut else ())
+
+    def _stages_of(
+        self,
+        candidate: Candidate,
+        parts: Sequence[Part],
+        copies: _Copies,
+        size: int,
+        pieces: int,
+    ) -> Sequence[Stage]:
+        """Return the stages of a copy, as the programme that cuts the model sees them."""
+        mesh, found = candidate.mesh, list[Stage]()
+        for number, (part, device) in enumerate(zip(parts, copies.devices, strict=True)):
+            flight = in_flight_of(candidate.schedule, [p.copies for p in parts], number, pieces)
+            key = (mesh.copies, part, id(device), size, candidate.micro_batches, flight,
+                   candidate.zero, candidate.offload, candidate.dim)  # fmt: skip
+            if key not in self._stages:
+                self._stages[key] = self._stage(candidate, part, device, size, pieces, flight)
+            found.append(self._stages[key])
+        return found
+
+    def _stage(
+        self, candidate: Candidate, part: Part, device: Device, size: int, pieces: int, flight: int
+    ) -> Stage:
+        of_units = self.seconds(device, part, candidate.dim, size)
+        holding = self.costs.holding(part.shards, candidate.dim)
+        seconds = self._with_sums(candidate, part, of_units, holding, pieces)
+        again = [s + f for s, f in zip(seconds, of_units.forward, strict=True)]
+        each = self.needs.element_bytes(candidate, candidate.mesh.copies * part.copies)
+        return Stage(
+            seconds,
+            again,
+            [each * count for count in holding.elements],
+            [ROUNDED_UP * size * value for value in holding.saved],
+            [ROUNDED_UP * size * value for value in holding.entering],
+            flight,
+            device.memory_bytes - self.needs.gathered_bytes(candidate),
+            part.copies,
+            can_again=candidate.micro_batches > 0,
+        )
+
+    def _with_sums(
+        self, candidate: Candidate, part: Part, of_units: Seconds, holding: Holding, pieces: int
+    ) -> Sequence[float]:
+        """Return the seconds of the units with their part of the gradient sums that no backward
+        hides, which a stage does once a step."""
+        group = self.transfers.group(candidate.mesh.copies, part)
+        if group.members == 1:
+            return of_units.total
+        element_s = self.sums.element_s(candidate.mesh.copies, part)
+        hidden = 0.0 if candidate.zero else _UNHIDDEN
+        found, total = [0.0], of_units.total
+        for unit in range(len(total) - 1):
+            forward = of_units.forward[unit + 1] - of_units.forward[unit]
+            time = total[unit + 1] - total[unit]
+            elements = holding.elements[unit + 1] - holding.elements[unit]
+            shown = max(0.0, element_s * elements - hidden * (time - forward))
+            found.append(found[-1] + time + part.copies * shown / pieces)
+        return found
+
+    def _step(
+        self,
+        candidate: Candidate,
+        parts: Sequence[Part],
+        copies: _Copies,
+        size: int,
+        stages: Sequence[Stage],
+        hops: Sequence[Hop],
+        crossing: Sequence[float],
+        ends: Sequence[int],
+    ) -> float:
+        """Return the seconds of a step of the copies, whose stages end at `ends`."""
+        pieces = max(1, candidate.micro_batches)
+        times, backwards = [], []
+        for number, (part, device) in enumerate(zip(parts, copies.devices, strict=True)):
+            first, last = ends[number : number + 2]
+            of_units = self.seconds(device, part, candidate.dim, size)
+            forward, of_input, of_weight = (
+                prefix[last] - prefix[first]
+                for prefix in (of_units.forward, of_units.backward_input, of_units.backward_weight)
+            )
+            if candidate.micro_batches and stages[number].is_again(first, last):
+                of_input += forward
+            gathers = self.sums.gathers_s(candidate, part, device)
+            forward, of_input = forward + gathers[0], of_input + gathers[1]
+            times.append((forward, of_input, of_weight))
+            backwards.append(of_input + of_weight)
+        sent = [
+            hop.latency_s + hop.byte_s * crossing[end]
+            for hop, end in zip(hops, ends[1:-1], strict=True)
+        ]
+        done = pipeline_s(
+            candidate.schedule, times, [part.copies for part in parts],
+            [int(stage.in_flight) for stage in stages], sent, pieces,
+        )  # fmt: skip
+        step, before = 0.0, 0.0
+        waits = candidate.schedule != "zero_bubble"  # else weights' gradients come later
+        for number, part in enumerate(parts):
+            first, last = ends[number : number + 2]
+            elements = self.costs.holding(part.shards, candidate.dim).elements
+            summed = self.sums.after_s(candidate, part, elements[last] - elements[first],
+                                    backwards[number], copies.devices[number])  # fmt: skip
+            step = max(step, done - before + summed)
+            before += backwards[number] * (1.0 if waits else 0.5)
+        return step + self.sums.norm_s
+
+    def by_processors(self, mesh: Mesh, micro_batches: int, times_s: float) -> float:
+        """Return what all ranks compute on the processors that they share, where these are fewer;
+        `times_s` is what the whole model takes on a shard group, a micro-batch."""
+        if len(self.cluster.devices) <= self.cluster.processors:
+            return 0.0
+        passes = mesh.copies * max(1, micro_batches) * mesh.shards
+        return passes * times_s / self.cluster.processors
+
+    # --- Memory ---
+
+    def _short(self, candidate: Candidate, stages: Sequence[Stage]) -> float:
+        """Return how many bytes one pipeline's devices, together, have too little."""
+        needs = sum(stage.copies * (stage.held[-1]) for stage in stages) / len(stages)
+        room = sum(stage.copies * stage.room for stage in stages)
+        saved = min(stage.entering[-1] for stage in stages)
+        return max(1.0, needs + saved - room)
+
+    # --- What candidates have in common ---
+
+    def copies_of(self, mesh: Mesh) -> Sequence[_Copies]:
+        """Return the copies of the pipeline, those with equal devices together."""
+        if mesh not in self._copies:
+            self._copies[mesh] = self._alike_copies(mesh)
+        return self._copies[mesh]
+
+    def _alike_copies(self, mesh: Mesh) -> Sequence[_Copies]:
+        parts = [part for part in mesh.parts for _ in range(part.stages)]
+        batch, device_of = self.training.global_batch, self.transfers.device_of
+        if mesh.by_kind or len(mesh.devices) == 1:
+            devices = tuple(device_of[part.kind] for part in parts)
+            return [_Copies(mesh.copies, devices, -(-batch // mesh.copies))]
+        found: dict[tuple[str, ...], int] = {}
+        rank, listed = 0, self.cluster.devices
+        for _ in range(mesh.copies):
+            names = []
+            for part in parts:
+                width = part.copies * part.shards
+                held = {device.name: device for device in listed[rank : rank + width]}
+                names.append(min(held, key=lambda name: (self._rate(held[name]), name)))
+                rank += width
+            found[tuple(names)] = found.get(tuple(names), 0) + 1
+        speeds = {
+            names: 1.0 if self.balance == "even" else min(self._rate(device_of[n]) for n in names)
+            for names in found
+        }
+        total = sum(speeds[names] * count for names, count in found.items())
+        return [
+            _Copies(
+                count,
+                tuple(device_of[name] for name in names),
+                max(1, -int(-batch * speeds[names] // total)),
+            )
+            for names, count in found.items()
+        ]
+
+    def _rate(self, device: Device) -> float:
+        return flops_rate(device, self.training.precision)
+
+    def seconds(self, device: Device, part: Part, dim: str, samples: float) -> Seconds:
+        shards = part.shards
+        link = self.transfers.shard_link(part.kind or device.name, shards) if shards > 1 else None
+        return self.costs.seconds(device, shards, dim if shards > 1 else "auto", link, samples)
+
+    def crossing(self, shards: int, samples: int) -> Sequence[float]:
+        """Return the bytes of a micro-batch that cross the beginning of every unit, and the end."""
+        if (shards, samples) not in self._crossings:
+            units = range(len(self.costs.units(shards)))
+            found = [self.costs.crossing_bytes(unit, shards, samples) for unit in units]
+            self._crossings[shards, samples] = found
+        return self._crossings[shards, samples]

@@ -1,0 +1,96 @@
+"""What copies of a stage spend on each other: sums of gradients, updates, what ZeRO gathers."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from whale_train.strategies.cluster import Cluster, Device
+from whale_train.strategies.cost import fetch_time_s, offloaded_update_time_s, update_time_s
+from whale_train.strategies.findings import Findings
+from whale_train.strategies.links import (
+    all_reduce_time_s,
+    gather_stops_s,
+    gather_time_s,
+    group_link,
+    modules_of,
+    partitioned_sum_time_s,
+    sum_time_s,
+)
+from whale_train.strategies.search.candidates import Candidate, Part
+from whale_train.strategies.search.transfers import Group, Transfers
+from whale_train.strategies.step_tasks import sum_pieces
+from whale_train.strategies.training import Training
+
+
+@dataclass(frozen=True)
+class GradientTimes:
+    """The seconds of gradients and weights between copies on the devices of `cluster`."""
+
+    findings: Findings
+    cluster: Cluster
+    training: Training
+    transfers: Transfers
+    _element: dict[tuple[int, Part], float] = field(default_factory=dict)
+
+    def element_s(self, copies: int, part: Part) -> float:
+        """Return the seconds of the sum of an element's gradients over all copies of a stage."""
+        key = (copies, part)
+        if key not in self._element:
+            group = self.transfers.group(copies, part)
+            summed = self.transfers.sum_s(group, part, 4e6) / 1e6 if group.members > 1 else 0.0
+            self._element[key] = summed
+        return self._element[key]
+
+    def after_s(
+        self, candidate: Candidate, part: Part, elements: float, backward_s: float, device: Device
+    ) -> float:
+        """Return the seconds from a stage's last backward to its updated weights: of the sum what
+        is not hidden, the update, and what ZeRO gathers."""
+        group = self.transfers.group(candidate.mesh.copies, part)
+        copies, zero = group.members, candidate.zero
+        own, states = elements / (copies if zero else 1), self.training.optimizer_states
+        if candidate.offload == "none":
+            update = update_time_s(own, states, device)
+        else:
+            update = offloaded_update_time_s(own, states, device, self.cluster.on_cpu)
+        if copies == 1:
+            return update
+        summed = self._sum_s(candidate, group, part, 4 * elements)
+        link = self.transfers.link(group, part)
+        if zero == 0:
+            pieces = sum_pieces(elements)
+            return max(summed / pieces, summed - (1 - 1 / pieces) * backward_s) + update
+        if zero == 3:
+            return gather_time_s(4 * elements, copies, link) + update
+        width = self.findings.weight_width(zero)
+        gathered = gather_time_s(width * elements, copies, link)
+        precision = self.training.precision
+        return partitioned_sum_time_s(elements, summed, [device], precision) + update + gathered
+
+    def _sum_s(self, candidate: Candidate, group: Group, part: Part, num_bytes: float) -> float:
+        """Return the seconds of a sum over a group; copies of the whole model on one host sum in
+        the memory that they share (docs/adr/026)."""
+        mesh = candidate.mesh
+        whole = not (candidate.micro_batches or candidate.zero) and mesh.shards == 1
+        if whole and self.cluster.shared_memory is not None:
+            return sum_time_s(self.cluster, range(group.members), num_bytes, by_memory=True)
+        return self.transfers.sum_s(group, part, num_bytes)
+
+    def gathers_s(self, candidate: Candidate, part: Part, device: Device) -> tuple[float, float]:
+        """Return what ZeRO 3 adds to a forward and to a backward."""
+        if candidate.zero < 3:
+            return 0.0, 0.0
+        findings, group = self.findings, self.transfers.group(candidate.mesh.copies, part)
+        elements, width = findings.trained_elements / part.shards, findings.weight_width(3)
+        link = self.transfers.link(group, part)
+        sent = gather_time_s(width * elements, group.members, link)
+        if candidate.offload == "all":
+            sent += fetch_time_s(width * elements / group.members, [device], self.cluster.on_cpu)
+        modules = len(modules_of(each.path for each in findings.profile.parameters))
+        forward, backward = gather_stops_s(elements, modules, [device], self.training.precision)
+        return sent + forward, sent + backward
+
+    @cached_property
+    def norm_s(self) -> float:
+        """The seconds of the sum of the gradient's norm over all ranks."""
+        ranks = range(len(self.cluster.devices))
+        return all_reduce_time_s(4.0, len(ranks), group_link(self.cluster, ranks))

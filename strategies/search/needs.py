@@ -1,0 +1,69 @@
+"""What a candidate needs of memory beside activations: weights, gradients, optimizers."""
+
+from dataclasses import dataclass
+from math import inf
+
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.findings import Findings
+from whale_train.strategies.memory import precision_bytes, weights_bytes
+from whale_train.strategies.offloading import host_bytes
+from whale_train.strategies.search.candidates import Candidate
+from whale_train.strategies.training import Training
+
+_OFFLOADED = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "parameters")}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The bytes that candidates need on the devices of `cluster`, and on their hosts."""
+
+    findings: Findings
+    cluster: Cluster
+    training: Training
+
+    def element_bytes(self, candidate: Candidate, holders: int) -> float:
+        """Return the bytes of a trained element on each of so many holders, of what stays."""
+        zero, on_cpu = candidate.zero, self.cluster.on_cpu
+        weights, master, casts = self._sizes(zero, candidate.offload == "all")
+        part = 1 / holders if zero else 1.0
+        optimizer = (4 * self.training.optimizer_states + master) * part
+        gradients = 4.0 * (part if zero >= 2 else 1.0)
+        if candidate.offload != "none" and not on_cpu:
+            optimizer, gradients = 0.0, 0.0 if zero >= 2 else gradients
+        if candidate.offload == "all" and not on_cpu:
+            weights = 0.0
+        return weights * (part if zero == 3 else 1.0) + casts + optimizer + gradients
+
+    def gathered_bytes(self, candidate: Candidate) -> float:
+        """Return the bytes that ZeRO 3 gathers at the least: the largest parameter, and its
+        gradient, of those that are no head's, which may be split."""
+        if candidate.zero < 3 or candidate.mesh.copies == 1:
+            return 0.0
+        profile = self.findings.profile
+        heads = self.findings.heads if profile.graph else ()
+        apart = {head.weight for head in heads}
+        largest = max((p.elements for p in profile.parameters if p.path not in apart), default=0)
+        least = precision_bytes(self.training.precision, candidate.zero, narrow=True)
+        return (least.weights + least.gradients) * largest / candidate.mesh.shards
+
+    def _sizes(self, zero: int, apart: bool) -> tuple[float, float, float]:
+        """Return the mean bytes of an element: weights, master copy, copies that autocast makes."""
+        findings = self.findings
+
+        def found() -> tuple[float, float, float]:
+            profile = findings.profile
+            elements = {p.path: float(p.elements) for p in profile.parameters}
+            sizes = weights_bytes(elements, profile, self.training.precision, zero, apart)
+            total = max(1.0, sum(elements.values()))
+            return sizes.weights / total, sizes.master / total, sizes.casts / total
+
+        return findings.once(("bytes of an element", zero, apart), found)
+
+    def short_on_hosts(self, candidate: Candidate) -> float:
+        """Return how many bytes hosts have too little for what is offloaded to them."""
+        if candidate.offload == "none":
+            return 0.0
+        elements = self.findings.copied_elements(candidate.split_head)
+        kept = host_bytes(candidate.zero, _OFFLOADED[candidate.offload], self.training) * elements
+        hosts = [node.host for node in self.cluster.nodes]
+        return kept - sum(inf if host is None else host.memory_bytes for host in hosts)

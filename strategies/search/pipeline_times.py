@@ -1,0 +1,71 @@
+"""How long a pipeline takes, and what its stages have in flight, without its order of work.
+
+Each stage begins when the first micro-batch comes, is busy with all of them, and what it hands back
+passes the stages before it; the longest of these is the pipeline's. After Narayanan et al. 2021
+(arXiv 2104.04473, section 2.2) and Qi et al. 2023 (arXiv 2401.10241, section 2), for stages that
+are unlike.
+"""
+
+from collections.abc import Sequence
+
+
+def pipeline_s(
+    schedule: str,
+    times: Sequence[tuple[float, float, float]],
+    copies: Sequence[int],
+    in_flight: Sequence[int],
+    sent: Sequence[float],
+    pieces: int,
+) -> float:
+    """Return the seconds of a pipeline that runs `pieces` micro-batches: of what its stages wait
+    for the longest. Of each stage, `times` are those of a micro-batch (forward, gradients of
+    inputs, of weights), `copies` take turns, each with so many micro-batches `in_flight`; `sent`
+    is what a micro-batch takes to the next stage."""
+    if schedule == "interleaved_1f1b":  # as much work, and half of each wait, with twice the sends
+        busy = [-(-pieces // n) * sum(each) for n, each in zip(copies, times, strict=True)]
+        slowest = max(range(len(times)), key=busy.__getitem__)
+        others = sum(sum(each) for number, each in enumerate(times) if number != slowest)
+        return busy[slowest] + others / 2 + 4 * sum(sent)
+    waits = schedule != "zero_bubble"  # a stage for the gradients of weights of the later ones
+    backs = [of_input + (of_weight if waits else 0.0) for _, of_input, of_weight in times]
+    after, behind = [0.0], 0.0  # from the end of a stage's forward to its backward
+    for number in range(len(times) - 1, 0, -1):
+        behind += times[number][0] + backs[number] + 2 * sent[number - 1]
+        after.append(behind)
+    after.reverse()
+    deferred = max(in_flight)  # gradients of weights that wait at the most
+    fill = drain = pace = longest = 0.0
+    for number, (forward, _, of_weight) in enumerate(times):
+        back, own = backs[number], -(-pieces // copies[number])
+        flight = max(1, min(own, in_flight[number]))
+        weights = 0.0 if waits else own * of_weight
+        last = fill + (min(copies[number], pieces) - 1) * pace  # its last copy begins
+        ends = drain if waits else 0.0
+        early = 0 if waits else max(0, own - deferred)  # whose weights' gradients cannot wait
+        trip = forward + after[number]
+        longest = max(
+            longest,
+            last + own * (forward + back) + early * of_weight + drain,
+            last + own * (forward + back) + weights + ends,
+            fill + max(flight * forward, trip) + own * back + (own - flight) * forward
+            + weights + ends,
+            fill + own / flight * (trip + back) + ends,
+        )  # fmt: skip
+        if number < len(sent):
+            fill += forward + sent[number]
+            drain += back + sent[number]
+        pace = max(pace, forward / copies[number])
+    return longest
+
+
+def in_flight_of(schedule: str, copies: Sequence[int], number: int, pieces: int) -> int:
+    """Return how many micro-batches a copy of stage `number` has in flight at most (see
+    `list_scheduling.py`), in units of all chunks that it holds."""
+    own = copies[number]
+    later = sum(copies[number + 1 :])
+    most = -(-pieces // own)
+    if schedule == "gpipe":
+        return most
+    if schedule == "interleaved_1f1b":
+        return min(most, -(-(2 * later + len(copies) + 1) // (2 * own)))
+    return min(most, 1 + -(-later // own))

@@ -1,0 +1,110 @@
+"""The strategy files that ship, as candidates of a search.
+
+A search is not to be slower than a file that comes with it: each that fits the devices is
+estimated, and simulated where it comes near. Owns reading them, and which mesh each is.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from whale_train.errors import Fault
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.form import needs_graph
+from whale_train.strategies.grammar import Replicate, Split, Strategy, read_strategy
+from whale_train.strategies.micro_batches import PER_STAGE
+from whale_train.strategies.search.candidates import Candidate, Mesh, Part
+from whale_train.strategies.staging import form_of, seats
+from whale_train.strategies.training import Training
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A shipped strategy, as `written` in its file, and the candidate whose estimate is its own."""
+
+    name: str
+    written: Mapping[str, Any]
+    candidate: Candidate
+
+
+@cache
+def strategy_files() -> Mapping[str, Mapping[str, Any]]:
+    """Return what every shipped strategy file says, but for those that ask for a search."""
+    folder = files("whale_train.conf") / "strategy"
+    found = {}
+    for path in sorted(folder.iterdir(), key=lambda path: path.name):
+        if path.name.endswith(".yaml"):
+            written = yaml.safe_load(path.read_text())
+            if written.get("graph") != "auto":
+                found[path.name.removesuffix(".yaml")] = written
+    return found
+
+
+def shipped(cluster: Cluster, training: Training, balance: str) -> Sequence[Shipped]:
+    """Return the shipped strategies that fit all devices of `cluster`, work being shared by
+    `balance`. A file that says how many devices it uses is one of that many."""
+    found = []
+    for name, written in strategy_files().items():
+        faults: list[Fault] = []
+        strategy = read_strategy(written, name, faults)
+        if strategy is None or strategy.balance != balance or strategy.devices is not None:
+            continue
+        candidate = _candidate(strategy, cluster, training)
+        if candidate is not None:
+            found.append(Shipped(name, written, candidate))
+    return found
+
+
+def _candidate(strategy: Strategy, cluster: Cluster, training: Training) -> Candidate | None:
+    """Return the candidate that comes nearest; None for a strategy that does not fit."""
+    count, devices = len(cluster.devices), tuple(cluster.kinds.items())
+    faults: list[Fault] = []
+    form = form_of(strategy, cluster, training, faults)
+    if form is None or faults or form.members not in (1, count):
+        return None
+    if not needs_graph(strategy) or form.members > 1:
+        mesh = Mesh(devices, count, (Part("", 1, 1, 1),))
+        return _kept(Candidate(mesh, split_head=form.members > 1), form.keeper)
+    seated = seats([(s.device, s.copies, s.shards) for s in form.stages], form.copies,
+                   cluster.devices)  # fmt: skip
+    kinds = []
+    for number in range(len(form.stages)):
+        names = Counter(
+            cluster.devices[rank].name
+            for copy in seated.positions
+            for position in seated.of_stage(number)
+            for rank in copy[position]
+        )
+        kinds.append(next(iter(names)) if len(names) == 1 else "")
+    parts = list[Part]()
+    for stage, kind in zip(form.stages, kinds, strict=True):
+        part = Part("" if "" in kinds else kind, 1, stage.copies, stage.shards)
+        if parts and replace(parts[-1], stages=1) == part:
+            parts[-1] = replace(part, stages=parts[-1].stages + 1)
+        else:
+            parts.append(part)
+    if len({part.kind for part in parts}) == 1 and len(devices) == 1:
+        parts = [replace(part, kind="") for part in parts]
+    split = form.stages[0].split
+    dim = split.dim if isinstance(split, Split) else "auto"
+    mesh = Mesh(devices, form.copies, tuple(parts))
+    pipeline, pieces = form.pipeline, 0
+    if pipeline is not None:
+        wanted = max(PER_STAGE * mesh.stages, mesh.widest)
+        pieces = pipeline.micro_batches or max(1, min(wanted, training.global_batch // form.copies))
+    schedule = pipeline.schedule if pipeline is not None else "1f1b"
+    candidate = Candidate(mesh, pieces, schedule, dim=dim)
+    return _kept(candidate, form.keeper)
+
+
+def _kept(candidate: Candidate, keeper: Replicate | None) -> Candidate:
+    """Return the candidate that keeps its optimizer's state as `keeper` says."""
+    if keeper is None:
+        return candidate
+    offload = "all" if keeper.offload_parameters == "cpu" else keeper.offload_optimizer
+    return replace(candidate, zero=keeper.zero, offload=offload.replace("cpu", "optimizer"))

@@ -1,0 +1,301 @@
+"""The candidates of a search: on which devices, in which meshes, with what else a strategy says.
+
+Devices are chosen by kind, and those of a kind are interchangeable: neither which of them are used
+nor their order depends on the inventory's. Owns what there is to choose from, and why something is
+not; `search.py` chooses.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, permutations, product
+from math import gcd, inf, prod
+
+from whale_train.errors import Fault
+from whale_train.strategies.calibration import is_measured
+from whale_train.strategies.cluster import Cluster
+from whale_train.strategies.findings import Findings
+from whale_train.strategies.samples import refuse_shared_batch
+from whale_train.strategies.search.candidates import Candidate, Mesh, Part
+from whale_train.strategies.staging import VIRTUAL_STAGES
+from whale_train.strategies.training import Training
+
+Devices = tuple[tuple[str, int], ...]  # kinds of devices, and how many of each
+
+# Beyond so many micro-batches a stage, a pipeline's bubble is under a ninth of its step.
+_MOST_PER_STAGE = 8
+_SETS = 64  # sets of devices up to which every number of each kind is one
+
+
+@dataclass(frozen=True)
+class Space:
+    """All that may be chosen for a model of which `places` parts have parameters of their own, in
+    steps of `global_batch` samples, on `devices` of `cluster`. `exported`: its graph is known, and
+    so can be cut; `shared`: copies, and micro-batches, may share its batch; `zero`: optimizers may
+    be partitioned, and `offload`ed; `split_head`: it has an output projection to split;
+    `sole_micro_batch`: a copy's samples may not be taken in pieces; `use_all`: no device may stay
+    idle; `wide_splits`: shard groups may leave a node; `unlike` are the numbers of processes whose
+    times cannot be compared with those of all."""
+
+    cluster: Cluster
+    devices: Devices
+    places: int
+    global_batch: int
+    exported: bool = True
+    shared: bool = True
+    zero: bool = True
+    offload: bool = True
+    split_head: bool = False
+    sole_micro_batch: bool = False
+    use_all: bool = False
+    wide_splits: bool = False
+    unlike: frozenset[int] = frozenset()
+
+    @property
+    def available(self) -> int:
+        """The number of devices there are."""
+        return sum(count for _, count in self.devices)
+
+    # --- Devices ---
+
+    def sets(self) -> Sequence[Devices]:
+        """Return the sets of devices to look at, the largest first: of few devices every one; of
+        many all of some kinds, or a power of two of one kind."""
+        if self.use_all:
+            return [self.devices]
+        if self.cluster.processors < inf:
+            return [((self.devices[0][0], count),) for count in self.numbers_of_processes()]
+        if prod(count + 1 for _, count in self.devices) <= _SETS:
+            numbers = product(*(range(count + 1) for _, count in self.devices))
+            found = {self._set(each) for each in numbers if any(each)}
+        else:
+            found = set[Devices]()
+            for size in range(1, len(self.devices) + 1):
+                found |= set(combinations(self.devices, size))
+            found |= {
+                ((kind, 1 << power),)
+                for kind, count in self.devices
+                for power in range(count.bit_length())
+            }
+        return sorted(found, key=lambda used: (-sum(count for _, count in used), used))
+
+    def _set(self, numbers: Sequence[int]) -> Devices:
+        pairs = zip(self.devices, numbers, strict=True)
+        return tuple((kind, number) for (kind, _), number in pairs if number)
+
+    def numbers_of_processes(self) -> Sequence[int]:
+        """Return the numbers of CPU processes to look at: fewer have more processors each. Those
+        are left out whose times cannot be compared with those of all."""
+        return sorted(self._worth_trying() - self.unlike, reverse=True)
+
+    def not_comparable(self) -> Sequence[int]:
+        """Return the numbers of processes that are left out, as some were measured and others were
+        not."""
+        return sorted(self._worth_trying() & self.unlike)
+
+    def _worth_trying(self) -> set[int]:
+        if self.use_all or self.cluster.processors == inf:
+            return set()
+        count = self.available
+        found = {1, count, self.global_batch, int(self.cluster.processors)}
+        found |= {2**power for power in range(count.bit_length())}
+        return {number for number in found if 0 < number <= count}
+
+    # --- Meshes ---
+
+    def meshes(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
+        """Yield the meshes on `devices`, which are all of `cluster`; those whose stages name kinds
+        with their parts in one order."""
+        yield from dict.fromkeys(self._alike(devices, cluster))
+        if len(devices) > 1 and self.exported:
+            yield from dict.fromkeys(self._by_kind(devices, cluster))
+
+    def orders(self, mesh: Mesh) -> Iterator[Mesh]:
+        """Yield the mesh with its parts in every order."""
+        for parts in permutations(mesh.parts) if mesh.by_kind else [mesh.parts]:
+            yield Mesh(mesh.devices, mesh.copies, parts)
+
+    def _shard_numbers(self, cluster: Cluster) -> Sequence[int]:
+        """Return the sizes of shard groups: those that divide every node's devices of a kind, so
+        that groups stay in one; where they may be wider, whole nodes too."""
+        if not self.exported:
+            return [1]
+        sizes = {
+            sum(device.name == kind for device in node.devices)
+            for node in cluster.nodes
+            for kind in {device.name for device in node.devices}
+        }
+        common, count = gcd(*sizes), len(cluster.devices)
+        found = divisors(common)
+        if self.wide_splits:
+            found = [*found, *(n for n in divisors(count) if n > common and n % common == 0)]
+        return found
+
+    def _alike(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
+        """Yield copies that follow each other, each on one kind of device."""
+        names = [device.name for device in cluster.devices]
+        runs = 1 + sum(a != b for a, b in pairwise(names))
+        count = len(names)
+        for shards in self._shard_numbers(cluster):
+            for stages in divisors(count // shards) if count % shards == 0 else ():
+                width = stages * shards
+                mixed = width > 1 and len(devices) > 1
+                if mixed and (runs > len(devices) or any(n % width for _, n in devices)):
+                    continue
+                if stages > 1 and (stages > self.places or not self.exported):
+                    continue
+                copies = count // width
+                if copies <= self.global_batch and (self.shared or copies == 1):
+                    yield Mesh(devices, copies, (Part("", stages, 1, shards),))
+
+    def _by_kind(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
+        """Yield pipelines with stages on every kind of device."""
+        for copies in divisors(gcd(*(count for _, count in devices))):
+            if copies > self.global_batch or not (self.shared or copies == 1):
+                continue
+            for shards in self._shard_numbers(cluster):
+                parts = [
+                    list(self._parts(kind, count // copies, shards, copies))
+                    for kind, count in devices
+                ]
+                for chosen in product(*parts):
+                    if sum(part.stages for part in chosen) > self.places:
+                        continue
+                    if gcd(*(part.copies for part in chosen)) > 1:
+                        continue  # more copies of the whole do the same
+                    yield Mesh(devices, copies, chosen)
+
+    def _parts(self, kind: str, count: int, shards: int, copies: int) -> Iterator[Part]:
+        """Yield the ways for so many devices of a kind to be stages."""
+        if count % shards:
+            return
+        for stages in divisors(count // shards):
+            each = count // shards // stages
+            if stages < self.places and each <= self.global_batch // copies:
+                yield Part(kind, stages, each, shards)
+
+    # --- What else a strategy says ---
+
+    def numbers_of_micro_batches(self, mesh: Mesh) -> Sequence[int]:
+        """Return the ways to cut a copy's samples (0: no pipeline): powers of two and their
+        multiples by the widest stage's copies, as far as samples go."""
+        widest, found = mesh.widest, list[int]()
+        if mesh.stages == widest == 1:
+            found.append(0)
+        if not self.exported:
+            return found
+        most = min(
+            self.global_batch // mesh.copies,
+            max(_MOST_PER_STAGE * mesh.stages, 4 * widest),
+            1 if self.sole_micro_batch or not self.shared else self.global_batch,
+        )
+        powers = [2**power for power in range(most.bit_length())]
+        several = sorted({n for p in powers for n in (p, p * widest) if widest <= n <= most})
+        # Copies that take their samples at once are no pipeline of one stage, and run as they are.
+        whole = mesh.stages == widest == 1
+        return [*found, *(n for n in several if n > 1 or not whole)]
+
+    def dims(self, mesh: Mesh) -> Sequence[str]:
+        """Return what splits may divide."""
+        return ("auto", "sequence") if mesh.shards > 1 else ("auto",)
+
+    def variants(self, mesh: Mesh, micro_batches: int, dim: str) -> Iterator[Candidate]:
+        """Yield the candidates that cut the model and the batch alike: schedules, ZeRO, offload."""
+        several = mesh.copies * min(part.copies for part in mesh.parts) > 1
+        if not micro_batches:
+            for zero, offload in self._keepings(several, 3):
+                yield Candidate(mesh, 0, "1f1b", zero, offload, dim=dim)
+            if self.split_head and mesh.shards == 1 and mesh.copies > 1:
+                for zero, offload in self._keepings(several, 3):
+                    yield Candidate(mesh, 0, "1f1b", zero, offload, split_head=True)
+            return
+        schedules = ["1f1b", "zero_bubble"] if mesh.stages > 1 else ["1f1b"]
+        if 1 < mesh.stages <= self.places // VIRTUAL_STAGES:
+            schedules.append("interleaved_1f1b")
+        for schedule, (zero, offload) in product(schedules, self._keepings(several, 1)):
+            yield Candidate(mesh, micro_batches, schedule, zero, offload, dim=dim)
+
+    def keeps(self, zero: int, offload: str) -> bool:
+        """Whether copies may keep their optimizer's state so."""
+        return (self.zero or not zero) and (self.offload or offload == "none")
+
+    def _keepings(self, several: bool, highest: int) -> Iterator[tuple[int, str]]:
+        """Yield how copies may keep their optimizer's state: (ZeRO, offload)."""
+        yield 0, "none"
+        for zero in range(1, highest + 1) if several and self.zero else ():
+            yield zero, "none"
+            if self.offload:
+                yield zero, "optimizer"
+                if zero == 3:
+                    yield zero, "all"
+
+
+def divisors(number: int) -> Sequence[int]:
+    """Return the divisors of a number, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def space_of(
+    cluster: Cluster,
+    devices: Devices,
+    findings: Findings,
+    training: Training,
+    can_offload: bool = True,
+    use_all: bool = False,
+) -> Space:
+    """Return what there is to choose from on `devices` of `cluster`."""
+    profile = findings.profile
+    exported = profile.graph is not None
+    normed = bool(profile.batch_norm_modules) and training.sync_batchnorm
+    refused: list[Fault] = []
+    refuse_shared_batch(findings, training, 1, refused)
+    measured = is_measured(cluster, training.precision)
+    unlike = frozenset(
+        number
+        for number, fewer in cluster.fewer.items()
+        if is_measured(fewer, training.precision) != measured
+    )
+    return Space(
+        cluster,
+        devices,
+        places=_stages_at_most(findings) if exported else 1,
+        global_batch=training.global_batch,
+        exported=exported and training.accumulate == 1,
+        shared=not refused,
+        zero=training.optimizer != "lamb" and not profile.perhaps_unused,
+        offload=can_offload,
+        split_head=exported and bool(findings.heads),
+        sole_micro_batch=normed,
+        use_all=use_all,
+        unlike=unlike,
+    )
+
+
+def left_out(space: Space, findings: Findings, training: Training) -> Mapping[str, str]:
+    """Return the families of which `space` has nothing, whatever the devices, and why: the reason
+    is the one for which the resolver would refuse each."""
+    profile, found = findings.profile, dict[str, str]()
+    pipelines = ["pipeline", "split", "split by sequence", "pipeline of splits"]
+    if len(space.devices) > 1:
+        pipelines.append("pipeline by kind of device")
+    several = space.available > 1
+    if profile.graph is None and several:
+        reason = f"needs the model's graph, and {profile.name} cannot be exported"
+        found |= dict.fromkeys([*pipelines, "copies beside a split head"], reason)
+    elif not space.exported and several:
+        reason = f"not looked at: train.accumulate={training.accumulate} cuts the batch of copies, "
+        reason += "and the micro-batches of these are their own; use train.accumulate=1"
+        found |= dict.fromkeys(pipelines, reason)
+    if not space.zero and several:
+        reason = (
+            "optimizer=lamb needs the norm of each parameter, which ZeRO partitions anywhere"
+            if training.optimizer == "lamb"
+            else f"whether {profile.perhaps_unused[0]} gets a gradient depends on the values "
+            f"{profile.name} looks at, and ZeRO needs to know"
+        )
+        found |= {f"copies, ZeRO {zero}": reason for zero in (1, 2, 3)}
+    return found
+
+
+def _stages_at_most(findings: Findings) -> int:
+    """Return into how many parts the model can be cut that each have a parameter to train."""
+    return sum(before < after for before, after in pairwise(findings.order.weights))

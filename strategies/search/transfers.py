@@ -1,0 +1,131 @@
+"""What transfers between the devices of a mesh take, by where its shard groups and stages lie.
+
+Devices of a kind follow each other, copy by copy, stage by stage: which of them share a node is
+arithmetic on the nodes' size. Owns those estimates of links; the resolver's are exact.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from whale_train.strategies.cluster import Cluster, Device, Link
+from whale_train.strategies.links import all_reduce_time_s, group_link
+from whale_train.strategies.search.candidates import Mesh, Part
+from whale_train.strategies.search.stage_dp import Hop
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that hold the same: `members` of them, `in_node` on each node that has some, and
+    `beside` as many such groups that leave a node together."""
+
+    members: int
+    in_node: int
+    beside: int
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes that have members."""
+        return -(-self.members // self.in_node)
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """The transfers between the devices of `cluster`."""
+
+    cluster: Cluster
+    _shard_links: dict[tuple[str, int], Link] = field(default_factory=dict)
+
+    @cached_property
+    def device_of(self) -> Mapping[str, Device]:
+        """The first device of every kind; the first of all for the empty name."""
+        found = {"": self.cluster.devices[0]}
+        for device in self.cluster.devices:
+            found.setdefault(device.name, device)
+        return found
+
+    @cached_property
+    def _first(self) -> Mapping[str, int]:
+        """The first rank of every kind."""
+        found = {"": 0}
+        for rank, device in enumerate(self.cluster.devices):
+            found.setdefault(device.name, rank)
+        return found
+
+    @cached_property
+    def _node_sizes(self) -> Mapping[str, int]:
+        """The devices of a kind that a node has at the most; of any kind for the empty name."""
+        sizes: dict[str, int] = {"": max(len(node.devices) for node in self.cluster.nodes)}
+        for node in self.cluster.nodes:
+            for kind in {device.name for device in node.devices}:
+                count = sum(device.name == kind for device in node.devices)
+                sizes[kind] = max(sizes.get(kind, 0), count)
+        return sizes
+
+    @cached_property
+    def inside(self) -> Mapping[str, Link]:
+        """The slowest link inside of nodes that have devices of a kind."""
+        found: dict[str, Link] = {}
+        for node in self.cluster.nodes:
+            for kind in {"", *(device.name for device in node.devices)}:
+                other = found.get(kind, node.link)
+                slower = node.link.bandwidth_bytes_s < other.bandwidth_bytes_s
+                found[kind] = node.link if slower else other
+        return found
+
+    def shard_link(self, kind: str, shards: int) -> Link:
+        """Return the link of a shard group of so many devices of a kind."""
+        if (kind, shards) not in self._shard_links:
+            first = self._first[kind]
+            ranks = range(first, min(first + shards, len(self.cluster.devices)))
+            self._shard_links[kind, shards] = group_link(self.cluster, ranks, by_memory=True)
+        return self._shard_links[kind, shards]
+
+    def hop(self, mesh: Mesh, here: Part, there: Part) -> Hop:
+        """Return what sends from a stage of `here` to one of `there`, on the mean of all stages."""
+        size = self._node_sizes[here.kind]
+        memory = self.cluster.shared_memory
+        inside = self.inside[here.kind] if memory is None else memory
+        if len(self.cluster.nodes) == 1:
+            return Hop(inside.latency_s, 1 / inside.bandwidth_bytes_s)
+        if here == there:
+            width, between = here.width, here.copies * here.shards
+            crossing = 0.0 if size % width == 0 else min(1.0, between / size)
+            crowd = 2 * here.shards
+        else:
+            crossing = 1.0
+            crowd = here.shards * max(1, size // here.width) * (2 if len(mesh.parts) > 2 else 1)
+        network = self.cluster.network
+        outside = crowd / network.bandwidth_bytes_s
+        return Hop(
+            crossing * network.latency_s + (1 - crossing) * inside.latency_s,
+            crossing * outside + (1 - crossing) / inside.bandwidth_bytes_s,
+        )
+
+    def group(self, copies: int, part: Part) -> Group:
+        """Return the ranks that hold the same shard of a stage of `part`, in all `copies` of the
+        pipeline."""
+        members, size = copies * part.copies, self._node_sizes[part.kind]
+        if self.cluster.on_cpu:
+            return Group(members, members, 1)
+        copies_in_node = max(1, size // part.width)
+        in_node = min(members, part.copies * copies_in_node, max(1, size // part.shards))
+        return Group(members, in_node, max(1, size // in_node) if in_node < members else 1)
+
+    def link(self, group: Group, part: Part) -> Link:
+        """Return the link that a ring over a group waits for."""
+        if group.in_node >= group.members and (group.members <= self._node_sizes[part.kind]):
+            return self.inside[part.kind]
+        network = self.cluster.network
+        shared = replace(network, bandwidth_bytes_s=network.bandwidth_bytes_s / group.beside)
+        inside = self.inside[part.kind]
+        return min(shared, inside, key=lambda link: link.bandwidth_bytes_s)
+
+    def sum_s(self, group: Group, part: Part, num_bytes: float) -> float:
+        """Return the seconds of an all-reduce over a group (see `links.sum_time_s`)."""
+        link = self.link(group, part)
+        flat = all_reduce_time_s(num_bytes, group.members, link)
+        if group.nodes == 1 or self.cluster.on_cpu:
+            return flat
+        within = all_reduce_time_s(num_bytes, group.in_node, self.inside[part.kind])
+        return min(flat, max(within, all_reduce_time_s(num_bytes, group.nodes, link)))

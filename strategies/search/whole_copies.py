@@ -1,0 +1,59 @@
+"""The estimates of copies that are not cut: of a model nobody can export, beside a split head."""
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from whale_train.strategies.links import gather_time_s, group_link
+from whale_train.strategies.memory import ROUNDED_UP
+from whale_train.strategies.search.candidates import Candidate, Estimate
+
+if TYPE_CHECKING:
+    from whale_train.strategies.search.estimate import Estimator
+
+
+def unexported(of: "Estimator", candidate: Candidate) -> Estimate:
+    """Return the estimate for copies of a model of whose operations nothing is known."""
+    profile, mesh, part = of.costs.findings.profile, candidate.mesh, candidate.mesh.parts[0]
+    halved = 1.0 if of.training.precision == "fp32" else 0.5
+    elements, slowest = of.costs.findings.trained_elements, 0.0
+    need = of.needs.element_bytes(candidate, mesh.copies) * elements + of.needs.gathered_bytes(
+        candidate
+    )
+    for alike in of.copies_of(mesh):
+        device = alike.devices[0]
+        saved = ROUNDED_UP * halved * profile.activation_bytes
+        if need + saved > device.memory_bytes:
+            return Estimate(inf, need + saved - device.memory_bytes)
+        times = of.costs.whole(device, alike.samples)
+        gathers = sum(of.sums.gathers_s(candidate, part, device))
+        summed = of.sums.after_s(candidate, part, elements, times.total - times.forward, device)
+        slowest = max(slowest, times.total + gathers + summed)
+    slowest = max(slowest, of.by_processors(mesh, 1, times.total))
+    return Estimate(slowest + of.sums.norm_s)
+
+
+def beside_split_head(of: "Estimator", candidate: Candidate) -> Estimate:
+    """Return the estimate for copies of the backbone beside a split of the head."""
+    findings, mesh, part = of.costs.findings, candidate.mesh, candidate.mesh.parts[0]
+    count, batch = len(of.cluster.devices), of.training.global_batch
+    elements, head = findings.copied_elements(split_head=True), float(findings.head_elements)
+    need = of.needs.element_bytes(candidate, count) * elements
+    need += of.needs.gathered_bytes(candidate)
+    need += of.needs.element_bytes(Candidate(mesh), 1) * head / count
+    crossing = of.crossing(1, batch)[-2]
+    bridge = gather_time_s(crossing, count, group_link(of.cluster, range(count)))
+    slowest = 0.0
+    for alike in of.copies_of(mesh):
+        device = alike.devices[0]
+        if need > device.memory_bytes:
+            return Estimate(inf, need - device.memory_bytes)
+        of_own = of.seconds(device, part, "auto", alike.samples)
+        of_all = of.seconds(device, part, "auto", batch)
+        body = of_own.total[-2]
+        split = (of_all.total[-1] - of_all.total[-2]) / count
+        backward = body - of_own.forward[-2]
+        gathers = sum(of.sums.gathers_s(candidate, part, device))
+        summed = of.sums.after_s(candidate, part, elements, backward, device)
+        slowest = max(slowest, body + split + 2 * bridge + gathers + summed)
+    slowest = max(slowest, of.by_processors(mesh, 1, body + split))
+    return Estimate(slowest + of.sums.norm_s)

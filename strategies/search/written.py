@@ -1,0 +1,47 @@
+"""A candidate as a strategy file: what is found is written, read back and resolved alike."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from whale_train.strategies.search.candidates import Candidate
+from whale_train.strategies.stages import Sequenced, is_inside
+
+
+def written(candidate: Candidate, devices: Mapping[str, Any], balance: str) -> Mapping[str, Any]:
+    """Return the file of a candidate on `devices` (the key and its value, or nothing)."""
+    balanced = {} if balance == "hardware" else {"balance": balance}
+    return {**devices, **balanced, "graph": candidate.graph()}
+
+
+def with_cut(
+    mapping: Mapping[str, Any], cut: Sequence[int], order: Sequenced
+) -> Mapping[str, Any] | None:
+    """Return a file whose stages name the blocks with which they begin and end, so that its
+    pipeline is cut at the places `cut` of `order`; None where blocks have no names that say it."""
+    names = [_ends(order, *interval) for interval in pairwise(cut)]
+    if not all(names):
+        return None
+    for stage, named in enumerate(names):
+        for other, (first, last) in enumerate(pairwise(cut)):
+            inside = order.blocks[first:last]
+            if other != stage and any(is_inside(b, n) for b in inside if b for n in named):
+                return None
+    graph = mapping["graph"]
+    replicate = graph["replicate"]
+    pipeline = replicate["of"]["pipeline"]
+    if not isinstance(pipeline["stages"], list) or len(pipeline["stages"]) != len(names):
+        return None
+    stages = [
+        {"stage": {"modules": list(named), **stage["stage"]}}
+        for named, stage in zip(names, pipeline["stages"], strict=True)
+    ]
+    inner = {"pipeline": {**pipeline, "stages": stages}}
+    return {**mapping, "graph": {"replicate": {**replicate, "of": inner}}}
+
+
+def _ends(order: Sequenced, first: int, last: int) -> Sequence[str]:
+    """Return the names of the first and the last block between two places, of those that have
+    one."""
+    named = [block for block in order.blocks[first:last] if block]
+    return list(dict.fromkeys((*named[:1], *named[-1:])))
