@@ -3,8 +3,6 @@
 Each test is one job with `train.accumulate`, against `strategy=single` without it.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tests.distributed.equality import JobFailed, assert_equal
@@ -26,14 +24,6 @@ from torch import distributed as dist
 from whale_train.runtime.loss_means import GlobalMeans, TargetCounter, Targets
 from whale_train.runtime.loss_of_pieces import LossOfPieces
 from whale_train.strategies.loss_weights import LossWeights
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    run = Run(tmp_path_factory.mktemp("accumulation"))
-    yield run
-    run.jobs.close()
-
 
 TWICE, THRICE = ("train.accumulate=2",), ("train.accumulate=3",)
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "zero2_offload", "hybrid_split_dp")

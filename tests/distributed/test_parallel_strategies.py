@@ -214,13 +214,6 @@ class Case:
         ]
 
 
-@pytest.fixture(scope="module")
-def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("arrays")
-    write_arrays(folder)
-    return folder
-
-
 BATCH_NORM = (
     "cuts the batch, over all of which resnet.embedder.embedder.normalization takes its "
     "statistics (model.sync_batchnorm=true); use micro_batches: 1, or model.sync_batchnorm=false "

@@ -4,7 +4,7 @@ Each test is one job, run as the command runs it, against `strategy=single`; and
 against a plain PyTorch loop.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -127,6 +127,12 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
         "optimizer.weight_decay=0.1",
         "optimizer.eps=1e-3",
     ),
+    "lamb": (
+        "optimizer=lamb",
+        "optimizer.lr=2e-3",
+        "optimizer.weight_decay=0.1",
+        "optimizer.eps=1e-3",
+    ),
 }
 
 
@@ -185,21 +191,14 @@ STRATEGIES = ("dp", *ZERO, "hybrid_split_dp")
 
 
 class Run:
-    """Runs cases, in one process after another."""
+    """Runs cases on arrays in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, jobs: Jobs) -> None:
         write_arrays(folder)
-        self._folder, self.jobs = folder, Jobs(folder)
+        self.folder, self._jobs = folder, jobs
 
     def __call__(self, case: Case, plainly: bool = False) -> Computed:
-        return self.jobs.run(case.overrides(self._folder), plainly)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    run = Run(tmp_path_factory.mktemp("equality"))
-    yield run
-    run.jobs.close()
+        return self._jobs.run(case.overrides(self.folder), plainly)
 
 
 UNEVEN = (5.0, 3.0)
