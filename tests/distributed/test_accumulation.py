@@ -18,6 +18,7 @@ from tests.distributed.test_same_mathematics import (
     Run,
     zero_backbone,
 )
+from tests.pairs import covering, pairs
 from torch import Tensor, fx
 from torch import distributed as dist
 
@@ -63,7 +64,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    covering(
+        CASES, lambda c: pairs(c.model, c.strategy, c.optimizer, c.speeds, c.extra[0], c.extra[1:])
+    ),
+    ids=str,
+)
 def test_micro_batches_are_one_batch(run: Run, case: Case) -> None:
     pieces, rest = case.extra[:1], case.extra[1:]
     rest = tuple(x for x in rest if not x.startswith("strategy."))
