@@ -1,4 +1,5 @@
-# Two commands do all the set-up: `make train` and `make test`. `make check` is the developer's.
+# Two commands do all the set-up: `make train` and `make test`. `make check` and `make test-all` are
+# the developer's.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,13 +11,17 @@ ARGS ?=
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST_ARGS ?= --numprocesses $(JOBS) --dist loadfile
 
-.PHONY: train test check lint install constraints clean
+.PHONY: train test test-all check lint install constraints clean
 
 train: install
 	$(BIN)/whale-train strategy=hybrid_split_dp hardware=v100_p100_mix $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Every combination of what `test` takes in pairs, and more examples of every property.
+test-all: install
+	WHALE_TRAIN_FULL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: lint test
 

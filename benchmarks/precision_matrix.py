@@ -21,8 +21,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.distributed import precisions
 from tests.distributed.precisions import ARCHITECTURES, PRECISIONS, STRATEGIES, Cell, outcome
+from tests.distributed.served import Served
 from tests.distributed.test_parallel_strategies import write_arrays
 from tests.distributed.test_verify import Sides
 
@@ -40,7 +40,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="whale-precisions-") as name:
         folder = Path(name)
         write_arrays(folder)
-        sides = Sides(folder, precisions.__file__)
+        served = Served()
+        sides = Sides(folder, served)
         for model, precision, strategy in product(
             options.models, options.precisions, options.strategies
         ):
@@ -51,7 +52,7 @@ def main() -> None:
             said = f"{found.verdict} {found.said}".strip()
             table.add_row(model, strategy, precision, *figures, *parts, said)
             print(model, strategy, precision, said, file=sys.stderr, flush=True)
-        sides.close()
+        served.close()
     Console(width=160).print(table)
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
     if verdicts["crashed"] or verdicts["different"]:

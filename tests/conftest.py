@@ -1,9 +1,15 @@
-"""What all tests have in common: profiles of models are kept for the session, and nowhere else."""
+"""What all tests have in common: profiles of models are kept for the session, and nowhere else;
+no property is held to a time."""
 
 import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+from tests.pairs import examples
+
+settings.register_profile("tests", max_examples=examples(100), deadline=None)
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,8 +1,15 @@
-"""Runs the command as a user does: in a process of its own, in a folder of its own."""
+"""Runs the command as a user does: in a process of its own, in a folder of its own.
 
+That process is a fork of one that is kept (`whale_train`), or one as a shell starts it
+(`whale_train_process`, a few seconds of imports slower).
+"""
+
+import json
 import os
+import selectors
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +34,21 @@ def whale_train(
     environment: Mapping[str, str] | None = None,
     deadline_s: float = 240.0,
 ) -> Answer:
-    """`whale-train ARGUMENTS` in `folder`, its output piped, on a machine without GPUs.
+    """Answer `whale-train ARGUMENTS` in `folder` on a machine without GPUs, by a fork of a process
+    that has imported what the command imports.
+
+    Raises TimeoutError after `deadline_s`.
+    """
+    return _WARM.answer(arguments, folder, environment or {}, deadline_s)
+
+
+def whale_train_process(
+    arguments: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    deadline_s: float = 240.0,
+) -> Answer:
+    """Answer `whale-train ARGUMENTS` as a user's shell would start it, its output piped.
 
     Raises subprocess.TimeoutExpired after `deadline_s`.
     """
@@ -41,6 +62,63 @@ def whale_train(
         timeout=deadline_s,
     )
     return Answer(done.returncode, done.stdout, done.stderr, processes_of(folder))
+
+
+class _Warm:
+    """The process of `warm.py`, started when first asked; it ends with this one, whose end closes
+    its stdin."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def answer(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        deadline_s: float,
+    ) -> Answer:
+        with tempfile.TemporaryDirectory() as written:
+            paths = {name: Path(written) / name for name in ("stdout", "stderr")}
+            for path in paths.values():
+                path.touch()
+            question = {
+                "arguments": list(arguments),
+                "folder": str(folder.resolve()),
+                "environment": environment_for(folder) | dict(environment),
+                **{name: str(path) for name, path in paths.items()},
+            }
+            status = self._ask(json.dumps(question), deadline_s)
+            said = (path.read_text() for path in paths.values())
+            return Answer(status, *said, processes_of(folder))
+
+    def _ask(self, question: str, deadline_s: float) -> int:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.cli.warm"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=environment_for(ROOT),
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(question + "\n")
+        self._process.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            answered = bool(selector.select(deadline_s))
+        answer = self._process.stdout.readline() if answered else ""
+        if not answer:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            raise TimeoutError(f"the command had not ended after {deadline_s:.0f} s")
+        return int(answer)
+
+
+_WARM = _Warm()
 
 
 def environment_for(folder: Path) -> dict[str, str]:

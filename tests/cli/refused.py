@@ -5,7 +5,7 @@ The cases themselves are tables in the tests.
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.cli.command import Answer, files_in, whale_train
@@ -105,11 +105,12 @@ class Case:
         self.name, self.command, self.faults = name, command, faults
         self.environment = environment
 
-    def run(self, folder: Path) -> Answer:
+    def run(self, folder: Path, run: Callable[..., Answer] = whale_train) -> Answer:
+        """Answer the command by `run`, in `folder` with the files around it."""
         for name, text in FILES.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-        return whale_train(shlex.split(self.command), folder, self.environment)
+        return run(shlex.split(self.command), folder, self.environment)
 
     def check(self, folder: Path, answer: Answer) -> None:
         """Asserts the whole contract of a refusal."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.cli.command import Answer
+from tests.cli.command import Answer, whale_train_process
 from tests.cli.refused import Case
 
 STRATEGIES = (
@@ -273,3 +273,11 @@ VALUES = (
 @pytest.mark.parametrize("case", [*COMMAND_LINE, *VALUES], ids=lambda case: case.name)
 def test_refused(case: Case, refusal: Callable[[Case], tuple[Path, Answer]]) -> None:
     case.check(*refusal(case))
+
+
+@pytest.mark.parametrize("name", ["near_key", "several_at_once", "unknown_mode"])
+def test_a_fork_answers_as_a_process_does(
+    name: str, tmp_path: Path, refusal: Callable[[Case], tuple[Path, Answer]]
+) -> None:
+    (case,) = (case for case in (*COMMAND_LINE, *VALUES) if case.name == name)
+    assert case.run(tmp_path, whale_train_process) == refusal(case)[1]

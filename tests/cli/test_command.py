@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.cli.command import ROOT, Answer, files_in, whale_train
+from tests.cli.command import ROOT, Answer, files_in, whale_train, whale_train_process
 
 from whale_train.strategies.plan import Plan
 
@@ -39,7 +39,7 @@ def only_run_dir(folder: Path) -> Path:
 @pytest.fixture(scope="module", params=["dp", "hybrid_split_dp"])
 def smoke(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
-    answer = whale_train([f"strategy={request.param}", "experiment=smoke"], folder)
+    answer = whale_train_process([f"strategy={request.param}", "experiment=smoke"], folder)
     assert answer.status == 0, answer
     return Run(answer, only_run_dir(folder))
 
@@ -52,7 +52,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_help_lists_every_group_and_option(tmp_path: Path) -> None:
-    answer = whale_train(["--help"], tmp_path)
+    answer = whale_train_process(["--help"], tmp_path)
     assert (answer.status, answer.stderr) == (0, "")
     for group in (path for path in (ROOT / "conf").iterdir() if path.is_dir()):
         options = sorted(path.stem for path in group.glob("*.yaml"))

@@ -1,14 +1,45 @@
-"""What tests of whole jobs have in common."""
+"""What tests of whole jobs share for a session: the process that runs them, and what they found."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.distributed.equality import Jobs
+from tests.distributed.served import Served
+from tests.distributed.test_parallel_strategies import write_arrays
+from tests.distributed.test_same_mathematics import Run
+from tests.distributed.test_verify import Sides
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    """The process of a module's jobs."""
-    jobs = Jobs(tmp_path_factory.mktemp("jobs"))
-    yield jobs
-    jobs.close()
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    """Give the process that runs functions of test files."""
+    served = Served()
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="session")
+def jobs(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """Run jobs by their overrides, equal ones once."""
+    return Jobs(tmp_path_factory.mktemp("jobs"), served)
+
+
+@pytest.fixture(scope="session")
+def run(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run cases of `test_same_mathematics`, equal ones once."""
+    return Run(tmp_path_factory.mktemp("equality"), jobs)
+
+
+@pytest.fixture(scope="session")
+def sides(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Sides:
+    """Run sides of verifications, those of one process once."""
+    return Sides(tmp_path_factory.mktemp("verify"), served)
+
+
+@pytest.fixture(scope="session")
+def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the folder of the arrays that the models of `test_parallel_strategies` read."""
+    folder = tmp_path_factory.mktemp("arrays")
+    write_arrays(folder)
+    return folder

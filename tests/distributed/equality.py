@@ -3,11 +3,8 @@
 Owns the process that runs one job after another (`Jobs`: it composes, resolves, forks ranks
 exactly as the command does, and has them save what they hold), the plain PyTorch loop all of it
 is measured against, what counts as equal, and models such as users bring.
-
-Run as a program, this file is that process: a line of JSON in, a run, a line of JSON out.
 """
 
-import functools
 import importlib
 import json
 import os
@@ -23,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tests.distributed.served import Served, serve
+from tests.distributed.served import Served
 from torch import Tensor, nn
 
 from whale_train.config import Request, read_request
@@ -32,7 +29,6 @@ from whale_train.launcher.compose import composed, rewritten
 from whale_train.launcher.resolve import resolve_request
 from whale_train.launcher.run_dir import create_run_dir, write_text
 from whale_train.launcher.run_files import start_ranks
-from whale_train.models import profile
 from whale_train.models.export import model_path
 from whale_train.runtime import host, worker
 from whale_train.runtime.chunk import Segments
@@ -100,7 +96,8 @@ RARE = 10.0  # a first coordinate above it asks
 class Computed:
     """Per step: loss, gradient norm, learning rate. `evaluations` are loss and accuracy of each
     evaluation; `values` are parameters and running
-    statistics after the last step, from every rank that holds them whole (shards joined)."""
+    statistics after the last step, from every rank that holds them whole (shards joined); `lines`
+    are those of metrics.jsonl."""
 
     losses: list[float]
     norms: list[float]
@@ -108,6 +105,7 @@ class Computed:
     evaluations: list[float]
     values: dict[str, list[NDArray[Any]]]
     plan: dict[str, Any]
+    lines: list[dict[str, Any]]
 
     @classmethod
     def read(cls, run_dir: Path) -> "Computed":
@@ -125,7 +123,7 @@ class Computed:
                         values.setdefault(path, []).extend(copies)
         losses, norms, rates = ([x[k] for x in lines] for k in ("loss", "grad_norm", "lr"))
         evaluations = [x[k] for x in lines for k in sorted(x) if k.startswith("evaluation_")]
-        return cls(losses, norms, rates, evaluations, values, plan)
+        return cls(losses, norms, rates, evaluations, values, plan, lines)
 
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -192,12 +190,10 @@ class JobFailed(AssertionError):
 
 
 class Jobs:
-    """One process that runs jobs; equal jobs are run once."""
+    """Runs jobs in `served`, where a user's own `equality.OwnNet` is found; equal ones once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        # A user's own `equality.OwnNet` is found where this file is.
-        self.process = Served(__file__, cwd=Path(__file__).parent)
+    def __init__(self, folder: Path, served: Served) -> None:
+        self._folder, self._served = folder, served
         self._done: dict[tuple[tuple[str, ...], bool], Computed] = {}
 
     def run(self, overrides: Sequence[str], plainly: bool = False) -> Computed:
@@ -205,34 +201,14 @@ class Jobs:
         key = (tuple(overrides), plainly)
         if key not in self._done:
             run_dir = Path(tempfile.mkdtemp(prefix="run_", dir=self._folder))
-            failure = self.process.ask(overrides=key[0], plainly=plainly, run_dir=str(run_dir))
+            failure = self._served.ask(
+                run_job, overrides=key[0], plainly=plainly, run_dir=str(run_dir)
+            )
             if failure:
                 raise JobFailed(f"{' '.join(overrides)}\n{failure}")
             self._done[key] = Computed.read(run_dir)
             shutil.rmtree(run_dir)
         return self._done[key]
-
-    def close(self) -> None:
-        self.process.close()
-
-
-def ask_once() -> None:
-    """What takes a second and answers the same to the same question: the export of a model, and
-    what DeepSpeed's CPU optimizer asks about the CPU."""
-    cpuinfo = importlib.import_module("cpuinfo")
-    slow = ((profile, "profile_model"), (worker, "export_model"), (cpuinfo, "get_cpu_info"))
-    for module, name in slow:
-        made: dict[str, Any] = {}
-        original = getattr(module, name)
-
-        @functools.wraps(original)
-        def cached(*args: Any, made: Any = made, original: Any = original, **named: Any) -> Any:
-            key = repr((args, named))
-            if key not in made:
-                made[key] = original(*args, **named)
-            return made[key]
-
-        setattr(module, name, cached)
 
 
 def run_job(overrides: list[str], plainly: bool, run_dir: str) -> str:
@@ -388,8 +364,3 @@ def _optimizer(request: Request, model: nn.Module) -> _Training:
     )
     both = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], [2])
     return _Training(optimizer, both)
-
-
-if __name__ == "__main__":
-    ask_once()
-    serve(run_job)

@@ -13,18 +13,14 @@ fp32, and so 2 e how far from each other. A cell's elements are held to the larg
 Where a token's second and third best expert are as good, rounding gives it to either, and no
 bound holds for these experts' gradients: "mixtral" takes all of them, so that its elements can be
 held to one, and of "mixtral_best_2" losses and gradient norms are judged alone.
-
-Run as a program, this file is the process that runs the sides.
 """
 
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.distributed.equality import ask_once
-from tests.distributed.served import serve
 from tests.distributed.test_parallel_strategies import MODELS, hardware, pipeline
-from tests.distributed.test_verify import OPTIMIZERS, STEPS, Sides, run_side
+from tests.distributed.test_verify import OPTIMIZERS, STEPS, Sides
 
 from whale_train.config import Request
 from whale_train.launcher.verify import Verification, compare
@@ -138,8 +134,3 @@ def _elements(found: Verification) -> float:
     """Return how far the worst element of a gradient or an update is off, in parts of what
     `found` allows it."""
     return max(x.of_allowed for x in found.differences if x.what in ("gradient", "update"))
-
-
-if __name__ == "__main__":
-    ask_once()
-    serve(run_side)

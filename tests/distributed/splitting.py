@@ -85,13 +85,15 @@ def write(
     on_meta: bool = False,
     dtype: torch.dtype = torch.float32,
     counts: Counts | None = None,
+    graph: fx.GraphModule | None = None,
     **place: Any,
 ) -> Written:
     """The part of `build()`'s model that this rank of the default group holds; `place` are more
-    fields of its Place."""
+    fields of its Place. `graph` is what `exported` gives, where that is known."""
     torch.manual_seed(0)
     module = _wrapped(build().to(dtype))
-    graph = _exported(build, module, batch, on_meta)
+    # It is written to, and may be another case's as well.
+    graph = copy.deepcopy(graph) if graph is not None else _exported(build, module, batch, on_meta)
     canonical = _canonical(module)
     operations = operation_graph(graph, {}, {}, {})
     region = tuple(op.name for op in operations if op.target != "output")
@@ -145,10 +147,12 @@ def compare(
     *,
     on_meta: bool = False,
     dtype: torch.dtype = torch.float32,
+    graph: fx.GraphModule | None = None,
+    **place: Any,
 ) -> Outcome:
-    """One forward and backward, split and whole."""
-    cast = {k: x.to(dtype) if x.is_floating_point() else x for k, x in batch.items()}
-    written = write(build, cast, split, on_meta=on_meta, dtype=dtype)
+    """One forward and backward, split and whole; more arguments as in `write`."""
+    cast = _cast(batch, dtype)
+    written = write(build, cast, split, on_meta=on_meta, dtype=dtype, graph=graph, **place)
     (loss,) = written.segment(*(cast[name] for name in written.segment.inputs))
     expected = written.module(**cast)
     loss.backward()
@@ -203,6 +207,22 @@ def _wrapped(model: nn.Module) -> LossModule:
     module = LossModule(model, ModelOptions(target="a.Model", loss="model"))
     module.train()
     return module
+
+
+def exported(
+    build: Callable[[], nn.Module],
+    batch: Batch,
+    *,
+    on_meta: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> fx.GraphModule:
+    """Return the graph of `build()`'s model, which does not depend on how it is split."""
+    torch.manual_seed(0)
+    return _exported(build, _wrapped(build().to(dtype)), _cast(batch, dtype), on_meta)
+
+
+def _cast(batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {k: x.to(dtype) if x.is_floating_point() else x for k, x in batch.items()}
 
 
 def _exported(

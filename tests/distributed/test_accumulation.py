@@ -3,8 +3,6 @@
 Each test is one job with `train.accumulate`, against `strategy=single` without it.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tests.distributed.equality import JobFailed, assert_equal
@@ -20,20 +18,13 @@ from tests.distributed.test_same_mathematics import (
     Run,
     zero_backbone,
 )
+from tests.pairs import covering, pairs
 from torch import Tensor, fx
 from torch import distributed as dist
 
 from whale_train.runtime.loss_means import GlobalMeans, TargetCounter, Targets
 from whale_train.runtime.loss_of_pieces import LossOfPieces
 from whale_train.strategies.loss_weights import LossWeights
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    run = Run(tmp_path_factory.mktemp("accumulation"))
-    yield run
-    run.jobs.close()
-
 
 TWICE, THRICE = ("train.accumulate=2",), ("train.accumulate=3",)
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "zero2_offload", "hybrid_split_dp")
@@ -73,7 +64,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    covering(
+        CASES, lambda c: pairs(c.model, c.strategy, c.optimizer, c.speeds, c.extra[0], c.extra[1:])
+    ),
+    ids=str,
+)
 def test_micro_batches_are_one_batch(run: Run, case: Case) -> None:
     pieces, rest = case.extra[:1], case.extra[1:]
     rest = tuple(x for x in rest if not x.startswith("strategy."))

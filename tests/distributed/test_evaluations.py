@@ -4,7 +4,6 @@ Jobs evaluate the weights they start with (a learning rate of almost 0) on held-
 numbers that no batch divides, and the same module is run here on all of them as one batch.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -92,13 +91,6 @@ def evaluated_plainly(path: Path, fraction: float, samples: int, loss: str) -> l
     right = sum(int((guess == wanted).sum()) for guess, wanted in logits)
     targets = sum(int((wanted >= 0).sum()) for _, wanted in logits)
     return [right / targets, value] if targets else [value]
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    jobs = Jobs(tmp_path_factory.mktemp("evaluations"))
-    yield jobs
-    jobs.close()
 
 
 LOSSES = ("pure", "mixed", "squares")

@@ -1,18 +1,14 @@
-"""What ranks free goes back to the system where the machine would not hold it as well.
-
-Run as a program, this file is the process that runs the jobs.
-"""
+"""What ranks free goes back to the system where the machine would not hold it as well."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.distributed.equality import run_host
-from tests.distributed.served import ROOT, Served, serve
+from tests.distributed.served import ROOT, Served
 
 from whale_train import limits
 from whale_train.config import read_request
@@ -83,17 +79,10 @@ JOB = (
 )
 
 
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Served]:
-    served = Served(__file__)
-    yield served
-    served.close()
-
-
-def ran(jobs: Served, run_dir: Path, memory_bytes: int) -> tuple[float, list[str], set[str]]:
+def ran(served: Served, run_dir: Path, memory_bytes: int) -> tuple[float, list[str], set[str]]:
     """(bytes all ranks need, what the plan says of them, the thresholds they had) where there is so
     much memory."""
-    failure = jobs.ask(run_dir=str(run_dir), memory_bytes=memory_bytes)
+    failure = served.ask(run_limited, run_dir=str(run_dir), memory_bytes=memory_bytes)
     assert not failure, failure
     plan = json.loads((run_dir / "plan.json").read_text())
     needed = sum(rank["memory_bytes"]["total"] for rank in plan["ranks"])
@@ -102,11 +91,11 @@ def ran(jobs: Served, run_dir: Path, memory_bytes: int) -> tuple[float, list[str
 
 
 def test_a_run_gives_memory_back_where_there_is_no_room_for_holes(
-    jobs: Served, tmp_path: Path
+    served: Served, tmp_path: Path
 ) -> None:
-    needed, *found = ran(jobs, tmp_path / "plenty", 10**9)
+    needed, *found = ran(served, tmp_path / "plenty", 10**9)
     assert found == [[], {""}]
-    _, *found = ran(jobs, tmp_path / "short", int(1.2 * needed))
+    _, *found = ran(served, tmp_path / "short", int(1.2 * needed))
     assert found == [["freed blocks given back"], {"65536"}]
 
 
@@ -119,16 +108,14 @@ def run_limited(run_dir: str, memory_bytes: int) -> str:
     create_run_dir(folder)
     (folder / "own").write_text("0::/\n")
     (folder / "memory.max").write_text(f"{memory_bytes + limits.PROGRAMS_BYTES}\n")
-    limits.OWN_GROUPS, limits.GROUPS = folder / "own", folder
     write_text(folder / "request.json", request.to_json())
-    start_ranks(folder, resolve_request(request), request)
-    return run_host(folder, train_and_tell)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "OWN_GROUPS", folder / "own")
+        patch.setattr(limits, "GROUPS", folder)
+        start_ranks(folder, resolve_request(request), request)
+        return run_host(folder, train_and_tell)
 
 
 def train_and_tell(run_dir: Path, rank: int, world_size: int, prepared: worker.Prepared) -> None:
     worker.run_rank(run_dir, rank, world_size, prepared)
     (run_dir / f"threshold_{rank}").write_text(os.environ.get(THRESHOLD, ""))
-
-
-if __name__ == "__main__":
-    serve(run_limited)

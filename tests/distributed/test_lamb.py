@@ -1,6 +1,6 @@
 """LAMB against its formula written in NumPy, and every plan's against one device's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ from tests.distributed.equality import JobFailed, assert_equal
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_same_mathematics import (
     CLIPPED,
-    OPTIMIZERS,
     TOLERANCE,
     UNEVEN,
     Case,
@@ -123,20 +122,6 @@ def test_shards_have_the_trust_ratio_of_the_whole(rows: list[tuple[int, int]]) -
 
 
 # --- Jobs ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    OPTIMIZERS["lamb"] = (
-        "optimizer=lamb",
-        "optimizer.lr=2e-3",
-        "optimizer.weight_decay=0.1",
-        "optimizer.eps=1e-3",
-    )
-    run = Run(tmp_path_factory.mktemp("lamb"))
-    yield run
-    run.jobs.close()
-    del OPTIMIZERS["lamb"]
 
 
 _COPIES_OF_STAGES = (

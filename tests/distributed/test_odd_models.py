@@ -1,11 +1,11 @@
 """Unusual models under every kind of strategy: what one process computes, or a refusal by name.
 
-Every model runs as copies on two unlike devices, and under one other strategy. All of them under
-all strategies: WHALE_TRAIN_FULL=1 python -m pytest tests/distributed/test_odd_models.py
+Every model runs as copies on two unlike devices, and under one other strategy; under all of them
+in a full run.
 """
 
-import os
 import re
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from tests.distributed.equality import Computed, JobFailed, Jobs
 from tests.distributed.odd_models import CLASSES, ODD, TOKENS
 from tests.distributed.odd_models_rows import ODD_ROWS
 from tests.distributed.odd_models_state import ODD_STATE
+from tests.pairs import covering
 
 MODULES = {made.__name__: made.__module__ for made in (*ODD, *ODD_ROWS, *ODD_STATE)}
 NAMES = list(MODULES)
@@ -30,14 +31,7 @@ UNLIKE = (
     "{count: 1, devices: 1, device: p100_pcie_16gb, link: pcie3_x16}]",
 )
 LOSS, NORM = 2e-5, 1e-3
-
-
-def pairs() -> list[tuple[str, str]]:
-    others = [name for name in STRATEGIES if name != "dp"]
-    if os.environ.get("WHALE_TRAIN_FULL"):
-        return [(model, strategy) for model in NAMES for strategy in STRATEGIES]
-    rotated = [(model, others[i % len(others)]) for i, model in enumerate(NAMES)]
-    return [*((model, "dp") for model in NAMES), *rotated]
+PAIRS = covering(list(product(NAMES, STRATEGIES)), lambda row: {(row[0], row[1] == "dp"), row[1]})
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +69,7 @@ def run_or_refusal(jobs: Jobs, job: list[str]) -> Computed | str:
         return str(failed)
 
 
-@pytest.mark.parametrize(("model", "strategy"), pairs())
+@pytest.mark.parametrize(("model", "strategy"), PAIRS)
 def test_it_is_what_one_process_computes_or_refused(
     model: str, strategy: str, jobs: Jobs, data: Path
 ) -> None:

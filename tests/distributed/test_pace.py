@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.distributed.equality import Jobs, assert_equal
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_parallel_strategies import TOLERANCE, Case, hardware, write_arrays
+from tests.distributed.test_parallel_strategies import TOLERANCE, Case, hardware
 from torch import Tensor
 from torch import distributed as dist
 
@@ -122,13 +122,6 @@ def test_a_paced_group_does_what_gloo_does() -> None:
         assert [value.tolist() for value in found] == expected
         assert objects == ["rank 0", "rank 1"]
         assert settled >= 2 * 6  # before each, and before each is waited for
-
-
-@pytest.fixture(scope="module")
-def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("arrays")
-    write_arrays(folder)
-    return folder
 
 
 @pytest.mark.parametrize(

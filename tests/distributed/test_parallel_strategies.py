@@ -1,20 +1,20 @@
 """Every nesting of strategies computes what one device would, on models nobody adapted.
 
 One line a case: a model, a strategy graph, devices. Losses, gradient norms and updated parameters
-of four steps against `strategy=single`, with SGD and with AdamW. `WHALE_TRAIN_MATRIX=full` runs
-every model under every strategy; without it, every model and every strategy appears.
+of four steps against `strategy=single`, with SGD and with AdamW.
 """
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.distributed.equality import Arrays, JobFailed, Jobs, assert_equal, save
 from tests.distributed.test_same_mathematics import OPTIMIZERS, TOLERANCE, hardware
+from tests.pairs import covering
 
 STEPS, GLOBAL_BATCH, SEQUENCE, SAMPLES = 4, 8, 12, 16
 
@@ -214,13 +214,6 @@ class Case:
         ]
 
 
-@pytest.fixture(scope="module")
-def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("arrays")
-    write_arrays(folder)
-    return folder
-
-
 BATCH_NORM = (
     "cuts the batch, over all of which resnet.embedder.embedder.normalization takes its "
     "statistics (model.sync_batchnorm=true); use micro_batches: 1, or model.sync_batchnorm=false "
@@ -245,34 +238,48 @@ TIES = ("gpt", "gpt2", "bert", "t5")
 EVALUATED = ("train.evaluate_every=2", "data.evaluation_fraction=0.5")
 
 
-def cases() -> list[Case]:
-    """Every pair with both optimizers when asked for; else every strategy with two models (other
-    ones for each) and each optimizer once."""
-    models, full = list(MODELS), os.environ.get("WHALE_TRAIN_MATRIX") == "full"
-    found = []
-    for number, strategy in enumerate(STRATEGIES):
-        for turn, optimizer in enumerate(("sgd", "adamw")):
-            chosen = models if full else [models[(5 * number + 7 * turn) % len(models)]]
-            found += [Case(model, strategy, optimizer) for model in chosen]
-    return [
-        *found,
-        Case("bert", "replicate2_pipeline2_split2", "sgd", ("train.grad_clip=0.05",)),
-        Case("qwen3", "widths_2_1", "momentum", ("train.grad_clip=0.05",)),
-        Case("gpt", "zero1_pipeline", "adamw", ("train.grad_clip=0.05",)),
-        Case("t5", "zero3_split2", "sgd", ("train.grad_clip=0.05",)),
-        Case("gpt", "split2_pipeline2", "sgd", EVALUATED),
-        Case("bert", "replicate2_split2", "sgd", EVALUATED),
-        Case("t5", "interleaved", "adamw", EVALUATED),
-        Case("resnet", "split3_uneven", "sgd"),
-        Case("resnet", "replicate2_split2", "sgd"),
-        Case("mixtral", "split2", "sgd"),
-        Case("moe_gpt", "split3_uneven", "adamw"),
-        Case("moe_gpt", "replicate2_pipeline2_split2", "sgd"),
-        Case("t5", "pipeline4", "sgd"),
-    ]
+def family(strategy: str) -> tuple[bool, ...]:
+    """Return what the strategy's graph is made of, besides copies."""
+    return tuple(word in STRATEGIES[strategy][1] for word in ("pipeline", "split", "zero: "))
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+# Every model under every family of strategies; every strategy and every model with each optimizer.
+MATRIX = covering(
+    [
+        Case(model, strategy, optimizer)
+        for strategy, optimizer, model in product(STRATEGIES, ("sgd", "adamw"), MODELS)
+    ],
+    lambda c: {
+        (c.model, family(c.strategy)),
+        (c.strategy, c.optimizer),
+        (c.model, c.optimizer),
+    },
+)
+CASES = [
+    *MATRIX,
+    Case("bert", "replicate2_pipeline2_split2", "sgd", ("train.grad_clip=0.05",)),
+    Case("qwen3", "widths_2_1", "momentum", ("train.grad_clip=0.05",)),
+    Case("gpt", "zero1_pipeline", "adamw", ("train.grad_clip=0.05",)),
+    Case("t5", "zero3_split2", "sgd", ("train.grad_clip=0.05",)),
+    Case("gpt", "split2_pipeline2", "sgd", EVALUATED),
+    Case("bert", "replicate2_split2", "sgd", EVALUATED),
+    Case("t5", "interleaved", "adamw", EVALUATED),
+    *(
+        Case(model, strategy, optimizer)
+        for model, strategy, optimizer in (
+            ("resnet", "split3_uneven", "sgd"),
+            ("resnet", "replicate2_split2", "sgd"),
+            ("mixtral", "split2", "sgd"),
+            ("moe_gpt", "split3_uneven", "adamw"),
+            ("moe_gpt", "replicate2_pipeline2_split2", "sgd"),
+            ("t5", "pipeline4", "sgd"),
+        )
+        if Case(model, strategy, optimizer) not in MATRIX
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_one_device(case: Case, jobs: Jobs, arrays: Path) -> None:
     said = refusal(case.model, case.strategy)
     if said:

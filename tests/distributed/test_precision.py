@@ -1,17 +1,14 @@
 """fp16 with a dynamic loss scale: every plan is one device, and an overflow is nobody's update."""
 
 import json
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.distributed.equality import Computed, JobFailed, assert_equal, save
+from tests.distributed.equality import Computed, JobFailed, Jobs, assert_equal, save
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_same_mathematics import (
     CLIPPED,
@@ -38,34 +35,18 @@ TO_FP32 = 2e-2
 
 
 class Fp16Run(Run):
-    """Runs cases on devices that compute fp16, and gives their lines of metrics as well."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.lines: dict[Case, list[dict[str, Any]]] = {}
-        self._done: dict[Case, Computed] = {}
+    """Runs cases on devices that compute fp16."""
 
     def __call__(self, case: Case, plainly: bool = False) -> Computed:
-        if case not in self._done:
-            run_dir = Path(tempfile.mkdtemp(dir=self._folder))
-            overrides = [x.replace("bf16:", "fp16:") for x in case.overrides(self._folder)]
-            failure = self.jobs.process.ask(
-                overrides=overrides, plainly=plainly, run_dir=str(run_dir)
-            )
-            if failure:
-                raise JobFailed(failure)
-            text = (run_dir / "metrics.jsonl").read_text()
-            self.lines[case] = [json.loads(line) for line in text.splitlines()]
-            self._done[case] = Computed.read(run_dir)
-        return self._done[case]
+        overrides = [x.replace("bf16:", "fp16:") for x in case.overrides(self.folder)]
+        return self._jobs.run(overrides, plainly)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fp16Run]:
-    run = Fp16Run(tmp_path_factory.mktemp("precision"))
-    write_spoilt(run._folder)
-    yield run
-    run.jobs.close()
+def run(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Fp16Run:
+    run = Fp16Run(tmp_path_factory.mktemp("precision"), jobs)
+    write_spoilt(run.folder)
+    return run
 
 
 def write_spoilt(folder: Path) -> None:
@@ -131,7 +112,7 @@ def alone(case: Case, *extra: str) -> Case:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_plan_is_one_device(run: Fp16Run, case: Case) -> None:
     found, single, fp32 = run(case), run(alone(case, *FP16)), run(alone(case))
-    assert [line["loss_scale"] for line in run.lines[case]] == [2.0**15] * len(single.losses)
+    assert [line["loss_scale"] for line in found.lines] == [2.0**15] * len(single.losses)
     assert_equal(found, single, TO_FP16)
     assert_equal(found, fp32, TO_FP32)
     with pytest.raises(AssertionError):  # it is no fp32 in disguise
@@ -150,8 +131,7 @@ def test_batch_norm(run: Fp16Run, strategy: str) -> None:
 def test_only_fp16_has_a_loss_scale(run: Fp16Run) -> None:
     for extra in ((), ("train.precision=bf16",)):
         case = Case("gpt", "dp", 2, "sgd", (), extra)
-        run(case)
-        assert all("loss_scale" not in line for line in run.lines[case])
+        assert all("loss_scale" not in line for line in run(case).lines)
 
 
 HUGE = (*FP16, "train.loss_scale=33554432", "train.steps=10")  # 2^25
@@ -163,7 +143,8 @@ def test_a_scale_that_overflows_skips_steps_until_it_does_not(run: Fp16Run, stra
     that holds computes, from the batch that is next."""
     devices = 1 if strategy == "single" else 2
     case = Case("own", strategy, devices, "momentum", UNEVEN if devices > 1 else (), HUGE)
-    found, lines = run(case), run.lines[case]
+    found = run(case)
+    lines = found.lines
     skipped = sum(line["grad_norm"] is None for line in lines)
     assert 1 <= skipped <= 8
     assert [line["grad_norm"] is None for line in lines] == [True] * skipped + [False] * (
@@ -183,9 +164,9 @@ def test_a_scale_that_overflows_skips_steps_until_it_does_not(run: Fp16Run, stra
     assert first[-1] != pytest.approx(first[(10 - 1) % 3], rel=1e-4)
 
     reference = replace(case, strategy="single", devices=1, speeds=())
-    run(reference)
-    assert sum(x["grad_norm"] is None for x in run.lines[reference]) == skipped
-    wanted = run._done[reference].values
+    expected_run = run(reference)
+    assert sum(line["grad_norm"] is None for line in expected_run.lines) == skipped
+    wanted = expected_run.values
     for path, copies in found.values.items():
         for copy in copies:
             np.testing.assert_allclose(copy, wanted[path][0], rtol=2e-2, atol=2e-3, err_msg=path)
@@ -196,8 +177,8 @@ def test_stages_and_shards_skip_the_same_steps(run: Fp16Run, case: Case) -> None
     """However the overflow is divided among them: a rank that did not would wait for ever."""
     spoilt = replace(case, extra=(*case.extra, "train.loss_scale=4294967296", "train.steps=4"))
     found = run(spoilt)
-    assert [line["grad_norm"] for line in run.lines[spoilt]] == [None] * 4
-    assert [line["loss_scale"] for line in run.lines[spoilt]] == [2.0**n for n in (32, 31, 30, 29)]
+    assert [line["grad_norm"] for line in found.lines] == [None] * 4
+    assert [line["loss_scale"] for line in found.lines] == [2.0**n for n in (32, 31, 30, 29)]
     one_step = replace(spoilt, extra=(*spoilt.extra[:-1], "train.steps=1"))
     first = run(one_step)
     for path, copies in found.values.items():
@@ -206,11 +187,11 @@ def test_stages_and_shards_skip_the_same_steps(run: Fp16Run, case: Case) -> None
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_one_rank_overflows_is_skipped_by_all(run: Fp16Run, strategy: str) -> None:
-    data = f"data.path={run._folder / 'spoilt'}.npz"
+    data = f"data.path={run.folder / 'spoilt'}.npz"
     case = Case("own", strategy, 2, "sgd", UNEVEN, (*FP16, "train.steps=2", data))
     before = replace(case, extra=(*FP16, "train.steps=1", data))
     found, first = run(case), run(before)
-    norms = [line["grad_norm"] for line in run.lines[case]]
+    norms = [line["grad_norm"] for line in found.lines]
     assert norms[0] is not None
     assert norms[1] is None
     for path, copies in first.values.items():  # the second step moved nothing, anywhere
@@ -219,7 +200,7 @@ def test_what_one_rank_overflows_is_skipped_by_all(run: Fp16Run, strategy: str) 
 
 
 def test_what_overflows_at_every_scale_fails(run: Fp16Run) -> None:
-    data = f"data.path={run._folder / 'spoilt'}.npz"
+    data = f"data.path={run.folder / 'spoilt'}.npz"
     extra = (*FP16, "train.loss_scale=1", data)
     with pytest.raises(JobFailed, match="not finite in fp16, even with a loss scale of 1"):
         run(Case("own", "dp", 2, "sgd", UNEVEN, extra))

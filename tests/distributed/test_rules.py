@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed.harness import run_ranks
-from tests.distributed.splitting import Outcome, Split, assert_equal, compare
-from torch import Tensor, nn
+from tests.distributed.splitting import Outcome, Split, assert_equal, compare, exported
+from torch import Tensor, fx, nn
+from torch import distributed as dist
 from torch.nn import functional
 
 BATCH, TOKENS, WIDTH = 4, 3, 12
@@ -244,36 +245,59 @@ def batch_of(kind: Any) -> dict[str, Tensor]:
     }
 
 
-def outcomes_of(names: tuple[str, ...], speeds: tuple[float, ...]) -> dict[str, Outcome | str]:
-    """The outcome of every case, or what it raised: the same on all members."""
-    found: dict[str, Outcome | str] = {}
+Graph = fx.GraphModule | str
+
+
+def graphs_of(names: tuple[str, ...]) -> dict[str, Graph]:
+    """The graph of every case, or what its export raised."""
+    found: dict[str, Graph] = {}
     for name in names:
-        build, inputs, by_hand, _ = CASES[name]
-        split = Split(speeds, by_hand)
+        build, inputs, _, _ = CASES[name]
         try:
-            found[name] = compare(build, batch_of(inputs), split, dtype=torch.float64)
+            found[name] = exported(build, batch_of(inputs), dtype=torch.float64)
         except Exception:
             found[name] = traceback.format_exc()
     return found
 
 
-Found = list[dict[str, Outcome | str]]
+Outcomes = dict[tuple[str, int], Outcome | str]
+
+
+def outcomes_of(graphs: dict[str, Graph], names: tuple[str, ...]) -> Outcomes:
+    """The outcome of every case by its name and how many members there are, or what it raised:
+    the same on all members."""
+    found: Outcomes = {}
+    two = dist.new_group([0, 1])
+    for name in names:
+        build, inputs, by_hand, _ = CASES[name]
+        graph = graphs[name]
+        for speeds in (UNEVEN, EVEN) if name in BOTH else (UNEVEN,):
+            if isinstance(graph, str):
+                found[name, len(speeds)] = graph
+                continue
+            if dist.get_rank() >= len(speeds):
+                continue
+            group = two if speeds == EVEN else dist.group.WORLD
+            split, batch = Split(speeds, by_hand), batch_of(inputs)
+            try:
+                found[name, len(speeds)] = compare(
+                    build, batch, split, dtype=torch.float64, graph=graph, group=group
+                )
+            except Exception:
+                found[name, len(speeds)] = traceback.format_exc()
+    return found
 
 
 @pytest.fixture(scope="module")
-def uneven() -> Found:
-    return run_ranks(outcomes_of, len(UNEVEN), tuple(CASES), UNEVEN)
+def outcomes() -> list[Outcomes]:
+    """What each of three ranks found."""
+    return run_ranks(outcomes_of, len(UNEVEN), tuple(CASES), prepare=graphs_of)
 
 
-@pytest.fixture(scope="module")
-def even() -> Found:
-    return run_ranks(outcomes_of, len(EVEN), BOTH, EVEN)
-
-
-def check(name: str, outcomes: Found) -> None:
+def check(name: str, members: int, outcomes: list[Outcomes]) -> None:
     mine = []
-    for outcome in outcomes:
-        found = outcome[name]
+    for outcome in outcomes[:members]:
+        found = outcome[name, members]
         assert isinstance(found, Outcome), found
         mine.append(found)
     assert_equal(mine, TOLERANCE)
@@ -282,10 +306,10 @@ def check(name: str, outcomes: Found) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_split_over_three_members_is_equal_to_whole(name: str, uneven: Found) -> None:
-    check(name, uneven)
+def test_split_over_three_members_is_equal_to_whole(name: str, outcomes: list[Outcomes]) -> None:
+    check(name, 3, outcomes)
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_split_over_two_members_is_equal_to_whole(name: str, even: Found) -> None:
-    check(name, even)
+def test_split_over_two_members_is_equal_to_whole(name: str, outcomes: list[Outcomes]) -> None:
+    check(name, 2, outcomes)

@@ -4,7 +4,7 @@ Each test is one job, run as the command runs it, against `strategy=single`; and
 against a plain PyTorch loop.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -21,6 +21,7 @@ from tests.distributed.equality import (
     assert_equal,
     save,
 )
+from tests.pairs import covering, pairs
 
 STEPS, GLOBAL_BATCH, SEQUENCE = 5, 8, 16
 SAMPLES = 3 * GLOBAL_BATCH  # the fourth step begins a second epoch
@@ -127,6 +128,12 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
         "optimizer.weight_decay=0.1",
         "optimizer.eps=1e-3",
     ),
+    "lamb": (
+        "optimizer=lamb",
+        "optimizer.lr=2e-3",
+        "optimizer.weight_decay=0.1",
+        "optimizer.eps=1e-3",
+    ),
 }
 
 
@@ -185,21 +192,14 @@ STRATEGIES = ("dp", *ZERO, "hybrid_split_dp")
 
 
 class Run:
-    """Runs cases, in one process after another."""
+    """Runs cases on arrays in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, jobs: Jobs) -> None:
         write_arrays(folder)
-        self._folder, self.jobs = folder, Jobs(folder)
+        self.folder, self._jobs = folder, jobs
 
     def __call__(self, case: Case, plainly: bool = False) -> Computed:
-        return self.jobs.run(case.overrides(self._folder), plainly)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    run = Run(tmp_path_factory.mktemp("equality"))
-    yield run
-    run.jobs.close()
+        return self._jobs.run(case.overrides(self.folder), plainly)
 
 
 UNEVEN = (5.0, 3.0)
@@ -216,16 +216,19 @@ SHARES = {
     (3, UNEVEN_3): [4, 3, 1],
     (2, ONE): [7, 1],
 }
-MATRIX = [
-    Case(model, strategy, devices, optimizer, speeds)
-    for model, devices, speeds, optimizer, strategy in product(
-        ("gpt", "image_classifier", "gpt2", "bert"),
-        (2, 4),
-        ((), UNEVEN),
-        ("momentum", "adamw"),
-        STRATEGIES,
-    )
-]
+MATRIX = covering(
+    [
+        Case(model, strategy, devices, optimizer, speeds)
+        for model, devices, speeds, optimizer, strategy in product(
+            ("gpt", "image_classifier", "gpt2", "bert"),
+            (2, 4),
+            ((), UNEVEN),
+            ("momentum", "adamw"),
+            STRATEGIES,
+        )
+    ],
+    lambda case: pairs(case.model, case.devices, case.speeds, case.optimizer, case.strategy),
+)
 
 
 @pytest.mark.parametrize("case", MATRIX, ids=str)
@@ -331,9 +334,10 @@ def test_every_variant_is_one_device(run: Run, case: Case) -> None:
         assert min(single.norms) > 0.3  # it bites
 
 
-@pytest.mark.parametrize("clip", [(), CLIPPED], ids=["", "clipped"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("model", ["gpt", "gpt_tied", "image_classifier"])
+SPLIT_HEADS = list(product(["gpt", "gpt_tied", "image_classifier"], [1, 2, 3], [(), CLIPPED]))
+
+
+@pytest.mark.parametrize(("model", "stage", "clip"), covering(SPLIT_HEADS, lambda row: pairs(*row)))
 def test_a_split_head_beside_zero(run: Run, model: str, stage: int, clip: tuple[str, ...]) -> None:
     extra = (*clip, *zero_backbone(stage))
     case = Case(model, "hybrid_split_dp", 2, "sgd", UNEVEN, extra)

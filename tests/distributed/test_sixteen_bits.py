@@ -2,11 +2,9 @@
 `benchmarks/precision_matrix.py` in which every value of each axis occurs, and every pair that ever
 crashed."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.distributed import precisions
 from tests.distributed.precisions import (
     ARCHITECTURES,
     PRECISIONS,
@@ -14,7 +12,6 @@ from tests.distributed.precisions import (
     Cell,
     outcome,
 )
-from tests.distributed.test_parallel_strategies import write_arrays
 from tests.distributed.test_verify import Sides
 
 CELLS = [
@@ -33,25 +30,11 @@ CELLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("precisions")
-    write_arrays(found)
-    return found
-
-
-@pytest.fixture(scope="module")
-def sides(folder: Path) -> Iterator[Sides]:
-    sides = Sides(folder, precisions.__file__)
-    yield sides
-    sides.close()
-
-
 @pytest.mark.parametrize(("model", "strategy", "precision"), CELLS)
 def test_a_plan_is_one_process(
-    model: str, strategy: str, precision: str, sides: Sides, folder: Path
+    model: str, strategy: str, precision: str, sides: Sides, arrays: Path
 ) -> None:
-    found = outcome(sides, Cell(model, strategy, precision, folder))
+    found = outcome(sides, Cell(model, strategy, precision, arrays))
     assert found.verdict == "equal", found
     assert 0 < found.loss < found.tolerance
 
@@ -63,7 +46,7 @@ def test_every_value_of_each_axis_is_there() -> None:
     assert both == set(PRECISIONS)
 
 
-def test_what_differs_is_found(sides: Sides, folder: Path) -> None:
+def test_what_differs_is_found(sides: Sides, arrays: Path) -> None:
     """A learning rate that is a tenth too large under the plan."""
-    cell = Cell("gpt", "dp", "bf16", folder, only_plan=("optimizer.lr=1.1e-3",))
+    cell = Cell("gpt", "dp", "bf16", arrays, only_plan=("optimizer.lr=1.1e-3",))
     assert outcome(sides, cell).verdict == "different"

@@ -6,15 +6,16 @@ the model whole, and the collectives in its blocks are the fewest there can be.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from tests.distributed.harness import run_ranks
-from tests.distributed.splitting import Outcome, Split, assert_equal, compare
-from torch import Tensor, nn
+from tests.distributed.splitting import Outcome, Split, assert_equal, compare, exported
+from torch import Tensor, fx, nn
+from torch import distributed as dist
 from torch.nn import functional
 
 from whale_train.models.gpt import GPT
@@ -156,59 +157,69 @@ def batch_of(inputs: str) -> dict[str, Tensor]:
 
 # The first ones are split three ways as well.
 MEMBERS = {"two": list(MODELS), "uneven": list(MODELS)[: list(MODELS).index("gpt") + 1]}
+RUNS = [
+    (members, name, dim)
+    for members, names in MEMBERS.items()
+    for name in names
+    for dim in MODELS[name].dims
+]
 
 
-def outcomes_of(members: str) -> dict[tuple[str, str], Outcome]:
-    found = {}
-    for name, dim in names_of(members):
-        case, split = MODELS[name], Split(SPEEDS[members], dim=dim)
-        found[name, dim] = compare(case.build, batch_of(case.inputs), split, on_meta=case.on_meta)
+def graph_of(name: str) -> fx.GraphModule:
+    case = MODELS[name]
+    return exported(case.build, batch_of(case.inputs), on_meta=case.on_meta)
+
+
+def split_as_all(graph: fx.GraphModule, name: str) -> dict[tuple[str, str], Outcome]:
+    """What a rank sees of a model, by the members it is split over and the dimension."""
+    case, found = MODELS[name], {}
+    two = dist.new_group([0, 1])
+    for members, model, dim in RUNS:
+        if model != name or (members == "two" and dist.get_rank() > 1):
+            continue
+        found[members, dim] = compare(
+            case.build,
+            batch_of(case.inputs),
+            Split(SPEEDS[members], dim=dim),
+            on_meta=case.on_meta,
+            graph=graph,
+            group=two if members == "two" else dist.group.WORLD,
+        )
     return found
 
 
-def names_of(members: str) -> list[tuple[str, str]]:
-    return [(name, dim) for name in MEMBERS[members] for dim in MODELS[name].dims]
+@cache
+def outcomes(name: str) -> list[dict[tuple[str, str], Outcome]]:
+    """What each rank sees of a model."""
+    size = 3 if name in MEMBERS["uneven"] else 2
+    return run_ranks(split_as_all, size, name, prepare=graph_of, deadline_s=280)
 
 
-Found = list[dict[tuple[str, str], Outcome]]
-RUNS = [(members, *names) for members in MEMBERS for names in names_of(members)]
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, Found]:
-    return {
-        members: run_ranks(outcomes_of, len(SPEEDS[members]), members, deadline_s=280)
-        for members in MEMBERS
-    }
-
-
-@pytest.mark.timeout(600)  # the first one runs them all
 @pytest.mark.parametrize(("members", "name", "dim"), RUNS)
-def test_a_split_model_is_equal_to_the_whole(
-    members: str, name: str, dim: str, outcomes: dict[str, Found]
-) -> None:
-    mine = [outcome[name, dim] for outcome in outcomes[members]]
+def test_a_split_model_is_equal_to_the_whole(members: str, name: str, dim: str) -> None:
+    mine = [found[members, dim] for found in outcomes(name) if (members, dim) in found]
+    assert len(mine) == len(SPEEDS[members])
     assert_equal(mine, TOLERANCE)
     left = sum(outcome.held for outcome in mine) - 1
     assert left < 0.05 * (len(mine) - 1), left  # norms, some biases, routers
 
 
 @pytest.mark.parametrize("name", [n for n, case in MODELS.items() if case.forward is not None])
-def test_blocks_have_the_fewest_collectives(name: str, outcomes: dict[str, Found]) -> None:
-    case, outcome = MODELS[name], outcomes["two"][0][name, "auto"]
+def test_blocks_have_the_fewest_collectives(name: str) -> None:
+    case, outcome = MODELS[name], outcomes(name)[0]["two", "auto"]
     assert outcome.casts.get("reduce", 0) == case.forward
     assert outcome.casts.get("enter", 0) == case.backward
 
 
-def test_between_the_products_a_sequence_is_cut(outcomes: dict[str, Found]) -> None:
-    casts = outcomes["two"][0]["llama", "sequence"].casts
+def test_between_the_products_a_sequence_is_cut() -> None:
+    casts = outcomes("llama")[0]["two", "sequence"].casts
     assert casts.keys() == {"reduce_scatter", "gather_enter", "enter"}
     assert (casts["reduce_scatter"], casts["gather_enter"]) == (BLOCKS + 1, BLOCKS + 1)
     assert casts["enter"] == BLOCKS + 1  # the norms' weights
 
 
-def test_patterns_of_a_block(outcomes: dict[str, Found]) -> None:
-    patterns = outcomes["two"][0]["llama", "auto"].patterns
+def test_patterns_of_a_block() -> None:
+    patterns = outcomes("llama")[0]["two", "auto"].patterns
     block = {k.removeprefix("model.layers.1."): v for k, v in patterns.items() if "layers.1." in k}
     assert block == {
         "self_attn.q_proj.weight": "column",
@@ -221,9 +232,9 @@ def test_patterns_of_a_block(outcomes: dict[str, Found]) -> None:
     }
     assert patterns["model.embed_tokens.weight"] == "vocabulary"
     assert patterns["lm_head.weight"] == "vocabulary"
-    experts = outcomes["two"][0]["mixtral", "auto"].patterns
+    experts = outcomes("mixtral")[0]["two", "auto"].patterns
     assert experts["model.layers.0.mlp.experts.gate_up_proj"] == "experts"
     assert experts["model.layers.0.mlp.experts.down_proj"] == "experts"
     assert experts["model.layers.0.mlp.gate.weight"] == "replicate"
-    ours = outcomes["two"][0]["moe_gpt", "auto"].patterns
+    ours = outcomes("moe_gpt")[0]["two", "auto"].patterns
     assert [ours[f"blocks.1.experts.{name}"] for name in ("expand", "contract")] == ["experts"] * 2

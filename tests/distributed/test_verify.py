@@ -2,19 +2,16 @@
 
 Each test is a verification run as the command runs it, its two sides in one process after another;
 some have an error put into the plan's side.
-
-Run as a program, this file is the process that runs the sides: a line of JSON in, a run, a line
-of JSON out.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from tests.distributed.equality import run_host
-from tests.distributed.served import Served, serve
+from tests.distributed.served import Served
 from torch import Tensor
 
 from whale_train.config import Request, read_request
@@ -107,13 +104,12 @@ class Case:
 
 
 class Sides:
-    """One process that runs sides, that of the program `file`; a side of one process is run once
-    for equal requests."""
+    """Runs sides in `served`, one of one process once for equal requests."""
 
-    def __init__(self, folder: Path, file: str = __file__) -> None:
+    def __init__(self, folder: Path, served: Served) -> None:
         self._folder, self._count = folder, 0
         self._alone: dict[tuple[str, ...], Path] = {}
-        self._process = Served(file)
+        self._served = served
 
     def verify(self, case: Case) -> Verification:
         run_dir = self._run([*case.overrides, *case.only_plan], False, case.fault)
@@ -136,14 +132,11 @@ class Sides:
     def _run(self, overrides: Sequence[str], alone: bool, fault: str) -> Path:
         self._count += 1
         run_dir = self._folder / f"side_{self._count}"
-        failure = self._process.ask(
-            overrides=list(overrides), alone=alone, fault=fault, run_dir=str(run_dir)
+        failure = self._served.ask(
+            run_side, overrides=list(overrides), alone=alone, fault=fault, run_dir=str(run_dir)
         )
         assert not failure, f"{' '.join(overrides)}\n{failure}"
         return run_dir
-
-    def close(self) -> None:
-        self._process.close()
 
 
 def run_side(overrides: list[str], alone: bool, fault: str, run_dir: str) -> str:
@@ -178,13 +171,6 @@ def swap_shards(path: Path) -> None:
     for task_graph in plan["task_graphs"]:
         task_graph["shards"] = {k: v[::-1] for k, v in task_graph["shards"].items()}
     path.write_text(json.dumps(plan))
-
-
-@pytest.fixture(scope="module")
-def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
-    sides = Sides(tmp_path_factory.mktemp("verify"))
-    yield sides
-    sides.close()
 
 
 # --- Whole verifications -------------------------------------------------------------------------
@@ -290,7 +276,3 @@ def test_what_is_not_one_process_is_found(sides: Sides, case: Case, what: str) -
         wrong_gradients = [x for x in found.differences if x.what == "gradient" and not x.within]
         assert head in {x.path for x in wrong_gradients}
         assert found.parted == first_loss
-
-
-if __name__ == "__main__":
-    serve(run_side)

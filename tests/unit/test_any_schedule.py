@@ -9,6 +9,7 @@ from math import ceil
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 from tests.unit.pipelines import COMPUTATIONS, Lists, Pipeline, regular, wide, words
 
 from whale_train.strategies.grammar import SCHEDULES
@@ -94,7 +95,7 @@ def execute(pipeline: Pipeline, lists: Lists) -> dict[tuple[str, int, int], int]
     return done
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(pipelines(), st.sampled_from(SCHEDULES))
 @example(regular(4, 1), "interleaved_1f1b")
 @example(regular(4, 5, chunks_each=3), "interleaved_1f1b")
@@ -112,7 +113,7 @@ def test_every_schedule_runs_to_its_end(pipeline: Pipeline, name: str) -> None:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 24))
 def test_in_flight_stays_within_the_limit(widths: list[int], micro_batches: int) -> None:
     pipeline = wide(widths, micro_batches)
@@ -129,7 +130,7 @@ def test_in_flight_stays_within_the_limit(widths: list[int], micro_batches: int)
 
 
 @given(pipelines(), st.sampled_from(SCHEDULES))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_no_schedule_beats_the_busiest_position(pipeline: Pipeline, name: str) -> None:
     work: defaultdict[int, float] = defaultdict(float)
     for chunk, row in enumerate(pipeline.owners):

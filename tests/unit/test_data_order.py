@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 
 from whale_train.data.dataset import hold_back
 from whale_train.data.order import step_indices
@@ -94,7 +95,7 @@ def test_neighbours_are_not_kept_together() -> None:
     assert abs(np.abs(np.diff(permuted)).mean() - 10_000 / 3) < 200
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     num_samples=st.integers(1, 60),
     global_batch=st.integers(1, 100),

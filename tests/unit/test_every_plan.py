@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 from tests.unit.operation_graphs import (
     auxiliary_loss,
     bert,
@@ -110,7 +111,7 @@ def check(
     assert predicted.samples_per_s == pytest.approx(batch / predicted.step_time_s)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(requests())
 def test_a_request_gets_a_sound_plan_or_faults(
     request: tuple[Strategy, Cluster, ModelProfile, Training],

@@ -5,6 +5,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 from tests.unit.plan_requests import strategy_of
 
 from whale_train.errors import Fault
@@ -87,14 +88,14 @@ def read_paths(graph: tuple[Node, ...]) -> Iterator[str]:
             yield from read_paths(inner)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(trees(None, 3))
 def test_well_formed_trees_parse_and_keep_their_paths(tree: Any) -> None:
     paths = [path for path, _ in written(tree, "strategy.graph")]
     assert list(read_paths(strategy_of({"graph": tree}).graph)) == paths
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(trees(None, 2), st.data())
 def test_an_unknown_key_anywhere_is_named_by_its_path(tree: Any, data: st.DataObject) -> None:
     path, body = data.draw(st.sampled_from(list(written(tree, "strategy.graph"))))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 from tests.unit import spmd
 from tests.unit.operation_graphs import END, one_operation
 from tests.unit.spmd import Ranks
@@ -151,14 +152,14 @@ def shape_changes(draw: st.DrawFn) -> tuple[OperationGraph, Shard, tuple[int, ..
     return graph, layout, counts
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(shape_changes())
 def test_changes_of_shape_on_pieces(case: tuple[OperationGraph, Shard, tuple[int, ...]]) -> None:
     graph, layout, counts = case
     run(graph, {"x": layout}, counts)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(sharded_tensors(), st.data())
 def test_pointwise_on_pieces(
     case: tuple[list[int], Shard, tuple[int, ...]], data: st.DataObject
@@ -218,7 +219,7 @@ def pieces_and_views(draw: st.DrawFn) -> tuple[OperationGraph, Shard, tuple[int,
     return graph, Shard(dim, "fine", layout.outer, layout.pieces), tuple(counts)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(pieces_and_views())
 def test_views_of_pieces(case: tuple[OperationGraph, Shard, tuple[int, ...]]) -> None:
     graph, layout, counts = case

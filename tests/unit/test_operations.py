@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 from tests.unit.operation_graphs import Sketch, bert, classifier, gpt, shape_of
 
 from whale_train.strategies.operations import (
@@ -77,7 +78,7 @@ def graphs(draw: st.DrawFn) -> OperationGraph:
     return OperationGraph(tuple(operations))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(graphs(), st.data())
 def test_ancestors_and_descendants_are_reachability(
     graph: OperationGraph, data: st.DataObject

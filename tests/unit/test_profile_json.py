@@ -6,6 +6,7 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 from tests.unit.operation_graphs import bert, classifier, gpt
 
 from whale_train.strategies.operations import (
@@ -52,7 +53,7 @@ def test_what_is_read_is_what_was_written(profile: ModelProfile) -> None:
     assert read_again(profile) == profile
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(arguments, max_size=3), arguments, finite, st.text())
 def test_any_argument_is_read_as_it_was(
     args: list[Argument], named: Argument, number: float, word: str

@@ -6,6 +6,7 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 
 from whale_train.strategies.shares import even_shares, optimal_shares, tile
 
@@ -30,7 +31,7 @@ def brute_force(
     return min(feasible, key=order, default=None)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(speeds_and_caps, st.integers(0, 16), st.integers(0, 2))
 # Both would finish their next sample at the same time: the faster one takes it.
 @example([(2.0, 6), (1.0, 6)], 2, 0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 from tests.unit.operation_graphs import gpt
 from tests.unit.plan_requests import strategy_of, training
 from tests.unit.test_stages import model
@@ -95,7 +96,7 @@ SPLIT = {"split": {"degree": 2}}
     st.sampled_from(["hardware", "even"]),
     st.booleans(),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 def test_every_plan_is_whole(
     shape: tuple[Any, int],
     speeds: list[float],

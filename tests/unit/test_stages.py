@@ -7,6 +7,7 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 
 from whale_train.errors import Fault
 from whale_train.strategies.operations import (
@@ -139,7 +140,7 @@ def test_a_tied_weight_is_held_by_both_its_stages() -> None:
     st.lists(st.integers(1, 9), min_size=2, max_size=8),
     st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=1, max_size=4),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_the_cut_is_the_best_there_is(work: list[int], speeds: list[float]) -> None:
     """Against every cut there is, with an empty stage nowhere."""
     count = min(len(speeds), len(work))
@@ -168,7 +169,7 @@ def test_the_cut_is_the_best_there_is(work: list[int], speeds: list[float]) -> N
     ),
     st.integers(2, 4),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_of_equally_slow_cuts_it_sends_the_fewest_bytes(
     drawn: list[tuple[int, int]], stages: int
 ) -> None:

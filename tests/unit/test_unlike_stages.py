@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 
 from whale_train.strategies.instructions import Durations, Position
 from whale_train.strategies.schedule import makespan
@@ -51,7 +52,7 @@ def textbook(stages: Sequence[tuple[float, float]], micro_batches: int) -> float
 seconds = st.floats(0.5, 2.0)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6), st.integers(1, 24))
 def test_never_slower_than_the_textbook(
     stages: list[tuple[float, float]], micro_batches: int
