@@ -25,7 +25,7 @@ from quiet import Quiet
 from rich.console import Console
 from rich.table import Table
 
-from whale_train.runtime.clock import undisturbed
+from whale_train.runtime.calibrate.timing import undisturbed
 
 WARM_UP = 3  # steps that do not count
 REFUSED = 2  # the command's exit status

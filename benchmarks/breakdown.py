@@ -1,13 +1,13 @@
 """Where the time of a step of ours goes: compute, bridges, waiting for others, and the rest.
 
-The ranks write a timeline (runtime/trace.py), to which this adds the collectives. All ranks of a
-run are on one machine and read one clock, so that a wait has two parts: until the last of those
-it takes has come (*waiting*: the bubble of a pipeline, or a rank that is slower than another),
-and from then until the data is there: what moving it costs. Between TaskGraphs on other devices
-or shared otherwise (a pipeline's messages, what gathers a batch for a split head and takes its
-gradient back) that is *bridges*, inside of one (a split's sums) *collectives*. Inside of forward,
-backward and update everything else is *compute*; what is in none of them is *outside*: reading
-data, metrics, the bookkeeping between instructions.
+The ranks write a timeline (runtime/train/timeline.py), to which this adds the collectives. All
+ranks of a run are on one machine and read one clock, so that a wait has two parts: until the last
+of those it takes has come (*waiting*: the bubble of a pipeline, or a rank that is slower than
+another), and from then until the data is there: what moving it costs. Between TaskGraphs on other
+devices or shared otherwise (a pipeline's messages, what gathers a batch for a split head and takes
+its gradient back) that is *bridges*, inside of one (a split's sums) *collectives*. Inside of
+forward, backward and update everything else is *compute*; what is in none of them is *outside*:
+reading data, metrics, the bookkeeping between instructions.
 """
 
 import json
@@ -22,10 +22,11 @@ from interleave import Running, Side
 from torch import distributed as dist
 
 from whale_train.config import Request
-from whale_train.runtime import casts, worker
-from whale_train.runtime.trace import Trace
-from whale_train.runtime.transport import Transport
-from whale_train.strategies.plan import Plan
+from whale_train.runtime.comms import layout_collectives as casts
+from whale_train.runtime.comms.p2p import Transport
+from whale_train.runtime.process import rank_main as worker
+from whale_train.runtime.train.timeline import Trace
+from whale_train.strategies.plan.plan import Plan
 
 COMPUTE = {"forward", "backward", "backward_input", "backward_weight"}
 RECEIVES = {"receive": "send", "receive_gradient": "send_gradient"}

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist
 
-from whale_train.runtime.groups import join, leave
-from whale_train.runtime.links import Links, moved_bytes
+from whale_train.runtime.comms.process_groups import join, leave
+from whale_train.runtime.emulate.emulated_links import Links, moved_bytes
 
 RANKS = 4
 WARM_UP = 4  # steps that do not count

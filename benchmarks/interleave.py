@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist
 
-from whale_train.runtime.groups import join, leave
-from whale_train.runtime.host import serve
-from whale_train.runtime.train import peak_memory_bytes
+from whale_train.runtime.comms.process_groups import join, leave
+from whale_train.runtime.process.fork_server import serve
+from whale_train.runtime.train.loop import peak_memory_bytes
 
 PR_SET_THP_DISABLE = 41  # from Linux's <sys/prctl.h>
 
@@ -47,8 +47,9 @@ class Running(Protocol):
 class Side:
     """`start(rank)` sets a side up on a rank that has joined the side's world (gloo).
 
-    The host of our ranks asks torch for huge pages (runtime/host.py). All sides are forked from
-    such a host; `huge_pages` false takes them away again, as torch is without that setting.
+    The host of our ranks asks torch for huge pages (runtime/process/fork_server.py). All sides are
+    forked from such a host; `huge_pages` false takes them away again, as torch is without that
+    setting.
     """
 
     name: str

@@ -3,8 +3,8 @@
 python benchmarks/mixed_devices.py
 
 Every run is one of the command with `launcher.device_speed=true`: a rank computes as slowly,
-against the others, as its device would (runtime/pace.py). The runs of a row take turns. The
-ceiling is what the devices' speeds allow: their mean over the slowest's for copies.
+against the others, as its device would (runtime/emulate/throttle.py). The runs of a row take turns.
+The ceiling is what the devices' speeds allow: their mean over the slowest's for copies.
 """
 
 import argparse

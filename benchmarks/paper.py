@@ -28,14 +28,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from whale_train.errors import PlanError
-from whale_train.launcher.compose import composed
+from whale_train.launcher.command_line import composed
 from whale_train.models.options import ModelOptions
-from whale_train.models.profile import profile_model
-from whale_train.strategies.grammar import read_strategy
-from whale_train.strategies.inventory import MachineFacts, read_inventory
-from whale_train.strategies.operations import InputField, ModelProfile
-from whale_train.strategies.resolve import resolve
-from whale_train.strategies.training import Training
+from whale_train.models.profile.measure import profile_model
+from whale_train.strategies.grammar.nodes import read_strategy
+from whale_train.strategies.graph.operation_graph import InputField, ModelProfile
+from whale_train.strategies.hardware.inventory import MachineFacts, read_inventory
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.resolve import resolve
 
 TOLERATED = 0.15  # of the reported figure
 

@@ -20,8 +20,8 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from whale_train.config import Request
-from whale_train.runtime.host import num_threads, preload
-from whale_train.strategies.plan import Plan
+from whale_train.runtime.process.fork_server import num_threads, preload
+from whale_train.strategies.plan.plan import Plan
 
 LEARNING_RATE = 0.001
 PARTS = ("split", "pipeline", "breakdown")

@@ -21,18 +21,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from whale_train.launcher.profiles import VARIABLE, keep, kept
+from whale_train.launcher.planning.profile_cache import VARIABLE, keep, kept
 from whale_train.models.options import ModelOptions
-from whale_train.models.profile import profile_model
-from whale_train.models.profile_key import profile_key
-from whale_train.strategies.cluster import Cluster
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.grammar import Strategy, read_strategy
-from whale_train.strategies.inventory import MachineFacts, read_inventory
-from whale_train.strategies.operations import InputField, ModelProfile
-from whale_train.strategies.resolve import resolve
+from whale_train.models.profile.cache_key import profile_key
+from whale_train.models.profile.measure import profile_model
+from whale_train.strategies.grammar.nodes import Strategy, read_strategy
+from whale_train.strategies.graph.operation_graph import InputField, ModelProfile
+from whale_train.strategies.hardware.cluster import Cluster
+from whale_train.strategies.hardware.inventory import MachineFacts, read_inventory
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.resolve import resolve
 from whale_train.strategies.search.search import search
-from whale_train.strategies.training import Training
+from whale_train.strategies.stages.analysis import Findings
 
 TOKENS, VOCABULARY = 64, 257
 SPLIT = {"split": {"degree": 8}}

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from whale_train.runtime.clock import undisturbed
+from whale_train.runtime.calibrate.timing import undisturbed
 
 SIZE, TIMES = 1024, 100  # of the products that tell: about a second together
 SLOWER = 1.12  # times the fastest so far that counts as disturbed

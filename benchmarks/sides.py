@@ -19,16 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from whale_train.config import Request, read_request
 from whale_train.data.open import open_dataset
-from whale_train.launcher.compose import composed, rewritten
-from whale_train.launcher.resolve import resolve_request
+from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.models.class_head import ClassHead
-from whale_train.runtime import worker
-from whale_train.runtime.assemble import assemble
-from whale_train.runtime.groups import make_channels, make_groups
-from whale_train.runtime.seat import Seat
-from whale_train.runtime.trace import Trace
-from whale_train.runtime.train import Batches, Loop, Metrics
-from whale_train.strategies.plan import Plan
+from whale_train.runtime.assembly.build_program import assemble
+from whale_train.runtime.comms.process_groups import make_channels, make_groups
+from whale_train.runtime.process import rank_main as worker
+from whale_train.runtime.process.rank_context import Seat
+from whale_train.runtime.train.loop import Batches, Loop, Metrics
+from whale_train.runtime.train.timeline import Trace
+from whale_train.strategies.plan.plan import Plan
 
 CPU = torch.device("cpu")
 Batch = dict[str, Tensor]
@@ -36,8 +36,8 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 class Ours:
-    """A rank of ours: what runtime/worker.py does, its loop taken step by step. A `trace` sees
-    what it does when."""
+    """A rank of ours: what runtime/process/rank_main.py does, its loop taken step by step. A
+    `trace` sees what it does when."""
 
     def __init__(
         self,

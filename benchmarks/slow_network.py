@@ -21,9 +21,9 @@ from rich.console import Console
 from transformers import BertConfig, BertForMaskedLM
 
 from whale_train.config import Request
-from whale_train.runtime.host import num_threads, preload
-from whale_train.strategies.grammar import SCHEDULES
-from whale_train.strategies.plan import Plan
+from whale_train.runtime.process.fork_server import num_threads, preload
+from whale_train.strategies.grammar.nodes import SCHEDULES
+from whale_train.strategies.plan.plan import Plan
 
 LEARNING_RATE = 0.001
 PARTS = ("bert", "classes")

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from whale_train.data.dataset import Batch, Dataset, Indices, RowDataset, hold_back
 from whale_train.data.paths import UserPath, missing_path, path_error
 from whale_train.errors import ConfigError, Fault
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 # What is handed to the model for each dtype in the file. Torch's defaults for numbers and indices
 # are float32 and int64, NumPy's float64 and (on some platforms) int32.

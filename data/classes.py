@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from whale_train.data.dataset import Batch, Dataset, Indices
 from whale_train.data.permutation import permute
 from whale_train.data.random_bits import Bits, nearly_normal, random_bits, stream_key
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 # Centres have deviation 1 in each feature. With 256 features two of them are some 23 apart, so
 # noise of a half leaves the classes well separated.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from whale_train.data.permutation import permute
 from whale_train.data.random_bits import stream_key
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 Indices = NDArray[np.int64]
 Batch = dict[str, NDArray[Any]]

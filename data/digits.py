@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from whale_train.data.dataset import Batch, Dataset, Indices, RowDataset, hold_back
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 # Pixels are counts of 0 to 16 (the description that comes with the set).
 _BRIGHTEST = 16

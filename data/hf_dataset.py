@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from whale_train.data.dataset import Batch, Dataset, Indices, RowDataset, hold_back
 from whale_train.data.paths import UserPath, missing_path, path_error
 from whale_train.errors import ConfigError, Fault, nearest
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 _READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 

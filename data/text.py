@@ -17,7 +17,7 @@ from whale_train.data.dataset import Batch, Dataset, Indices, RowDataset, hold_b
 from whale_train.data.paths import UserPath, missing_path, path_error
 from whale_train.data.random_bits import random_bits, stream_key
 from whale_train.errors import ConfigError, Fault
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 MASK_TOKEN = 256
 # The share of positions to predict: Devlin et al., "BERT", NAACL 2019, section 3.1. All of them

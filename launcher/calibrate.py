@@ -12,13 +12,13 @@ from rich.text import Text
 from whale_train.config import Request
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault
-from whale_train.launcher.calibrations import keep
-from whale_train.launcher.resolve import Resolved
-from whale_train.launcher.terminal import Portable
+from whale_train.launcher.planning.calibrations import keep
+from whale_train.launcher.planning.plan_request import Resolved
+from whale_train.launcher.ui.terminal import Portable
 from whale_train.models.options import ModelOptions
 from whale_train.quantities import in_seconds
-from whale_train.strategies.calibration import Calibration
-from whale_train.strategies.cluster import Cluster, Link
+from whale_train.strategies.hardware.calibration import Calibration
+from whale_train.strategies.hardware.cluster import Cluster, Link
 
 _MODEL = {"_target_": "whale_train.models.class_head.ClassHead", "num_classes": 10}
 _DATA = {"kind": "classes", "num_classes": 10, "num_samples": 1000}

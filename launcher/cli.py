@@ -11,12 +11,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from whale_train.errors import RequestError
-from whale_train.launcher import compose
-from whale_train.launcher.elastic import become_member, find_place, tell_refused
+from whale_train.launcher import command_line
 from whale_train.launcher.job import EXIT_STATUS, JobEnd, run_job
-from whale_train.launcher.show_error import error_text, terminal_width
-from whale_train.launcher.sweep_table import SweepRow, sweep_table
-from whale_train.launcher.terminal import open_console
+from whale_train.launcher.ranks.external_ranks import become_member, find_place, tell_refused
+from whale_train.launcher.ui.show_error import error_text, terminal_width
+from whale_train.launcher.ui.sweep_table import SweepRow, sweep_table
+from whale_train.launcher.ui.terminal import open_console
 
 
 def main() -> None:
@@ -32,8 +32,8 @@ def main() -> None:
         place = find_place(sys.argv[1:])
         if place is not None and place.rank:
             become_member()
-        sys.argv[1:] = compose.rewritten(sys.argv[1:])
-        compose.check(sys.argv[1:])
+        sys.argv[1:] = command_line.rewritten(sys.argv[1:])
+        command_line.check(sys.argv[1:])
     except RequestError as error:
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         if place is not None:
@@ -44,7 +44,7 @@ def main() -> None:
     ends: list[tuple[tuple[str, ...], JobEnd]] = []
 
     @hydra.main(
-        config_path=f"pkg://{compose.CONFIG_MODULE}", config_name="config", version_base="1.3"
+        config_path=f"pkg://{command_line.CONFIG_MODULE}", config_name="config", version_base="1.3"
     )
     def job(config: DictConfig) -> Any:
         hydra_config = HydraConfig.get()

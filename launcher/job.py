@@ -23,41 +23,41 @@ from whale_train.launcher.calibrate import (
     refuse_others,
     show,
 )
-from whale_train.launcher.compose import compared_strategies
-from whale_train.launcher.elastic import MEMBER_PROGRAM, check_world
-from whale_train.launcher.placement import Place
-from whale_train.launcher.progress import Progress, summary_line, unlike_predicted
-from whale_train.launcher.resolve import (
+from whale_train.launcher.command_line import compared_strategies
+from whale_train.launcher.compare_runs import compare
+from whale_train.launcher.planning.plan_request import (
     Resolved,
     resolve_each,
     resolve_request,
     threads_of,
     training_of,
 )
-from whale_train.launcher.run_dir import RUN_FILES, write_json
-from whale_train.launcher.run_files import (
-    make_run_dir,
-    start_ranks,
-    write_plan,
-    write_plans,
-)
-from whale_train.launcher.show_comparison import comparison_view
-from whale_train.launcher.show_error import error_text, terminal_width
-from whale_train.launcher.show_plan import banner_emulated, plan_view
-from whale_train.launcher.show_verify import verdict_line, verification_view
-from whale_train.launcher.supervise import (
+from whale_train.launcher.ranks.external_ranks import MEMBER_PROGRAM, check_world
+from whale_train.launcher.ranks.host_process import (
     HOST_PROGRAM,
     Host,
     Outcome,
     describe_failure,
     remembered_interrupts,
 )
-from whale_train.launcher.terminal import Portable, open_console
-from whale_train.launcher.verify import compare
+from whale_train.launcher.ranks.rank_env import Place
+from whale_train.launcher.ranks.run_dir import RUN_FILES, write_json
+from whale_train.launcher.ranks.run_files import (
+    make_run_dir,
+    start_ranks,
+    write_plan,
+    write_plans,
+)
+from whale_train.launcher.ui.progress import Progress, summary_line, unlike_predicted
+from whale_train.launcher.ui.show_comparison import comparison_view
+from whale_train.launcher.ui.show_error import error_text, terminal_width
+from whale_train.launcher.ui.show_plan import banner_emulated, plan_view
+from whale_train.launcher.ui.show_verify import verdict_line, verification_view
+from whale_train.launcher.ui.terminal import Portable, open_console
 from whale_train.limits import cores, memory_bytes
-from whale_train.strategies.calibration import is_measured
-from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import resolve
+from whale_train.strategies.hardware.calibration import is_measured
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.resolver.resolve import resolve
 
 EXIT_STATUS = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
 

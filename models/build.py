@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from whale_train.errors import ConfigError, Fault, nearest
-from whale_train.models.loss import by_keyword
+from whale_train.models.batch_parts.targets import REMEDY, no_module
+from whale_train.models.loss_module import by_keyword
 from whale_train.models.options import RULES, ModelOptions
-from whale_train.models.targets import REMEDY, no_module
 
 _MODEL_NAME = re.compile(r"(?!Auto|TF|Flax)\w*(For[A-Z]\w*|Model)(?<!PreTrainedModel)")
 _NO_MODEL_NAME = re.compile(r"\w*(Config|Processor|Pil|Fast|Output|Tokenizer)|\w*Dataset\w*")

@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, closest, nearest
 from whale_train.models.options import ModelOptions
-from whale_train.strategies.grammar import Strategy, read_strategy
+from whale_train.strategies.grammar.nodes import Strategy, read_strategy
 
 
 def _no_truth_value(value: object) -> object:

@@ -3,6 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from whale_train.strategies.graph.operation_graph import (
+    Argument,
+    Operation,
+    OperationGraph,
+    Ref,
+    Shape,
+    Size,
+)
 from whale_train.strategies.independence.states import (
     FIXED,
     PerSample,
@@ -11,7 +19,6 @@ from whale_train.strategies.independence.states import (
     batch_dims,
     beside,
 )
-from whale_train.strategies.operations import Argument, Operation, OperationGraph, Ref, Shape, Size
 
 
 @dataclass(frozen=True)

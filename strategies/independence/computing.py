@@ -6,6 +6,7 @@ answers `Refused` where it proves that samples meet, and None where it cannot sa
 
 from dataclasses import replace
 
+from whale_train.strategies.graph.operation_graph import Ref
 from whale_train.strategies.independence.call import Answer, Call, Refused
 from whale_train.strategies.independence.states import (
     FIXED,
@@ -19,7 +20,6 @@ from whale_train.strategies.independence.states import (
     batch_dims,
     multiplied,
 )
-from whale_train.strategies.operations import Ref
 
 STATISTIC = "is not linear in a statistic of the whole batch"
 BESIDE = "combines each sample with a statistic of the whole batch"

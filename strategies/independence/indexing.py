@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from whale_train.strategies.graph.operation_graph import Ref, Size
 from whale_train.strategies.independence.call import Answer, Call, Refused, is_whole_batch
 from whale_train.strategies.independence.moving import SOME
 from whale_train.strategies.independence.states import (
@@ -14,7 +15,6 @@ from whale_train.strategies.independence.states import (
     State,
     added,
 )
-from whale_train.strategies.operations import Ref, Size
 
 
 def index(call: Call) -> Answer:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from whale_train.strategies.graph.operation_graph import Operation, OperationGraph
 from whale_train.strategies.independence.call import Call, Refused
 from whale_train.strategies.independence.rules import rule_of
 from whale_train.strategies.independence.states import (
@@ -16,7 +17,6 @@ from whale_train.strategies.independence.states import (
     Unknown,
     batch_dims,
 )
-from whale_train.strategies.operations import Operation, OperationGraph
 
 Kind = Literal["mean", "sum", "meets", "unknown"]
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from whale_train.strategies.graph.operation_graph import Argument, Ref, Size
 from whale_train.strategies.independence.call import (
     Answer,
     Call,
@@ -21,7 +22,6 @@ from whale_train.strategies.independence.states import (
     batch_dims,
     equal_rows,
 )
-from whale_train.strategies.operations import Argument, Ref, Size
 
 SOME = "takes some of the samples of the batch"
 _STATISTIC = "gives every sample a statistic of the whole batch"

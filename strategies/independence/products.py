@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from whale_train.strategies.graph.operation_graph import Ref
 from whale_train.strategies.independence.call import Answer, Call, Refused
 from whale_train.strategies.independence.computing import BESIDE, STATISTIC, per_image
 from whale_train.strategies.independence.states import (
@@ -12,7 +13,6 @@ from whale_train.strategies.independence.states import (
     added,
     multiplied,
 )
-from whale_train.strategies.operations import Ref
 
 
 def _product(call: Call, first: int, second: int) -> Answer:

@@ -17,7 +17,7 @@ batch's size: what is n^degree times something that does not know n.
 
 from dataclasses import dataclass, replace
 
-from whale_train.strategies.operations import Shape
+from whale_train.strategies.graph.operation_graph import Shape
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PerSample:
 @dataclass(frozen=True)
 class Pooled:
     """`targets`: a mean over targets has a part in it, which the runtime makes one over the whole
-    batch's (`runtime/loss_means.py`): of parts that are weighted as means are."""
+    batch's (`runtime/loss/global_mean.py`): of parts that are weighted as means are."""
 
     degree: int = 0
     targets: bool = False

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from whale_train.strategies.cast_times import cast_times
-from whale_train.strategies.cluster import Device, Link
-from whale_train.strategies.cost import Times, whole_times, work_times
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.kept import kept
-from whale_train.strategies.layouts import Assignment, Layout, R, Shard
-from whale_train.strategies.operations import is_repeated
-from whale_train.strategies.patterns import Sharded, choose_patterns
-from whale_train.strategies.work import Work
+from whale_train.strategies.cost.op_work import Work
+from whale_train.strategies.cost.resharding import cast_times
+from whale_train.strategies.cost.roofline import Times, whole_times, work_times
+from whale_train.strategies.graph.operation_graph import is_repeated
+from whale_train.strategies.graph.saved_tensors import kept
+from whale_train.strategies.hardware.cluster import Device, Link
+from whale_train.strategies.layouts.propagation import Assignment, Layout, R, Shard
+from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
 
 Prefix = Sequence[float]
 

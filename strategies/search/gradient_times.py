@@ -3,10 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from whale_train.strategies.cluster import Cluster, Device
-from whale_train.strategies.cost import fetch_time_s, offloaded_update_time_s, update_time_s
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.links import (
+from whale_train.strategies.cost.collectives import (
     all_reduce_time_s,
     gather_stops_s,
     gather_time_s,
@@ -15,10 +12,17 @@ from whale_train.strategies.links import (
     partitioned_sum_time_s,
     sum_time_s,
 )
+from whale_train.strategies.cost.roofline import (
+    fetch_time_s,
+    offloaded_update_time_s,
+    update_time_s,
+)
+from whale_train.strategies.hardware.cluster import Cluster, Device
+from whale_train.strategies.plan.training import Training
 from whale_train.strategies.search.candidates import Candidate, Part
 from whale_train.strategies.search.transfers import Group, Transfers
-from whale_train.strategies.step_tasks import sum_pieces
-from whale_train.strategies.training import Training
+from whale_train.strategies.simulate.tasks import sum_pieces
+from whale_train.strategies.stages.analysis import Findings
 
 
 @dataclass(frozen=True)

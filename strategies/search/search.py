@@ -15,12 +15,12 @@ from time import monotonic
 from typing import Any
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.cluster import Cluster
-from whale_train.strategies.considered import Considered
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.grammar import Strategy, read_strategy
-from whale_train.strategies.plan import Decision
-from whale_train.strategies.resolve import consider, refuse_precision
+from whale_train.strategies.grammar.nodes import Strategy, read_strategy
+from whale_train.strategies.hardware.cluster import Cluster
+from whale_train.strategies.plan.plan import Decision
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.evaluated import Considered
+from whale_train.strategies.resolver.resolve import consider, refuse_precision
 from whale_train.strategies.search.block_costs import BlockCosts
 from whale_train.strategies.search.candidates import Candidate, Estimate
 from whale_train.strategies.search.estimate import Estimator
@@ -30,8 +30,8 @@ from whale_train.strategies.search.shipped import shipped
 from whale_train.strategies.search.shortlist import Promise, shortlist
 from whale_train.strategies.search.space import Devices, Space, space_of
 from whale_train.strategies.search.written import with_cut, written
-from whale_train.strategies.training import Training
-from whale_train.strategies.within_memory import ShortOfMemoryError
+from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.within_memory import ShortOfMemoryError
 
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _REFUSED = 4_000  # tasks that a strategy which cannot be counts for

@@ -11,13 +11,13 @@ from itertools import combinations, pairwise, permutations, product
 from math import gcd, inf, prod
 
 from whale_train.errors import Fault
-from whale_train.strategies.calibration import is_measured
-from whale_train.strategies.cluster import Cluster
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.samples import refuse_shared_batch
+from whale_train.strategies.hardware.calibration import is_measured
+from whale_train.strategies.hardware.cluster import Cluster
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.shared_batch import refuse_shared_batch
 from whale_train.strategies.search.candidates import Candidate, Mesh, Part
-from whale_train.strategies.staging import VIRTUAL_STAGES
-from whale_train.strategies.training import Training
+from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.placement import VIRTUAL_STAGES
 
 Devices = tuple[tuple[str, int], ...]  # kinds of devices, and how many of each
 

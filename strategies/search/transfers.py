@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from whale_train.strategies.cluster import Cluster, Device, Link
-from whale_train.strategies.links import all_reduce_time_s, group_link
+from whale_train.strategies.cost.collectives import all_reduce_time_s, group_link
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link
 from whale_train.strategies.search.candidates import Mesh, Part
 from whale_train.strategies.search.stage_dp import Hop
 

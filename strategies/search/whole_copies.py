@@ -3,8 +3,8 @@
 from math import inf
 from typing import TYPE_CHECKING
 
-from whale_train.strategies.links import gather_time_s, group_link
-from whale_train.strategies.memory import ROUNDED_UP
+from whale_train.strategies.cost.collectives import gather_time_s, group_link
+from whale_train.strategies.memory.engine_memory import ROUNDED_UP
 from whale_train.strategies.search.candidates import Candidate, Estimate
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import yaml
 from tests.cli.command import whale_train
 
 from whale_train.limits import cores
-from whale_train.strategies.calibration import Calibration
-from whale_train.strategies.cluster import Kernel, Link, Roofline
-from whale_train.strategies.work import Kind
+from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.hardware.calibration import Calibration
+from whale_train.strategies.hardware.cluster import Kernel, Link, Roofline
 
 CORES = cores()
 

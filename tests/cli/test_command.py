@@ -10,7 +10,7 @@ import pytest
 import yaml
 from tests.cli.command import ROOT, Answer, files_in, whale_train, whale_train_process
 
-from whale_train.strategies.plan import Plan
+from whale_train.strategies.plan.plan import Plan
 
 SMOKE_STEPS, SMOKE_BATCH = 5, 8  # conf/experiment/smoke.yaml
 ESCAPE = "\x1b"

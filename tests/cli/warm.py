@@ -15,18 +15,18 @@ import sys
 import traceback
 from typing import NoReturn
 
-from whale_train.launcher.compose import composed
+from whale_train.launcher.command_line import composed
 
 COMMAND = "whale_train.launcher.cli"
 IMPORTED = (
     "hydra",
     "hydra.core.hydra_config",
     "whale_train.launcher.job",
-    "whale_train.launcher.sweep_table",
+    "whale_train.launcher.ui.sweep_table",
     "torch",
     "torch.export",
-    "whale_train.models.profile",
-    "whale_train.models.samples_check",
+    "whale_train.models.profile.measure",
+    "whale_train.models.batch_parts.compare_parts",
     "sklearn.datasets",
 )
 

@@ -25,16 +25,17 @@ from torch import Tensor, nn
 
 from whale_train.config import Request, read_request
 from whale_train.data.arrays import ArraysOptions
-from whale_train.launcher.compose import composed, rewritten
-from whale_train.launcher.resolve import resolve_request
-from whale_train.launcher.run_dir import create_run_dir, write_text
-from whale_train.launcher.run_files import start_ranks
-from whale_train.models.export import model_path
-from whale_train.runtime import host, worker
-from whale_train.runtime.chunk import Segments
-from whale_train.runtime.groups import file_rendezvous, leave
-from whale_train.runtime.programs import Program
-from whale_train.runtime.rewrite import Segment
+from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.planning.plan_request import resolve_request
+from whale_train.launcher.ranks.run_dir import create_run_dir, write_text
+from whale_train.launcher.ranks.run_files import start_ranks
+from whale_train.models.export.export import model_path
+from whale_train.runtime.comms.process_groups import file_rendezvous, leave
+from whale_train.runtime.graph.shard_graph import Segment
+from whale_train.runtime.pipeline.chunk import Segments
+from whale_train.runtime.process import fork_server as host
+from whale_train.runtime.process import rank_main as worker
+from whale_train.runtime.train.step_programs import Program
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -244,7 +245,7 @@ def train_and_save(run_dir: Path, rank: int, world_size: int, prepared: worker.P
     meeting = file_rendezvous(run_dir)
     program = worker.train_as_planned(run_dir, rank, world_size, meeting, prepared)
     save(run_dir / f"held_{rank}.npz", dict(_held(program)))
-    del program  # before leaving, and why: runtime/worker.py
+    del program  # before leaving, and why: runtime/process/rank_main.py
     leave()
 
 

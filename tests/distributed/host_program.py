@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from whale_train.launcher.supervise import Host
+from whale_train.launcher.ranks.host_process import Host
 
 
 def join(run_dir: Path, rank: int, world_size: int) -> None:
@@ -119,7 +119,7 @@ def forget(run_dir: Path, prepared: int) -> None:
 
 
 def be_host(options: argparse.Namespace) -> int:
-    from whale_train.runtime.host import (
+    from whale_train.runtime.process.fork_server import (
         record_host_failure,
         serve,
         set_num_threads,

@@ -4,7 +4,7 @@ fork server, when this module is."""
 import gc
 import importlib
 
-from whale_train.runtime import host
+from whale_train.runtime.process import fork_server as host
 
 host.preload()
 for _name in (
@@ -13,9 +13,9 @@ for _name in (
     "pytest",
     "torch.distributed",
     "torch.export",
-    "whale_train.runtime.worker",
-    "whale_train.strategies.patterns",
-    "whale_train.strategies.shape_check",
+    "whale_train.runtime.process.rank_main",
+    "whale_train.strategies.tensor_parallel.choose",
+    "whale_train.strategies.layouts.shape_check",
     "whale_train.models.moe_gpt",
     "transformers.modeling_utils",
 ):

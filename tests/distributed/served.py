@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from whale_train.models import profile
-from whale_train.runtime import host, worker
+from whale_train.models.profile import measure as profile
+from whale_train.runtime.process import fork_server as host
+from whale_train.runtime.process import rank_main as worker
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 280.0  # an answer's, the compilation of DeepSpeed's CPU kernel included

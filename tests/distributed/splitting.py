@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 
-from whale_train.models.export import export, model_path
-from whale_train.models.loss import LossModule
-from whale_train.models.operation_graph import operation_graph
+from whale_train.models.export.export import export, model_path
+from whale_train.models.export.to_operation_graph import operation_graph
+from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
-from whale_train.runtime.casts import shard_of
-from whale_train.runtime.inner_graphs import is_tensor
-from whale_train.runtime.rewrite import Counts, Place, Segment, write_segment_graph
-from whale_train.strategies.cut import Segment as WrittenSegment
-from whale_train.strategies.layouts import R
-from whale_train.strategies.patterns import Sharded, choose_patterns
-from whale_train.strategies.rewrite_plan import segment_plan, shard_plan
-from whale_train.strategies.shape_check import shape_check
-from whale_train.strategies.shares import optimal_shares, tile
+from whale_train.runtime.comms.layout_collectives import shard_of
+from whale_train.runtime.graph.nested_graphs import is_tensor
+from whale_train.runtime.graph.shard_graph import Counts, Place, Segment, write_segment_graph
+from whale_train.strategies.layouts.propagation import R
+from whale_train.strategies.layouts.shape_check import shape_check
+from whale_train.strategies.partition.head_partition import Segment as WrittenSegment
+from whale_train.strategies.resolver.segment_json import segment_plan, shard_plan
+from whale_train.strategies.schedule.apportion import optimal_shares, tile
+from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
 
 Batch = Mapping[str, Tensor]
 

@@ -22,9 +22,9 @@ from tests.pairs import covering, pairs
 from torch import Tensor, fx
 from torch import distributed as dist
 
-from whale_train.runtime.loss_means import GlobalMeans, TargetCounter, Targets
-from whale_train.runtime.loss_of_pieces import LossOfPieces
-from whale_train.strategies.loss_weights import LossWeights
+from whale_train.runtime.loss.global_mean import GlobalMeans, TargetCounter, Targets
+from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
+from whale_train.strategies.plan.loss_weights import LossWeights
 
 TWICE, THRICE = ("train.accumulate=2",), ("train.accumulate=3",)
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "zero2_offload", "hybrid_split_dp")

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch.nn import functional
 
 from whale_train.errors import ConfigError
-from whale_train.runtime.batch_norm import (
+from whale_train.runtime.kernels.sync_batch_norm import (
     GlobalBatchNorm,
     global_batch_norm,
     synchronise_batch_norm,

@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch import Tensor, fx, nn
 
-from whale_train.runtime.blocks import BLOCK, Blocks
+from whale_train.runtime.graph.block_modules import BLOCK, Blocks
 
 aten = torch.ops.aten
 

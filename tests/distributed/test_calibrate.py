@@ -13,19 +13,21 @@ from tests.distributed.harness import run_ranks
 from torch import distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from whale_train.runtime import block_probes, kernel_times, partition_probes
-from whale_train.runtime import calibrate as calibrating
-from whale_train.runtime.block_probes import BLOCKS, SMALLEST, Block, run_block
-from whale_train.runtime.calibrate import RESULT, calibrate
-from whale_train.runtime.clock import undisturbed
-from whale_train.runtime.deepspeed_engine import DeepSpeedEngine
-from whale_train.runtime.kernel_times import KernelTimes, fitted
-from whale_train.runtime.optimizers import make_optimizer
-from whale_train.runtime.partition_probes import through
-from whale_train.runtime.probes import Measured, Probe, probes
-from whale_train.strategies.calibration import Calibration
-from whale_train.strategies.cluster import Roofline
-from whale_train.strategies.work import BY_FLOPS, Kind
+from whale_train.runtime.calibrate import block_probes
+from whale_train.runtime.calibrate import calibrate as calibrating
+from whale_train.runtime.calibrate import roofline_fit as kernel_times
+from whale_train.runtime.calibrate import zero_probes as partition_probes
+from whale_train.runtime.calibrate.block_probes import BLOCKS, SMALLEST, Block, run_block
+from whale_train.runtime.calibrate.calibrate import RESULT, calibrate
+from whale_train.runtime.calibrate.probes import Measured, Probe, probes
+from whale_train.runtime.calibrate.roofline_fit import KernelTimes, fitted
+from whale_train.runtime.calibrate.timing import undisturbed
+from whale_train.runtime.calibrate.zero_probes import through
+from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
+from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.strategies.cost.op_work import BY_FLOPS, Kind
+from whale_train.strategies.hardware.calibration import Calibration
+from whale_train.strategies.hardware.cluster import Roofline
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ from tests.distributed.harness import RankError, run_ranks
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 
-from whale_train.runtime import casts
-from whale_train.runtime.casts import ShardGroup
+from whale_train.runtime.comms import layout_collectives as casts
+from whale_train.runtime.comms.layout_collectives import ShardGroup
 
 SIZES = [(3, 3), (4, 1), (1, 0, 4), (2, 2, 2)]
 

@@ -18,14 +18,14 @@ from torch.nn import functional
 
 from whale_train.config import OptimizerOptions, Request, read_request
 from whale_train.errors import PlanError
-from whale_train.launcher.compose import composed, rewritten
+from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.compare_runs import Verification, compare
 from whale_train.launcher.job import on_one_process, only_steps
-from whale_train.launcher.resolve import resolve_request
-from whale_train.launcher.verify import Verification, compare
-from whale_train.runtime.engine import Copies
-from whale_train.runtime.optimizers import make_optimizer
-from whale_train.runtime.verify import DropoutOff, part_of, slope_of
-from whale_train.strategies.plan import Plan, TaskGraph
+from whale_train.launcher.planning.plan_request import resolve_request
+from whale_train.runtime.engines.base import Copies
+from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.train.recorder import DropoutOff, part_of, slope_of
+from whale_train.strategies.plan.plan import Plan, TaskGraph
 
 # --- Comparisons of tensors given here -----------------------------------------------------------
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 
-from whale_train.models.export import export
-from whale_train.runtime.rewrite import Counts, targets_graph
+from whale_train.models.export.export import export
+from whale_train.runtime.graph.shard_graph import Counts, targets_graph
 
 
 def exponential(x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from whale_train.launcher.placement import PORTS
-from whale_train.runtime.failure import RankError, failure_among
+from whale_train.launcher.ranks.rank_env import PORTS
+from whale_train.runtime.failures.failure import RankError, failure_among
 
 COMMAND = (
     *("-m", "whale_train.launcher.cli", "strategy=zero1", "hardware=cpu", "hardware.devices=2"),

@@ -9,9 +9,9 @@ from tests.distributed.harness import run_ranks
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 
-from whale_train.runtime.casts import enter
-from whale_train.runtime.entered_products import join_products
-from whale_train.runtime.weight_gradients import WeightGradients
+from whale_train.runtime.comms.layout_collectives import enter
+from whale_train.runtime.kernels.column_parallel import join_products
+from whale_train.runtime.kernels.weight_gradients import WeightGradients
 
 aten = torch.ops.aten
 MEMBERS = 2

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whale_train.models.evaluation_mode import changed_in_evaluation
+from whale_train.models.export.eval_mode import changed_in_evaluation
 from whale_train.models.options import ModelOptions
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 FIELDS = (InputField("points", (8,), "float32"), InputField("labels", (), "int64", 4))
 

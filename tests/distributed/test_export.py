@@ -10,11 +10,11 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from whale_train.models.build import build_model
-from whale_train.models.constants import with_constants
-from whale_train.models.export import export, export_model, on_meta
-from whale_train.models.loss import LossModule
+from whale_train.models.export.export import export, export_model, on_meta
+from whale_train.models.export.lifted_constants import with_constants
+from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 
 class Reversed(Function):

@@ -12,13 +12,13 @@ from tests.distributed.harness import run_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from whale_train.runtime import reduction
-from whale_train.runtime.chunk import Chunk
-from whale_train.runtime.finality import Finality
-from whale_train.runtime.reduction import Reduction
-from whale_train.runtime.weight_gradients import WeightGradients
-from whale_train.strategies.instructions import Kind, Position
-from whale_train.strategies.schedule import schedule
+from whale_train.runtime.engines import grad_reduce as reduction
+from whale_train.runtime.engines.grad_ready import Finality
+from whale_train.runtime.engines.grad_reduce import Reduction
+from whale_train.runtime.kernels.weight_gradients import WeightGradients
+from whale_train.runtime.pipeline.chunk import Chunk
+from whale_train.strategies.schedule.instructions import Kind, Position
+from whale_train.strategies.schedule.orders import schedule
 
 MICRO_BATCHES = 3
 

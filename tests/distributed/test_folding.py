@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from whale_train.models.folding import folds_of
 from whale_train.models.options import HUGGING_FACE, ModelOptions
-from whale_train.models.profile import profile_model
-from whale_train.strategies.operations import InputField, ModelProfile
+from whale_train.models.profile.block_folding import folds_of
+from whale_train.models.profile.measure import profile_model
+from whale_train.strategies.graph.operation_graph import InputField, ModelProfile
 
 TOKENS = tuple(InputField(name, (12,), "int64", 31) for name in ("input_ids", "labels"))
 VECTORS = (InputField("x", (8,), "float32"), InputField("labels", (), "int64", 8))
@@ -123,7 +123,7 @@ def test_a_fold_exports_as_much_of_a_deep_model_as_of_a_shallow_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Counted in operations that are traced."""
-    from whale_train.models import profile
+    from whale_train.models.profile import measure as profile
 
     traced: list[int] = []
     export = profile.export

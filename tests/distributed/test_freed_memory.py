@@ -12,12 +12,12 @@ from tests.distributed.served import ROOT, Served
 
 from whale_train import limits
 from whale_train.config import read_request
-from whale_train.launcher.compose import composed, rewritten
-from whale_train.launcher.resolve import resolve_request
-from whale_train.launcher.run_dir import create_run_dir, write_text
-from whale_train.launcher.run_files import start_ranks
-from whale_train.runtime import worker
-from whale_train.strategies.holes import THRESHOLD
+from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.planning.plan_request import resolve_request
+from whale_train.launcher.ranks.run_dir import create_run_dir, write_text
+from whale_train.launcher.ranks.run_files import start_ranks
+from whale_train.runtime.process import rank_main as worker
+from whale_train.strategies.memory.malloc_headroom import THRESHOLD
 
 MIB = 2**20
 BLOCKS = 200
@@ -26,7 +26,7 @@ BLOCKS = 200
 HELD = f"""
 import ctypes
 import os
-from whale_train.runtime.freed_memory import give_back
+from whale_train.runtime.cpu.malloc_trim import give_back
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

@@ -14,9 +14,9 @@ import pytest
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_faults import command, processes_of, wait_for_steps
 
-from whale_train.launcher.supervise import Failure, describe_failure
-from whale_train.runtime.failure import RankEnd, RankError, failure_among, first_failure
-from whale_train.runtime.hangs import (
+from whale_train.launcher.ranks.host_process import Failure, describe_failure
+from whale_train.runtime.failures.failure import RankEnd, RankError, failure_among, first_failure
+from whale_train.runtime.failures.timeouts import (
     Call,
     Wait,
     find_hang,
@@ -26,7 +26,7 @@ from whale_train.runtime.hangs import (
     read_stack,
     read_watchdog,
 )
-from whale_train.strategies.plan import Plan, Prediction, TaskGraph
+from whale_train.strategies.plan.plan import Plan, Prediction, TaskGraph
 
 TIMEOUT_S = 5
 # What the end of a job may take after its first timeout.
@@ -178,8 +178,8 @@ def limits(plan: Plan) -> dict[str, tuple[float, float, str]]:
     import torch
     from torch import distributed as dist
 
-    from whale_train.runtime.groups import limit_waits, make_groups
-    from whale_train.runtime.shared_memory import SharedMemoryGroup
+    from whale_train.runtime.comms.process_groups import limit_waits, make_groups
+    from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup
 
     def limit(group: dist.ProcessGroup) -> float:
         backend = group._get_backend(torch.device("cpu"))

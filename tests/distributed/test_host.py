@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.distributed.host_program import program
 
-from whale_train.launcher.run_dir import create_run_dir
-from whale_train.launcher.supervise import Failure, Host
+from whale_train.launcher.ranks.host_process import Failure, Host
+from whale_train.launcher.ranks.run_dir import create_run_dir
 from whale_train.limits import cores
 
 DEADLINE_S = 60.0
@@ -237,7 +237,7 @@ def test_a_stop_before_there_are_ranks_takes_the_compilers_along(tmp_path: Path)
     """`stop_before_ranks` in a process that leads a session, as the host does, with a child."""
     program_text = (
         "import signal, subprocess, sys, time\n"
-        "from whale_train.runtime.host import stop_before_ranks\n"
+        "from whale_train.runtime.process.fork_server import stop_before_ranks\n"
         "signal.signal(signal.SIGTERM, stop_before_ranks)\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
         "print(child.pid, flush=True)\n"

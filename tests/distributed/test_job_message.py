@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from whale_train.errors import LaunchError
-from whale_train.runtime.job_message import FILES, KEY, Job, JobKey
+from whale_train.runtime.process.job_message import FILES, KEY, Job, JobKey
 
 OURS, THEIRS = JobKey(b"k" * 32), JobKey(b"q" * 32)
 DEADLINE_S = 60
@@ -66,8 +66,8 @@ def test_a_file_that_changed_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_runs_what_its_rank_0_sent_or_nothing(told: str, said: str, tmp_path: Path) -> None:
-    """`python -m whale_train.runtime.member` as rank 1, for a rank 0 that is this test. The request
-    names a module that leaves a file when it is imported."""
+    """`python -m whale_train.runtime.process.external_rank` as rank 1, for a rank 0 that is this
+    test. The request names a module that leaves a file when it is imported."""
     (tmp_path / "stranger.py").write_text("open('was_here', 'w')\n")
     run_dir = ready(tmp_path / "run", '{"model": {"_target_": "stranger.Net"}}')
     store = TCPStore("localhost", 0, None, True, timedelta(seconds=DEADLINE_S), False)
@@ -92,7 +92,7 @@ def test_a_rank_runs_what_its_rank_0_sent_or_nothing(told: str, said: str, tmp_p
         **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), KEY: (b"k" * 32).hex()},
     }
     member = subprocess.run(
-        [sys.executable, "-m", "whale_train.runtime.member"],
+        [sys.executable, "-m", "whale_train.runtime.process.external_rank"],
         env=os.environ | environment,
         cwd=tmp_path,
         capture_output=True,

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from whale_train.models.build import build_model
-from whale_train.models.loss import LossModule
+from whale_train.models.loss_module import LossModule
 from whale_train.models.options import HUGGING_FACE, ModelOptions
-from whale_train.models.profile import profile_model
-from whale_train.strategies.operations import InputField
+from whale_train.models.profile.measure import profile_model
+from whale_train.strategies.graph.operation_graph import InputField
 
 TOKENS = tuple(InputField(name, (16,), "int64", 31) for name in ("input_ids", "labels"))
 SMALL = {"vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,

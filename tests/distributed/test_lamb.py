@@ -19,9 +19,9 @@ from tests.distributed.test_same_mathematics import (
 from torch import distributed as dist
 from torch import nn
 
-from whale_train.runtime.engine import Copies
-from whale_train.runtime.lamb import Lamb
-from whale_train.runtime.optimizers import make_optimizer
+from whale_train.runtime.engines.base import Copies
+from whale_train.runtime.engines.lamb import Lamb
+from whale_train.runtime.engines.optimizers import make_optimizer
 
 OPTIONS = {"lr": 0.05, "betas": [0.8, 0.95], "eps": 1e-4, "weight_decay": 0.1}
 

@@ -9,13 +9,13 @@ from tests.unit.plan_requests import mixed, strategy_of, training
 
 from whale_train.errors import PlanError
 from whale_train.models.options import HUGGING_FACE, ModelOptions
-from whale_train.models.profile import profile_model
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.grammar import Strategy
-from whale_train.strategies.likeness import Likeness
-from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import consider
-from whale_train.strategies.training import Training
+from whale_train.models.profile.measure import profile_model
+from whale_train.strategies.grammar.nodes import Strategy
+from whale_train.strategies.partition.equal_blocks import Likeness
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.resolve import consider
+from whale_train.strategies.stages.analysis import Findings
 
 SPLIT = {"split": {"degree": 2}}
 GRAPHS: dict[str, Any] = {

@@ -15,13 +15,13 @@ from tests.distributed.test_hangs import plan
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.runtime import paced_group
-from whale_train.runtime.hangs import Wait
-from whale_train.runtime.in_turn import InTurn
-from whale_train.runtime.late_work import LateWork
-from whale_train.runtime.links import Links, moved_bytes
-from whale_train.runtime.paced_group import PacedGroup
-from whale_train.runtime.waits import find_wait
+from whale_train.runtime.emulate import emulated_group as paced_group
+from whale_train.runtime.emulate.delayed_work import LateWork
+from whale_train.runtime.emulate.emulated_group import PacedGroup
+from whale_train.runtime.emulate.emulated_links import Links, moved_bytes
+from whale_train.runtime.emulate.worker_thread import InTurn
+from whale_train.runtime.failures.timeout_frames import find_wait
+from whale_train.runtime.failures.timeouts import Wait
 
 # Ranks 0 and 1 on one node, rank 2 on another: a tenth of the bandwidth in between.
 RELATIVE = ((1.0, 1.0, 0.1), (1.0, 1.0, 0.1), (0.1, 0.1, 1.0))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.distributed.test_models import needs_transformers
 
-from whale_train.models.profile import _small_on_cpu
+from whale_train.models.profile.measure import _small_on_cpu
 
 TOKENS = 131_072
 # A mask of one byte an element, of the three samples of an export, has 52 GB. What the process maps
@@ -19,8 +19,8 @@ PROGRAM = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({LIMIT_BYTES}, {LIMIT_BYTES}))
 from whale_train.models.options import ModelOptions
-from whale_train.models.profile import profile_model
-from whale_train.strategies.operations import InputField
+from whale_train.models.profile.measure import profile_model
+from whale_train.strategies.graph.operation_graph import InputField
 
 fields = tuple(InputField(n, ({TOKENS},), "int64", 300) for n in ("input_ids", "labels"))
 options = ModelOptions.from_mapping(eval(sys.argv[1]))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 
-from whale_train.runtime.loss_means import GlobalMeans
+from whale_train.runtime.loss.global_mean import GlobalMeans
 
 VOCABULARY, LENGTH = 11, 6
 

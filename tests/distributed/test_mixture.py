@@ -12,8 +12,8 @@ from whale_train.models.grouped_product import grouped_mm
 from whale_train.models.image_classifier import ImageClassifier
 from whale_train.models.moe_gpt import Experts, MoEGPT, Router
 from whale_train.models.options import ModelOptions
-from whale_train.models.profile import profile_model
-from whale_train.strategies.operations import InputField
+from whale_train.models.profile.measure import profile_model
+from whale_train.strategies.graph.operation_graph import InputField
 
 TOKENS, WIDTH, FFN, EXPERTS = 20, 8, 12, 9
 

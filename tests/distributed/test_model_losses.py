@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from whale_train.errors import ConfigError
 from whale_train.models.class_head import ClassHead
-from whale_train.models.loss import MODEL_PREFIX, LossModule, forward_fields
+from whale_train.models.loss_module import MODEL_PREFIX, LossModule, forward_fields
 from whale_train.models.options import ModelOptions
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 
 class Returns(nn.Module):

@@ -15,7 +15,7 @@ from whale_train.models.build import build_model
 from whale_train.models.class_head import ClassHead
 from whale_train.models.gpt import GPT
 from whale_train.models.image_classifier import ImageClassifier
-from whale_train.models.loss import LossModule
+from whale_train.models.loss_module import LossModule
 from whale_train.models.options import HUGGING_FACE, ModelOptions
 
 needs_transformers = pytest.mark.skipif(

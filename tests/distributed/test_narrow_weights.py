@@ -10,10 +10,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from whale_train.runtime.deepspeed_engine import DeepSpeedEngine
-from whale_train.runtime.engine import Copies
-from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
-from whale_train.strategies.grammar import Replicate
+from whale_train.runtime.engines.base import Copies
+from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
+from whale_train.strategies.grammar.nodes import Replicate
+from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
 
 WIDTH = 64
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}

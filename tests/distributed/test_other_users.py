@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store
 
-from whale_train.runtime.shared_memory import meet, user_of
+from whale_train.runtime.cpu.shm_collectives import meet, user_of
 
 TIMEOUT = timedelta(seconds=20)
 NOBODY = 65534

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from whale_train.models.export import export
+from whale_train.models.export.export import export
 
 
 def residual(x: Tensor) -> Tensor:

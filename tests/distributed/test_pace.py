@@ -12,9 +12,9 @@ from tests.distributed.test_parallel_strategies import TOLERANCE, Case, hardware
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.runtime import paced_group
-from whale_train.runtime.pace import Pace
-from whale_train.runtime.paced_group import PacedGroup
+from whale_train.runtime.emulate import emulated_group as paced_group
+from whale_train.runtime.emulate.emulated_group import PacedGroup
+from whale_train.runtime.emulate.throttle import Pace
 
 
 class Thread:

@@ -13,11 +13,11 @@ from torch import distributed as dist
 from torch import nn
 
 from whale_train.models.options import ModelOptions
-from whale_train.runtime.deepspeed_engine import DeepSpeedEngine
-from whale_train.runtime.engine import Copies
-from whale_train.runtime.weights import build_shared, let_go, own_copy
-from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
-from whale_train.strategies.grammar import Replicate
+from whale_train.runtime.engines.base import Copies
+from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
+from whale_train.runtime.process.shared_init import build_shared, let_go, own_copy
+from whale_train.strategies.grammar.nodes import Replicate
+from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
 
 OPTIMIZER = {"lr": 0.05, "momentum": 0.9}
 STEPS, BATCH = 3, 6

@@ -22,11 +22,11 @@ from tests.distributed.test_same_mathematics import (
 from torch import distributed as dist
 from torch import nn
 
-from whale_train.runtime.engine import Copies
-from whale_train.runtime.optimizers import make_optimizer
-from whale_train.runtime.shared_memory import SharedMemoryGroup
-from whale_train.runtime.torch_engine import TorchEngine
-from whale_train.runtime.update import update
+from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup
+from whale_train.runtime.engines.base import Copies
+from whale_train.runtime.engines.ddp import TorchEngine
+from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.train.optimizer_step import update
 
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "zero2_offload", "hybrid_split_dp")
 FP16 = ("train.precision=fp16",)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from whale_train.launcher.profiles import keep, kept
+from whale_train.launcher.planning.profile_cache import keep, kept
 from whale_train.models.options import HUGGING_FACE, ModelOptions
-from whale_train.models.profile import profile_model
-from whale_train.models.profile_key import profile_key
-from whale_train.strategies.operations import InputField
+from whale_train.models.profile.cache_key import profile_key
+from whale_train.models.profile.measure import profile_model
+from whale_train.strategies.graph.operation_graph import InputField
 
 TOKENS = tuple(InputField(name, (12,), "int64", 31) for name in ("input_ids", "labels"))
 IMAGES = (InputField("pixel_values", (1, 8, 8), "float32"), InputField("labels", (), "int64", 4))

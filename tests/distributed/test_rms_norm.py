@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from whale_train.runtime.rms_norm import join_rms_norms, rms_norm
+from whale_train.runtime.kernels.rms_norm import join_rms_norms, rms_norm
 
 
 def in_operations(x: Tensor, weight: Tensor, eps: float) -> Tensor:

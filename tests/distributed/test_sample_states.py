@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-from whale_train.models.export import flat_module
-from whale_train.models.operation_graph import operation_graph
+from whale_train.models.export.export import flat_module
+from whale_train.models.export.to_operation_graph import operation_graph
 from whale_train.strategies.independence.judge import states_of
 from whale_train.strategies.independence.states import Fixed, Meets, PerSample, Pooled, Unknown
 

@@ -10,11 +10,11 @@ from tests.distributed import odd_models
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
-from whale_train.launcher.samples import _batches
-from whale_train.models.fixed_draws import FixedDraws
+from whale_train.launcher.planning.compare_samples import _batches
+from whale_train.models.batch_parts.compare_parts import Comparison, compare_parts
+from whale_train.models.batch_parts.fixed_draws import FixedDraws
 from whale_train.models.options import ModelOptions
-from whale_train.models.repeated_calls import first_difference, recorded
-from whale_train.models.samples_check import Comparison, compare_parts
+from whale_train.models.profile.repeated_calls import first_difference, recorded
 
 PARTS = (8, 4)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from whale_train.models.export import export
-from whale_train.models.schemas import draws, in_evaluation
+from whale_train.models.export.export import export
+from whale_train.models.export.op_schemas import draws, in_evaluation
 
 
 class Attention(nn.Module):

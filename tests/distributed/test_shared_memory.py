@@ -10,9 +10,9 @@ from tests.distributed.harness import RankError, run_ranks
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.runtime import casts
-from whale_train.runtime.casts import ShardGroup
-from whale_train.runtime.shared_memory import SLOT_BYTES, SharedMemoryGroup
+from whale_train.runtime.comms import layout_collectives as casts
+from whale_train.runtime.comms.layout_collectives import ShardGroup
+from whale_train.runtime.cpu.shm_collectives import SLOT_BYTES, SharedMemoryGroup
 
 # Elements of fp32: nothing, less than a slot, exactly one, several and a part of one.
 LENGTHS = [0, 5, SLOT_BYTES // 4, 3 * SLOT_BYTES // 4 + 7]

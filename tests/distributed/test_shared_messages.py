@@ -9,7 +9,7 @@ from tests.distributed.harness import run_ranks
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.runtime.shared_messages import SharedMessages
+from whale_train.runtime.cpu.shm_p2p import SharedMessages
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
 SHAPES = [(), (1,), (0, 3), (7, 5), (3, 400, 500)]

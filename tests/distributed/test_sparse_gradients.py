@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from whale_train.errors import ConfigError
 from whale_train.models.options import ModelOptions
-from whale_train.models.profile import profile_model
-from whale_train.strategies.operations import InputField, ModelProfile
+from whale_train.models.profile.measure import profile_model
+from whale_train.strategies.graph.operation_graph import InputField, ModelProfile
 
 FIELDS = (InputField("ids", (6,), "int64", 17), InputField("labels", (), "int64", 4))
 

@@ -7,8 +7,12 @@ from tests.distributed.test_casts import drawn, shard, shard_group
 from torch import Tensor
 from torch.nn import functional
 
-from whale_train.runtime import casts
-from whale_train.runtime.cross_entropy import split_cross_entropy, split_embedding, split_top1
+from whale_train.runtime.comms import layout_collectives as casts
+from whale_train.runtime.kernels.vocab_parallel import (
+    split_cross_entropy,
+    split_embedding,
+    split_top1,
+)
 
 CLASSES = [(5, 5), (7, 3), (4, 0, 6)]
 ROWS = 8

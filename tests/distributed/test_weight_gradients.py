@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from whale_train.runtime.blocks import BLOCK
-from whale_train.runtime.products import of_table
-from whale_train.runtime.segment import Segment
-from whale_train.runtime.weight_gradients import WeightGradients
+from whale_train.runtime.graph.block_modules import BLOCK
+from whale_train.runtime.graph.segment import Segment
+from whale_train.runtime.kernels.matmul import of_table
+from whale_train.runtime.kernels.weight_gradients import WeightGradients
 
 aten = torch.ops.aten
 KEY = (0, 0)
@@ -153,8 +153,8 @@ def test_rows_of_a_16_bit_table_are_added_up_in_fp32() -> None:
 
 
 def test_hooks_of_a_parameter_run_once_when_all_that_reads_it_is_done() -> None:
-    """What is final is told by them (`runtime/finality.py`), also of a tied weight, that is looked
-    up and multiplied with."""
+    """What is final is told by them (`runtime/engines/grad_ready.py`), also of a tied weight, that
+    is looked up and multiplied with."""
     table, alone = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3, 3))
     graph = fx.Graph()
     rows, first, second = (graph.placeholder(name) for name in ("rows", "first", "second"))

@@ -7,7 +7,7 @@ per sample.
 
 from collections.abc import Mapping
 
-from whale_train.strategies.operations import (
+from whale_train.strategies.graph.operation_graph import (
     Argument,
     InputField,
     ModelProfile,

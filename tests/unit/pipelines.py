@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whale_train.strategies.instructions import Durations, Instruction, Kind, Position
-from whale_train.strategies.schedule import makespan, schedule
+from whale_train.strategies.schedule.instructions import Durations, Instruction, Kind, Position
+from whale_train.strategies.schedule.orders import makespan, schedule
 
 COMPUTATIONS = {
     Kind.FORWARD: "F",

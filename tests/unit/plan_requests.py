@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 
 from whale_train.errors import Fault
-from whale_train.strategies.cluster import Cluster, Device, Kernel, Roofline
-from whale_train.strategies.grammar import Strategy, read_strategy
-from whale_train.strategies.inventory import MachineFacts, read_inventory
-from whale_train.strategies.training import Training
-from whale_train.strategies.work import Kind
+from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.grammar.nodes import Strategy, read_strategy
+from whale_train.strategies.hardware.cluster import Cluster, Device, Kernel, Roofline
+from whale_train.strategies.hardware.inventory import MachineFacts, read_inventory
+from whale_train.strategies.plan.training import Training
 
 CONF = Path(__file__).parents[2] / "conf"
 

@@ -13,10 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whale_train.strategies.cut import HeadCut, Segment
-from whale_train.strategies.layouts import Entered, Layout, PartialSum, Replicated, Shard
-from whale_train.strategies.operations import Operation, OperationGraph, Ref
-from whale_train.strategies.shares import tile
+from whale_train.strategies.graph.operation_graph import Operation, OperationGraph, Ref
+from whale_train.strategies.layouts.propagation import (
+    Entered,
+    Layout,
+    PartialSum,
+    Replicated,
+    Shard,
+)
+from whale_train.strategies.partition.head_partition import HeadCut, Segment
+from whale_train.strategies.schedule.apportion import tile
 
 Array = NDArray[Any]
 IGNORED = -100

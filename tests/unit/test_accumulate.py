@@ -10,13 +10,13 @@ from tests.unit.plan_requests import training as plain_training
 from tests.unit.test_sharing import FIXED, MODEL, ROOMY, cluster, refused, shared
 
 from whale_train.errors import PlanError
-from whale_train.strategies.cost import accumulation_time_s, zeros_time_s
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.instructions import Kind
-from whale_train.strategies.operations import ModelProfile
-from whale_train.strategies.plan import Plan, RankPlan
-from whale_train.strategies.resolve import consider, resolve
-from whale_train.strategies.training import Training
+from whale_train.strategies.cost.roofline import accumulation_time_s, zeros_time_s
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.plan.plan import Plan, RankPlan
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.resolve import consider, resolve
+from whale_train.strategies.schedule.instructions import Kind
+from whale_train.strategies.stages.analysis import Findings
 
 
 def training(global_batch: int, accumulate: int = 1, optimizer: str = "sgd") -> Training:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from whale_train.strategies.alive import Moment, passing, passing_again
-from whale_train.strategies.kept import View, halves, kept, memory_of
-from whale_train.strategies.operations import (
+from whale_train.strategies.graph.operation_graph import (
     INSIDE,
     OWN,
     Operation,
@@ -12,6 +10,8 @@ from whale_train.strategies.operations import (
     Ref,
     Size,
 )
+from whale_train.strategies.graph.saved_tensors import View, halves, kept, memory_of
+from whale_train.strategies.memory.liveness import Moment, passing, passing_again
 
 HIDDEN = (Size(0, 1), Size(8))  # 32 bytes a sample
 WEIGHT = (Size(8), Size(8))  # 256 bytes

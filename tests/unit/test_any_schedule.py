@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from tests.pairs import examples
 from tests.unit.pipelines import COMPUTATIONS, Lists, Pipeline, regular, wide, words
 
-from whale_train.strategies.grammar import SCHEDULES
-from whale_train.strategies.instructions import Durations, Instruction, Kind, Position, in_flight
+from whale_train.strategies.grammar.nodes import SCHEDULES
+from whale_train.strategies.schedule.instructions import (
+    Durations,
+    Instruction,
+    Kind,
+    Position,
+    in_flight,
+)
 
 
 @st.composite

@@ -15,8 +15,10 @@ from tests.unit.test_staged import check
 from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
-from whale_train.strategies.calibration import Calibration, on_cores
-from whale_train.strategies.cluster import (
+from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.hardware.calibration import Calibration, on_cores
+from whale_train.strategies.hardware.cluster import (
     Cluster,
     Device,
     Host,
@@ -26,15 +28,13 @@ from whale_train.strategies.cluster import (
     Node,
     Roofline,
 )
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.offloading import host_bytes
-from whale_train.strategies.operations import ModelProfile
-from whale_train.strategies.resolve import consider, resolve
+from whale_train.strategies.memory.host_memory import host_bytes
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.resolve import consider, resolve
 from whale_train.strategies.search.candidates import Candidate
 from whale_train.strategies.search.search import Found, search
 from whale_train.strategies.search.space import space_of
-from whale_train.strategies.training import Training
-from whale_train.strategies.work import Kind
+from whale_train.strategies.stages.analysis import Findings
 
 AUTO = strategy_of({"graph": "auto", "time_limit_s": 0}, "auto")
 FAST = Device("fast", {"fp32": 2e9}, 1e9, 4e9)

@@ -9,8 +9,8 @@ from tests.unit.operation_graphs import gpt
 from tests.unit.plan_requests import training
 from tests.unit.test_auto import AUTO, FAST, SLOW, cluster, found_for
 
-from whale_train.strategies.resolve import consider
-from whale_train.strategies.training import Training
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.resolve import consider
 
 
 def test_it_counts_what_it_simulated_and_what_it_did_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from whale_train.errors import Fault
-from whale_train.strategies.grammar import read_strategy
+from whale_train.strategies.grammar.nodes import read_strategy
 
 
 def faults_of(graph: Any, **others: Any) -> list[str]:

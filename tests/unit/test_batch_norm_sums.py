@@ -6,12 +6,12 @@ import pytest
 from tests.unit.operation_graphs import Sketch, classifier
 from tests.unit.plan_requests import strategy_of, training
 
-from whale_train.strategies.batch_norm_sums import batch_norm_times
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.cost import Times
-from whale_train.strategies.operations import ModelProfile, OperationGraph
-from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import resolve
+from whale_train.strategies.cost.roofline import Times
+from whale_train.strategies.cost.sync_batchnorm import batch_norm_times
+from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.resolver.resolve import resolve
 
 # 1 GB/s, 1 ms a message.
 LINK = Link("round", 1e9, 1e-3)

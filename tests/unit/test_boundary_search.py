@@ -14,13 +14,13 @@ from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
 from whale_train.quantities import in_seconds
-from whale_train.strategies.cluster import Cluster, Device, Host, HostShare, Node
-from whale_train.strategies.considered import Considered
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.offloading import host_bytes
-from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import consider, resolve
-from whale_train.strategies.search.boundary_search import Cut, Look, move_ends
+from whale_train.strategies.hardware.cluster import Cluster, Device, Host, HostShare, Node
+from whale_train.strategies.memory.host_memory import host_bytes
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.resolver.boundary_search import Cut, Look, move_ends
+from whale_train.strategies.resolver.evaluated import Considered
+from whale_train.strategies.resolver.resolve import consider, resolve
+from whale_train.strategies.stages.analysis import Findings
 
 PLACES = 12
 NEIGHBOURS = (-2, -1, 1, 2)

@@ -14,24 +14,24 @@ from tests.unit.test_stages import model
 
 from whale_train.errors import ConfigError
 from whale_train.launcher.calibrate import announced, at_once, kept_of, show
-from whale_train.launcher.calibrations import folder, keep, kept
-from whale_train.strategies.calibration import (
+from whale_train.launcher.planning.calibrations import folder, keep, kept
+from whale_train.strategies.cost.collectives import (
+    all_reduce_time_s,
+    gather_stops_s,
+    modules_of,
+    partitioned_sum_time_s,
+)
+from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.hardware.calibration import (
     Calibration,
     calibrated,
     is_measured,
     on_cores,
     stand_ins,
 )
-from whale_train.strategies.catalogue import DEVICES
-from whale_train.strategies.cluster import Cluster, Device, Kernel, Link, Node, Roofline
-from whale_train.strategies.links import (
-    all_reduce_time_s,
-    gather_stops_s,
-    modules_of,
-    partitioned_sum_time_s,
-)
-from whale_train.strategies.resolve import resolve
-from whale_train.strategies.work import Kind
+from whale_train.strategies.hardware.catalogue import DEVICES
+from whale_train.strategies.hardware.cluster import Cluster, Device, Kernel, Link, Node, Roofline
+from whale_train.strategies.resolver.resolve import resolve
 
 FORWARD, BACKWARD = Roofline(1e-6, 1e9, 2e9), Roofline(2e-6, 5e8, 1e9)
 KERNELS = {"fp32": {str(Kind.PRODUCT): Kernel(FORWARD, BACKWARD)}}

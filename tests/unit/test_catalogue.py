@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from whale_train.strategies.catalogue import DEVICES, LINKS
-from whale_train.strategies.cluster import CPU_PROCESS
+from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
+from whale_train.strategies.hardware.cluster import CPU_PROCESS
 
 # (fp32 units, boost clock in Hz) of the whitepapers: each unit does a multiply-add a cycle.
 FP32_UNITS = {

@@ -6,17 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale_train.strategies.cluster import (
-    CPU_PROCESS,
-    Cluster,
-    Device,
-    HostShare,
-    Kernel,
-    Link,
-    Node,
-    Roofline,
+from whale_train.strategies.cost.collectives import (
+    all_reduce_time_s,
+    crowd_of,
+    gather_time_s,
+    group_link,
+    send_time_s,
+    sum_time_s,
 )
-from whale_train.strategies.cost import (
+from whale_train.strategies.cost.op_work import Kind, Traffic, Work
+from whale_train.strategies.cost.roofline import (
     Times,
     accumulation_time_s,
     fetch_time_s,
@@ -27,15 +26,16 @@ from whale_train.strategies.cost import (
     whole_times,
     work_times,
 )
-from whale_train.strategies.links import (
-    all_reduce_time_s,
-    crowd_of,
-    gather_time_s,
-    group_link,
-    send_time_s,
-    sum_time_s,
+from whale_train.strategies.hardware.cluster import (
+    CPU_PROCESS,
+    Cluster,
+    Device,
+    HostShare,
+    Kernel,
+    Link,
+    Node,
+    Roofline,
 )
-from whale_train.strategies.work import Kind, Traffic, Work
 
 # 1 TFLOP/s, 100 GB/s of memory; 1 GB/s and 1 ms a message.
 DEVICE = Device("round", {"fp32": 1e12, "bf16": 4e12}, 16e9, 1e11)

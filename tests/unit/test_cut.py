@@ -18,10 +18,10 @@ from tests.unit.operation_graphs import (
 )
 from tests.unit.spmd import Array, Ranks, run_cut, run_whole
 
-from whale_train.strategies.cut import CutRefused, HeadCut, cut_head
-from whale_train.strategies.head import Head, find_heads
-from whale_train.strategies.layouts import Shard
-from whale_train.strategies.operations import ModelProfile, OperationGraph
+from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph
+from whale_train.strategies.layouts.propagation import Shard
+from whale_train.strategies.partition.head_partition import CutRefused, HeadCut, cut_head
+from whale_train.strategies.partition.output_head import Head, find_heads
 
 CLASSES_0, CLASSES_1 = Shard(0, "classes"), Shard(1, "classes")
 

@@ -13,7 +13,7 @@ from whale_train.data.arrays import ArraysOptions
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 SAVERS = [np.savez, np.savez_compressed]
 

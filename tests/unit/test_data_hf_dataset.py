@@ -10,7 +10,7 @@ import pytest
 from whale_train.data.hf_dataset import HfDatasetOptions
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 ROWS = {
     "tokens": [[i, i + 1, i + 2] for i in range(10)],

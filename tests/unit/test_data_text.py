@@ -9,7 +9,7 @@ import pytest
 from whale_train.data.open import open_dataset
 from whale_train.data.text import TextOptions
 from whale_train.errors import ConfigError
-from whale_train.strategies.operations import InputField
+from whale_train.strategies.graph.operation_graph import InputField
 
 
 def everything(options: TextOptions) -> bytes:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from whale_train.strategies.deepspeed_config import deepspeed_config, deepspeed_optimizer
-from whale_train.strategies.grammar import Replicate
+from whale_train.strategies.grammar.nodes import Replicate
+from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 

@@ -11,9 +11,9 @@ from tests.unit.operation_graphs import gpt
 from tests.unit.plan_requests import mixed, strategy_of, training
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.grammar import read_strategy
-from whale_train.strategies.resolve import resolve
+from whale_train.strategies.grammar.nodes import read_strategy
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.resolver.resolve import resolve
 
 KINDS = {name: Device(name, {"fp32": 1e12}, 1e10, 1e11) for name in ("a", "b", "c")}
 INSIDE, NETWORK = Link("inside", 1e9, 1e-6), Link("network", 1e8, 1e-5)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from whale_train.launcher.emulation import bandwidths_in_use, paces, relative_bandwidths
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.links import group_link
+from whale_train.launcher.planning.emulation import bandwidths_in_use, paces, relative_bandwidths
+from whale_train.strategies.cost.collectives import group_link
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
 
 
 def device(tera: float) -> Device:

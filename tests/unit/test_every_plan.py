@@ -19,12 +19,12 @@ from tests.unit.operation_graphs import (
 from tests.unit.plan_requests import at_peak, shipped, strategy_of, training
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.grammar import Strategy
-from whale_train.strategies.operations import ModelProfile
-from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import resolve
-from whale_train.strategies.training import Training
+from whale_train.strategies.grammar.nodes import Strategy
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.resolve import resolve
 
 PROFILES = [
     classifier(),

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from whale_train.launcher.supervise import Failure, describe_failure
-from whale_train.runtime import failure as rank_failure
-from whale_train.runtime.failure import (
+from whale_train.launcher.ranks.host_process import Failure, describe_failure
+from whale_train.runtime.failures import failure as rank_failure
+from whale_train.runtime.failures.failure import (
     RankEnd,
     RankError,
     first_failure,

@@ -6,9 +6,9 @@ import pytest
 from tests.unit.plan_requests import strategy_of
 
 from whale_train.errors import Fault
-from whale_train.strategies.degrees import legal_degrees
-from whale_train.strategies.form import Form, needs_graph
-from whale_train.strategies.normal_form import read_form
+from whale_train.strategies.grammar.degrees import legal_degrees
+from whale_train.strategies.grammar.form import Form, needs_graph
+from whale_train.strategies.grammar.normal_form import read_form
 
 
 def form_of(

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from whale_train.errors import Fault
-from whale_train.strategies.grammar import (
+from whale_train.strategies.grammar.nodes import (
     Node,
     Pipeline,
     Replicate,

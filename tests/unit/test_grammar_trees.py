@@ -9,7 +9,7 @@ from tests.pairs import examples
 from tests.unit.plan_requests import strategy_of
 
 from whale_train.errors import Fault
-from whale_train.strategies.grammar import Node, Pipeline, read_strategy
+from whale_train.strategies.grammar.nodes import Node, Pipeline, read_strategy
 
 counts = st.integers(1, 64)
 patterns = st.sampled_from(["*", "head", "encoder.*", ["a", "b.c"]])

@@ -14,8 +14,8 @@ from tests.unit.operation_graphs import (
     without_head,
 )
 
-from whale_train.strategies.head import Head, find_heads, matching
-from whale_train.strategies.operations import ModelProfile
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.partition.output_head import Head, find_heads, matching
 
 # The operation, the weight's canonical path, its dimension over the classes, their number, module.
 HEADS = {

@@ -5,9 +5,14 @@ from tests.unit.operation_graphs import classifier
 from tests.unit.plan_requests import mixed, shipped, training
 
 from whale_train.quantities import in_bytes
-from whale_train.strategies.holes import HOLES, has_room, needed_bytes, said_of_holes
-from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import resolve
+from whale_train.strategies.memory.malloc_headroom import (
+    HOLES,
+    has_room,
+    needed_bytes,
+    said_of_holes,
+)
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.resolver.resolve import resolve
 
 
 @pytest.fixture(scope="module")

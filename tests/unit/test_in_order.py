@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale_train.runtime.in_order import InOrder
+from whale_train.runtime.engines.bucket_queue import InOrder
 
 BUCKETS = (("a", "b"), ("c",), ("d", "e", "f"), ("g",))
 ITEMS = [item for bucket in BUCKETS for item in bucket]

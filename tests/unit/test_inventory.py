@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from whale_train.errors import Fault
-from whale_train.strategies.calibration import Calibration, calibrated
-from whale_train.strategies.catalogue import DEVICES, HOSTS
-from whale_train.strategies.cluster import Cluster, Device, Host, HostShare, Link
-from whale_train.strategies.inventory import MachineFacts, read_inventory
+from whale_train.strategies.hardware.calibration import Calibration, calibrated
+from whale_train.strategies.hardware.catalogue import DEVICES, HOSTS
+from whale_train.strategies.hardware.cluster import Cluster, Device, Host, HostShare, Link
+from whale_train.strategies.hardware.inventory import MachineFacts, read_inventory
 
 CONF = Path(__file__).parents[2] / "conf" / "hardware"
 GPU = Device("some_gpu", {"fp32": 1e13}, 24e9, 9e11)

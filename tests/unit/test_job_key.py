@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from whale_train.errors import ConfigError
-from whale_train.launcher.job_key import job_key
-from whale_train.launcher.placement import job_name
+from whale_train.launcher.ranks.job_key import job_key
+from whale_train.launcher.ranks.rank_env import job_name
 
 SECRET = "5" * 32
 TORCHRUN = {"RANK": "1", "TORCHELASTIC_RUN_ID": "blue"}

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from tests.unit.operation_graphs import END, Sketch, one_operation
 
-from whale_train.strategies import layout_rules
-from whale_train.strategies.layouts import (
+from whale_train.strategies.graph.operation_graph import OperationGraph, Ref
+from whale_train.strategies.layouts import rule_table as layout_rules
+from whale_train.strategies.layouts.propagation import (
     BATCH,
     ENTERED,
     RULES,
@@ -21,7 +22,6 @@ from whale_train.strategies.layouts import (
     assign,
     cast_kind,
 )
-from whale_train.strategies.operations import OperationGraph, Ref
 
 S0, S1, S2 = (Shard(dim, "classes") for dim in range(3))
 S0x3 = Shard(0, "classes", 3)
@@ -372,9 +372,9 @@ def test_a_value_changed_in_place_is_read_as_it_is_then() -> None:
 
 
 def test_a_rule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whale_train.strategies.layout_rules.RULES", dict(RULES))
+    monkeypatch.setattr("whale_train.strategies.layouts.rule_table.RULES", dict(RULES))
     rules = layout_rules.RULES
-    monkeypatch.setattr("whale_train.strategies.layouts.RULES", rules)
+    monkeypatch.setattr("whale_train.strategies.layouts.propagation.RULES", rules)
     layout_rules.register_rule("mine.twice.default", lambda typed: Typing({}, typed.only))
     sketch = Sketch()
     sketch.input("x", "B 12", "float32")

@@ -14,9 +14,8 @@ from tests.unit.operation_graphs import END, one_operation
 from tests.unit.spmd import Ranks
 from tests.unit.test_layouts import trained
 
-from whale_train.strategies.cut import Segment
-from whale_train.strategies.layout_types import shard
-from whale_train.strategies.layouts import (
+from whale_train.strategies.graph.operation_graph import OperationGraph, Size
+from whale_train.strategies.layouts.propagation import (
     ENTERED,
     Assignment,
     Axes,
@@ -26,7 +25,8 @@ from whale_train.strategies.layouts import (
     Shard,
     assign,
 )
-from whale_train.strategies.operations import OperationGraph, Size
+from whale_train.strategies.layouts.types import shard
+from whale_train.strategies.partition.head_partition import Segment
 
 S0, S1 = Shard(0, "classes"), Shard(1, "classes")
 S0x3 = Shard(0, "classes", 3)

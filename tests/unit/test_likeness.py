@@ -6,9 +6,9 @@ import pytest
 from tests.unit.operation_graphs import Sketch
 from tests.unit.test_stages import model
 
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.operations import ModelProfile
-from whale_train.strategies.stages import sliced
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.partition.pipeline_partition import sliced
+from whale_train.strategies.stages.analysis import Findings
 
 BLOCKS = 4
 

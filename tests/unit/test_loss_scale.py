@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from whale_train.config import read_request
 from whale_train.errors import ConfigError
-from whale_train.runtime.loss_scale import LossScale
+from whale_train.runtime.train.grad_scaler import LossScale
 
 
 def after(scale: LossScale, steps: list[bool]) -> float:

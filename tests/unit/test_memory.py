@@ -6,31 +6,31 @@ from typing import Any
 import pytest
 from tests.unit.operation_graphs import classifier, conv1d_head, gpt
 
-from whale_train.strategies.alive import Moment
-from whale_train.strategies.chunks import chunked
-from whale_train.strategies.cluster import CPU_PROCESS, Cluster, Device, Link, Node
-from whale_train.strategies.cut import HeadCut, cut_head
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.grammar import Replicate, Strategy
-from whale_train.strategies.head import find_heads
-from whale_train.strategies.instructions import Instruction, Kind
-from whale_train.strategies.memory import (
-    ROUNDED_UP,
-    added,
-    engine_of,
-    head_memory,
-)
-from whale_train.strategies.operations import (
+from whale_train.strategies.grammar.nodes import Replicate, Strategy
+from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
     Operation,
     OperationGraph,
     Parameter,
     Ref,
 )
-from whale_train.strategies.plan import MemoryEstimate
-from whale_train.strategies.stage_memory import RankMemory
-from whale_train.strategies.staging import Staging, form_of
-from whale_train.strategies.training import Training
+from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster, Device, Link, Node
+from whale_train.strategies.memory.engine_memory import (
+    ROUNDED_UP,
+    added,
+    engine_of,
+    head_memory,
+)
+from whale_train.strategies.memory.liveness import Moment
+from whale_train.strategies.partition.head_partition import HeadCut, cut_head
+from whale_train.strategies.partition.output_head import find_heads
+from whale_train.strategies.plan.plan import MemoryEstimate
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.schedule.instructions import Instruction, Kind
+from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.chunks import chunked
+from whale_train.strategies.stages.placement import Staging, form_of
+from whale_train.strategies.stages.rank_memory import RankMemory
 
 # 100 million elements over 10 copies, 80 million of them in one parameter; a gradient bucket of
 # 25 MiB in fp32 is 6,553,600 elements, 26,214,400 bytes.

@@ -8,9 +8,9 @@ from tests.unit.plan_requests import mixed, shipped, strategy_of, training
 
 from whale_train.errors import PlanError
 from whale_train.quantities import in_bytes
-from whale_train.strategies.cluster import Cluster, Device, Host, Link, Node
-from whale_train.strategies.plan import Decision
-from whale_train.strategies.resolve import resolve
+from whale_train.strategies.hardware.cluster import Cluster, Device, Host, Link, Node
+from whale_train.strategies.plan.plan import Decision
+from whale_train.strategies.resolver.resolve import resolve
 
 LINK = Link("inside", 1e10, 1e-6)
 OFFLOAD = {"optimizer": "cpu", "parameters": "cpu"}

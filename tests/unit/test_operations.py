@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.pairs import examples
 from tests.unit.operation_graphs import Sketch, bert, classifier, gpt, shape_of
 
-from whale_train.strategies.operations import (
+from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
     Operation,
     OperationGraph,

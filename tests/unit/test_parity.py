@@ -12,17 +12,17 @@ import pytest
 from tests.unit.operation_graphs import Sketch
 from tests.unit.plan_requests import strategy_of
 
-from whale_train.strategies.cast_times import bridge_time_s
-from whale_train.strategies.catalogue import DEVICES, LINKS
-from whale_train.strategies.cluster import CPU_PROCESS, Cluster, Device, Link, Node
-from whale_train.strategies.deepspeed_config import deepspeed_config
-from whale_train.strategies.grammar import Replicate
-from whale_train.strategies.kept import View
-from whale_train.strategies.memory import gathered_at_once, weight_width
-from whale_train.strategies.operations import INSIDE, ModelProfile, OperationGraph
-from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import resolve
-from whale_train.strategies.training import Training
+from whale_train.strategies.cost.resharding import bridge_time_s
+from whale_train.strategies.grammar.nodes import Replicate
+from whale_train.strategies.graph.operation_graph import INSIDE, ModelProfile, OperationGraph
+from whale_train.strategies.graph.saved_tensors import View
+from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
+from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster, Device, Link, Node
+from whale_train.strategies.memory.engine_memory import gathered_at_once, weight_width
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.deepspeed_config import deepspeed_config
+from whale_train.strategies.resolver.resolve import resolve
 
 BATCH, WIDTH = 64, 512
 
@@ -188,8 +188,8 @@ def test_zero_gathers_parameters_as_forward_reads_them_and_sums_in_fp32(
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
 def test_zero_3_gathers_a_rewritten_graph_by_blocks(precision: str, width: int) -> None:
-    """The exported graph's blocks have their parameters while they run (runtime/blocks.py); of the
-    model as it is every module does."""
+    """The exported graph's blocks have their parameters while they run
+    (runtime/graph/block_modules.py); of the model as it is every module does."""
     profile = model(weights=3, classes=600)
     elements = {p.path: float(p.elements) for p in profile.parameters}
     by_module, by_block = (
@@ -202,7 +202,7 @@ def test_zero_3_gathers_a_rewritten_graph_by_blocks(precision: str, width: int) 
 
 def test_processes_sum_gradients_of_copies_in_shared_memory() -> None:
     """Those of a pipeline's stage may be ready at any time, and have no group for it
-    (runtime/groups.py): they go through the node's link."""
+    (runtime/comms/process_groups.py): they go through the node's link."""
     cluster = replace(PROCESSES, shared_memory=Link("memory", 1e10, 1e-6))
     flat, nested = both("dp", cluster, model(), "fp32")
     slow_flat, slow_nested = both("dp", PROCESSES, model(), "fp32")

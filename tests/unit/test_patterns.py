@@ -8,11 +8,11 @@ import pytest
 from tests.unit.operation_graphs import END, Sketch
 
 from whale_train.errors import PlanError
-from whale_train.strategies.layouts import Layout, P, R, Shard
-from whale_train.strategies.operations import OperationGraph
-from whale_train.strategies.patterns import Sharded, choose_patterns
-from whale_train.strategies.shape_check import shape_check
-from whale_train.strategies.shares import tile
+from whale_train.strategies.graph.operation_graph import OperationGraph
+from whale_train.strategies.layouts.propagation import Layout, P, R, Shard
+from whale_train.strategies.layouts.shape_check import shape_check
+from whale_train.strategies.schedule.apportion import tile
+from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
 
 HEADS, WIDTH, INNER, CLASSES = 4, 16, 48, 40
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whale_train.errors import ConfigError
-from whale_train.launcher.placement import (
+from whale_train.launcher.ranks.rank_env import (
     Place,
     first_host,
     place_from_environment,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.pairs import examples
 from tests.unit.operation_graphs import bert, classifier, gpt
 
-from whale_train.strategies.operations import (
+from whale_train.strategies.graph.operation_graph import (
     Argument,
     ModelProfile,
     Operation,
@@ -18,7 +18,7 @@ from whale_train.strategies.operations import (
     Ref,
     Size,
 )
-from whale_train.strategies.profile_json import profile_from_json, profile_to_json
+from whale_train.strategies.graph.profile_json import profile_from_json, profile_to_json
 
 PROFILES = {
     "gpt": gpt(tied=True),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from whale_train.models import profile_key as room
 from whale_train.models.options import HUGGING_FACE, ModelOptions
-from whale_train.models.profile_key import OWN_SOURCES, profile_key
-from whale_train.strategies.operations import InputField
+from whale_train.models.profile import cache_key as room
+from whale_train.models.profile.cache_key import OWN_SOURCES, profile_key
+from whale_train.strategies.graph.operation_graph import InputField
 
 GPT = "whale_train.models.gpt.GPT"
 FIELDS = (InputField("input_ids", (12,), "int64", 31),)

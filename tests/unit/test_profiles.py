@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.unit.operation_graphs import bert, gpt
 
-from whale_train.launcher.profiles import MOST_KEPT, folder, keep, kept
+from whale_train.launcher.planning.profile_cache import MOST_KEPT, folder, keep, kept
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from whale_train.launcher.progress import Progress, summary_line, unlike_predicted
+from whale_train.launcher.ui.progress import Progress, summary_line, unlike_predicted
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from tests.unit.operation_graphs import bert, classifier
 from tests.unit.plan_requests import mixed, shipped, strategy_of, training
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.grammar import Strategy
-from whale_train.strategies.operations import ModelProfile
-from whale_train.strategies.resolve import refuse_without_model, resolve
-from whale_train.strategies.training import Training
+from whale_train.strategies.grammar.nodes import Strategy
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.resolve import refuse_without_model, resolve
 
 
 def faults_of(

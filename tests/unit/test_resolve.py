@@ -15,9 +15,9 @@ from tests.unit.operation_graphs import (
 )
 from tests.unit.plan_requests import at_peak, mixed, shipped, strategy_of, training
 
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.plan import Decision
-from whale_train.strategies.resolve import resolve
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.plan.plan import Decision
+from whale_train.strategies.resolver.resolve import resolve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 REGENERATE = "REGENERATE_GOLDEN=1 python -m pytest tests/unit/test_resolve.py"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from whale_train.errors import ConfigError
-from whale_train.launcher import run_dir as rd
+from whale_train.launcher.ranks import run_dir as rd
 
 
 def test_hydra_may_have_been_there_first(tmp_path: Path) -> None:

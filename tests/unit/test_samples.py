@@ -6,9 +6,7 @@ import pytest
 from tests.unit.test_stages import model
 
 from whale_train.errors import Fault
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.independence.judge import judge
-from whale_train.strategies.operations import (
+from whale_train.strategies.graph.operation_graph import (
     Argument,
     ModelProfile,
     Operation,
@@ -17,8 +15,10 @@ from whale_train.strategies.operations import (
     Ref,
     Size,
 )
-from whale_train.strategies.samples import refuse_shared_batch, where_samples_meet
-from whale_train.strategies.training import Training
+from whale_train.strategies.independence.judge import judge
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.shared_batch import refuse_shared_batch, where_samples_meet
+from whale_train.strategies.stages.analysis import Findings
 
 SAMPLE = (Size(0, 1), Size(8))
 BATCH, ALL, SCALAR = (Size(0, 1),), (Size(8),), ()

@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.pipelines import COMPUTATIONS, Pipeline, regular, wide, words
 
-from whale_train.strategies.instructions import Durations, Instruction, Kind, Position, in_flight
-from whale_train.strategies.schedule import owners, schedule
+from whale_train.strategies.schedule.instructions import (
+    Durations,
+    Instruction,
+    Kind,
+    Position,
+    in_flight,
+)
+from whale_train.strategies.schedule.orders import owners, schedule
 
 
 def textbook_1f1b(stage: int, stages: int, micro_batches: int) -> str:

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.pairs import examples
 
-from whale_train.strategies.shares import even_shares, optimal_shares, tile
+from whale_train.strategies.schedule.apportion import even_shares, optimal_shares, tile
 
 speeds_and_caps = st.lists(
     st.tuples(st.sampled_from([1.0, 2.0, 3.0, 0.5, 0.1, 0.3, 7.0]), st.integers(0, 6)),

@@ -10,15 +10,15 @@ from tests.unit.plan_requests import strategy_of
 
 from whale_train.errors import PlanError
 from whale_train.quantities import in_bytes
-from whale_train.strategies.cluster import Cluster, Device, Kernel, Link, Node, Roofline
-from whale_train.strategies.cut import cut_head
-from whale_train.strategies.head import find_heads
-from whale_train.strategies.memory import ROUNDED_UP, head_memory
-from whale_train.strategies.operations import ModelProfile, Parameter
-from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import resolve
-from whale_train.strategies.training import Training
-from whale_train.strategies.work import Kind
+from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.graph.operation_graph import ModelProfile, Parameter
+from whale_train.strategies.hardware.cluster import Cluster, Device, Kernel, Link, Node, Roofline
+from whale_train.strategies.memory.engine_memory import ROUNDED_UP, head_memory
+from whale_train.strategies.partition.head_partition import cut_head
+from whale_train.strategies.partition.output_head import find_heads
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.resolve import resolve
 
 LINK = Link("link", 1e10, 1e-6)
 ROOMY = 1e12

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from whale_train.errors import ConfigError, Fault, PlanError
-from whale_train.launcher.show_error import error_text, terminal_width
+from whale_train.launcher.ui.show_error import error_text, terminal_width
 
 DEGREE = Fault(
     "strategy.graph.replicate.degree",

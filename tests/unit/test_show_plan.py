@@ -10,11 +10,11 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from whale_train.launcher.show_plan import banner_emulated, plan_view
-from whale_train.launcher.terminal import open_console
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.operations import ModelProfile, Parameter
-from whale_train.strategies.plan import (
+from whale_train.launcher.ui.show_plan import banner_emulated, plan_view
+from whale_train.launcher.ui.terminal import open_console
+from whale_train.strategies.graph.operation_graph import ModelProfile, Parameter
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.plan.plan import (
     Decision,
     MemoryEstimate,
     Plan,

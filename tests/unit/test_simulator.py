@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.instructions import Durations, Instruction, Kind, Position
-from whale_train.strategies.prediction import simulated
-from whale_train.strategies.schedule import schedule
-from whale_train.strategies.simulator import Lane, RankTime, Task, rank_times, simulate
-from whale_train.strategies.step_tasks import Actor, Cost, Step, Sync, costs, tasks_of
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.schedule.instructions import Durations, Instruction, Kind, Position
+from whale_train.strategies.schedule.orders import schedule
+from whale_train.strategies.simulate.prediction import simulated
+from whale_train.strategies.simulate.simulator import Lane, RankTime, Task, rank_times, simulate
+from whale_train.strategies.simulate.tasks import Actor, Cost, Step, Sync, costs, tasks_of
 
 COMPUTE, LINK = Lane.COMPUTE, Lane.LINK
 

@@ -15,10 +15,10 @@ from tests.unit.plan_requests import strategy_of
 from tests.unit.plan_requests import training as plain_training
 
 from whale_train.errors import PlanError
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.operations import ModelProfile
-from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import resolve
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.resolver.resolve import resolve
 
 HYBRID = ["replicate", {"split": {"modules": "head"}}]
 LINK = Link("link", 1e10, 1e-6)

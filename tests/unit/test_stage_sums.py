@@ -6,9 +6,9 @@ import pytest
 from tests.unit.plan_requests import strategy_of, training
 from tests.unit.test_stages import model
 
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.plan import Prediction
-from whale_train.strategies.resolve import resolve
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.plan.plan import Prediction
+from whale_train.strategies.resolver.resolve import resolve
 
 # 10 GB/s, 1 us a message; weights of 64 elements.
 LINK = Link("link", 1e10, 1e-6)

@@ -13,11 +13,11 @@ from tests.unit.plan_requests import strategy_of, training
 from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
-from whale_train.strategies.cluster import Cluster, Device, Link, Node
-from whale_train.strategies.findings import Findings
-from whale_train.strategies.operations import ModelProfile
-from whale_train.strategies.plan import Plan
-from whale_train.strategies.resolve import consider, resolve
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.resolver.resolve import consider, resolve
+from whale_train.strategies.stages.analysis import Findings
 
 LINK = Link("link", 1e10, 1e-6)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.pairs import examples
 
 from whale_train.errors import Fault
-from whale_train.strategies.operations import (
+from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
     Operation,
     OperationGraph,
@@ -18,7 +18,7 @@ from whale_train.strategies.operations import (
     Ref,
     Size,
 )
-from whale_train.strategies.stages import (
+from whale_train.strategies.partition.pipeline_partition import (
     Sequenced,
     balanced,
     block_of,

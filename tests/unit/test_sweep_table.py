@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from whale_train.launcher.sweep_table import SweepRow, sweep_table
+from whale_train.launcher.ui.sweep_table import SweepRow, sweep_table
 
 SWEEP = Path("multirun/2026-01-01/12-00-00")
 ROWS = (

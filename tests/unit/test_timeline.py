@@ -1,8 +1,8 @@
 """The predicted timeline, in the form of a run's."""
 
-from whale_train.strategies.instructions import Instruction, Kind
-from whale_train.strategies.simulator import UPDATE, Lane, Task, simulate
-from whale_train.strategies.timeline import events_of
+from whale_train.strategies.schedule.instructions import Instruction, Kind
+from whale_train.strategies.simulate.chrome_trace import events_of
+from whale_train.strategies.simulate.simulator import UPDATE, Lane, Task, simulate
 
 BACKWARD = Instruction(Kind.BACKWARD, 0, 1)
 

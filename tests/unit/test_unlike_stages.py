@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.pairs import examples
 
-from whale_train.strategies.instructions import Durations, Position
-from whale_train.strategies.schedule import makespan
+from whale_train.strategies.schedule.instructions import Durations, Position
+from whale_train.strategies.schedule.orders import makespan
 
 
 def ours(stages: Sequence[tuple[float, float]], micro_batches: int, name: str = "1f1b") -> float:

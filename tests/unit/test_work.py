@@ -2,12 +2,12 @@
 
 from tests.unit.operation_graphs import Sketch, classifier, gpt
 
-from whale_train.strategies.cut import CLASSES
-from whale_train.strategies.layout_types import Cast
-from whale_train.strategies.layouts import BATCH, Assignment, Layout, R, Shard
-from whale_train.strategies.operations import OperationGraph
-from whale_train.strategies.pricing import part_of
-from whale_train.strategies.work import Kind, Traffic, Work, Works
+from whale_train.strategies.cost.op_cost import part_of
+from whale_train.strategies.cost.op_work import Kind, Traffic, Work, Works
+from whale_train.strategies.graph.operation_graph import OperationGraph
+from whale_train.strategies.layouts.propagation import BATCH, Assignment, Layout, R, Shard
+from whale_train.strategies.layouts.types import Cast
+from whale_train.strategies.partition.head_partition import CLASSES
 
 # [B, 3] numbers of a table [10, 4]; the rows, once through a product [8, 4], once added to what
 # came of it transposed and back.

@@ -1,0 +1,364 @@
+"""Hydra's command line, checked before Hydra runs: its complaints in our words, exit status 2.
+
+Hydra itself then composes, sweeps and makes the directories. Owns the few rewritings that let a
+user's own model take arguments, and a strategy keys, that its config file does not list.
+"""
+
+import os
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from whale_train.config import close_key, read_request
+from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.launcher.ranks.run_dir import RUN_FILES
+from whale_train.models.options import MODEL_KEYS
+
+CONFIG_MODULE = "whale_train.conf"
+
+# What composing raises: Hydra, what it is made of, and files that cannot be read or hold no
+# mapping (ValueError, AssertionError).
+_COMPOSING = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    OSError,
+    ValueError,
+    AssertionError,
+)
+
+
+def rewritten(arguments: Sequence[str]) -> list[str]:
+    """The command line with `model._target_=` standing for model=custom, and arguments of a
+    model's class and keys of a strategy, whose own readers know them, allowed though no file
+    lists them; overrides before flags, as Hydra wants them.
+
+    Raises ConfigError for flags and overrides that cannot be parsed.
+    """
+    options = _flags(arguments)
+    if options.shell_completion:
+        return list(arguments)
+    flags = [text for text in arguments if text not in options.overrides]
+    faults: list[Fault] = []
+    parsed = [o for text in options.overrides if (o := _parsed(text, faults)) is not None]
+    if faults:
+        raise ConfigError(faults)
+    keys = {o.key_or_group for o in parsed}
+    own_class = "model._target_" in keys and "model" not in keys
+    custom = own_class or any(o.key_or_group == "model" and o.value() == "custom" for o in parsed)
+    found = []
+    for override in parsed:
+        first, _, name = override.key_or_group.partition(".")
+        text = str(override.input_line)
+        free = first == "strategy" or (
+            custom and first == "model" and name.split(".")[0] not in MODEL_KEYS
+        )
+        if name and free and not override.is_delete():
+            text = "++" + text.lstrip("+")
+        if override.key_or_group == "strategy.graph" and not override.is_delete():
+            # A graph given whole is that graph: Hydra would merge it into the file's.
+            found.append("~strategy.graph")
+        found.append(text)
+    return [*(["model=custom"] if own_class else []), *found, *flags]
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Compose as Hydra will and read what it composes, before it makes any directory.
+
+    Of a sweep only what would stop all of it is refused here; its jobs are read one by one as
+    they run. Raises ConfigError with all faults found.
+    """
+    options = _flags(arguments)
+    if options.help or options.hydra_help or options.info or options.shell_completion:
+        return
+    if options.config_path or options.experimental_rerun:
+        return  # another primary config: Hydra speaks for itself
+    name = options.config_name or "config"
+    multirun = options.multirun or "hydra.mode=MULTIRUN" in options.overrides
+    faults: list[Fault] = []
+    with _hydra(options.config_dir):
+        for number, overrides in enumerate(_jobs(options.overrides, multirun)):
+            config, wrong = _compose(name, overrides)
+            faults += [fault for fault in wrong if fault not in faults]
+            if config is None or options.cfg:
+                continue
+            if not multirun:
+                faults += _request_faults(config, wrong)
+            if not faults:
+                faults += _run_dir_faults(config, number if multirun else None)
+    if faults:
+        raise ConfigError(faults)
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """One job's config. Raises ConfigError with all faults of the overrides."""
+    with _hydra(None):
+        config, faults = _compose("config", overrides)
+    if config is None or faults:
+        raise ConfigError(faults)
+    return _without_hydra(config)
+
+
+@contextmanager
+def _hydra(config_dir: str | None) -> Iterator[None]:
+    """Hydra initialised as its command line will be, the user's own folder first."""
+    path = create_config_search_path(f"pkg://{CONFIG_MODULE}")
+    if config_dir is not None:
+        folder = Path(config_dir).absolute()
+        if not folder.is_dir():
+            fault = Fault("--config-dir", config_dir, "is not a folder", "name one with your files")
+            raise ConfigError([fault])
+        assert isinstance(path, ConfigSearchPathImpl)
+        path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    Hydra.create_main_hydra2("whale-train", path)
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _flags(arguments: Sequence[str]) -> Namespace:
+    """Hydra's flags; `overrides` may stand between them. Raises ConfigError for unknown ones."""
+    parser = get_args_parser()
+    parser.prog = "whale-train"
+    options, unknown = parser.parse_known_intermixed_args(list(arguments))
+    if unknown:
+        remedy = "see whale-train --hydra-help for the flags; settings are KEY=VALUE"
+        raise ConfigError([Fault(text, "", "is not a flag", remedy) for text in unknown])
+    return options
+
+
+def _parsed(text: str, faults: list[Fault]) -> Override | None:
+    """An override; None when it is a fault."""
+    if "=" not in text and not text.startswith("~"):
+        faults.append(Fault(text, "", "is neither KEY=VALUE nor a flag", f"write {text}=VALUE"))
+        return None
+    try:
+        return OverridesParser.create().parse_overrides([text])[0]
+    except HydraException as error:
+        reason = str(error).splitlines()[0].rpartition("Exception: ")[2].rstrip(".:")
+        rule = f"cannot be read ({reason})" if reason != text else "cannot be read"
+        remedy = "quote values with spaces, commas or brackets, as in 'key={a: 1}'"
+        faults.append(Fault(text, "", rule, remedy))
+        return None
+
+
+def _jobs(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
+    """The overrides of each job: one, or the product of a sweep's choices, in Hydra's order."""
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    parsed = parser.parse_overrides(list(overrides))
+    swept = [override for override in parsed if override.is_sweep_override()]
+    if swept and not multirun:
+        rule = "gives several values to one run"
+        raise ConfigError(
+            [
+                Fault(o.key_or_group, _value(o), rule, f"add -m to sweep, or give one {_kind(o)}")
+                for o in swept
+            ]
+        )
+    jobs: list[list[str]] = [[]]
+    for override in parsed:
+        choices = [str(override.input_line)]
+        if override.is_sweep_override():
+            if not override.is_discrete_sweep():
+                rule = "is a range without steps, which nothing here can sweep"
+                fault = Fault(override.key_or_group, _value(override), rule, "list the values")
+                raise ConfigError([fault])
+            key = override.get_key_element()
+            choices = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        jobs = [[*job, choice] for job in jobs for choice in choices]
+    return jobs
+
+
+def _value(override: Override) -> str:
+    """What was written after the equals sign."""
+    return str(override.input_line).partition("=")[2]
+
+
+def _kind(override: Override) -> str:
+    return "value" if "." in override.key_or_group else "option"
+
+
+def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, list[Fault]]:
+    """The config, Hydra's own part included, and what is wrong with the overrides.
+
+    What cannot be composed is left out and the rest tried again, so that all of it is found;
+    None where it is not an override that is wrong.
+    """
+    left, errors = list(overrides), list[tuple[Override, Exception]]()
+    config, broken = None, list[Fault]()
+    while config is None and not broken:
+        found = _attempt(name, left)
+        if isinstance(found, DictConfig):
+            config = found
+            continue
+        culprit = _culprit(name, left, found)
+        if culprit is None:
+            broken = [_file_fault(found)]
+        else:
+            parsed = OverridesParser.create().parse_overrides([left.pop(culprit)])
+            errors.append((parsed[0], found))
+    known = _keys(config) if config is not None else []
+    # Keys below an option that does not exist may be right: nothing can be said of them.
+    groups = {o.key_or_group for o, e in errors if isinstance(e, MissingConfigException)}
+    faults = [
+        _override_fault(override, error, known)
+        for override, error in errors
+        if override.key_or_group.partition(".")[0] not in groups or override.key_or_group in groups
+    ]
+    return config, [*faults, *broken]
+
+
+def _attempt(name: str, overrides: Sequence[str]) -> DictConfig | Exception:
+    try:
+        return compose(name, list(overrides), return_hydra_config=True)
+    except _COMPOSING as error:
+        return error
+
+
+def _culprit(name: str, overrides: Sequence[str], error: Exception) -> int | None:
+    """The override without which `error` is not raised."""
+    for i in range(len(overrides)):
+        found = _attempt(name, [*overrides[:i], *overrides[i + 1 :]])
+        if isinstance(found, DictConfig) or str(found) != str(error):
+            return i
+    return None
+
+
+def _override_fault(override: Override, error: Exception, known: Sequence[str]) -> Fault:
+    """Hydra's complaint about one override, in our words."""
+    key, value = override.key_or_group, _value(override)
+    said = " ".join(str(error).split())
+    if isinstance(error, MissingConfigException):
+        missing = str(error.missing_cfg_file or "").rpartition("/")[2]
+        remedy = nearest(missing, error.options) if error.options else "name a file that exists"
+        if missing == value:
+            return Fault(key, value, "is not an option", remedy)
+        return Fault(key, value, f"builds on {missing}, which is not an option", remedy)
+    if said.startswith(("Could not append", "Multiple values", "force-add")):
+        rule = "adds a key that is there already"
+        return Fault(str(override.input_line), "", rule, f"write {key}={value}")
+    if said.startswith(("Could not override", "Could not delete")):
+        cause = error.__cause__
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            longer = cause.full_key != key and cause.full_key.startswith(f"{key}.")
+            key, value = (cause.full_key, "") if longer else (key, value)
+        return Fault(key, value, "is not a key of the config", close_key(key, list(known)))
+    if said.startswith("Config group override must be"):
+        return Fault(key, value, "is not the name of an option", f"write {key}=NAME")
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        reason = " ".join(str(error.__cause__ or error).split("\n")[0].split())
+        return Fault(key, value, f"cannot be set ({reason})", close_key(key, list(known)))
+    return _file_fault(error)
+
+
+def _file_fault(error: Exception) -> Fault:
+    """What is wrong with a config file, the user's own."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        rule = f"is not YAML (line {mark.line + 1}, column {mark.column + 1}: {error.problem})"
+        return Fault(str(mark.name), "", rule, "correct it there")
+    if isinstance(error, MissingConfigException):
+        group, _, option = str(error.missing_cfg_file or "").rpartition("/")
+        remedy = nearest(option, error.options) if error.options else "name a file that exists"
+        return Fault(group or "--config-name", option, "is not an option", remedy)
+    said = " ".join(str(error).split())
+    return Fault("config", "", f"cannot be composed ({said})", "correct the file it names")
+
+
+def _keys(config: DictConfig) -> list[str]:
+    """Every key of a config, and what is often set of Hydra's own."""
+    found: list[str] = []
+
+    def visit(value: Any, path: str) -> None:
+        if path:
+            found.append(path)
+        if isinstance(value, dict):
+            for key, item in value.items():
+                visit(item, f"{path}.{key}" if path else str(key))
+
+    visit(OmegaConf.to_container(_without_hydra(config), resolve=False), "")
+    return [*found, "experiment", "hydra.run.dir", "hydra.sweep.dir"]
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+
+
+def compared_strategies(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The strategies of these names as their files have them, Hydra being initialised. Raises
+    ConfigError for those that are none."""
+    found: dict[str, dict[str, Any]] = {}
+    faults = []
+    for name in names:
+        config = _attempt("config", [f"strategy={name}"])
+        if isinstance(config, DictConfig):
+            plain = OmegaConf.to_container(config.strategy, resolve=True)
+            assert isinstance(plain, dict)
+            found[name] = {str(key): value for key, value in plain.items()}
+        elif isinstance(config, MissingConfigException) and config.options:
+            remedy = nearest(name, config.options)
+            faults.append(Fault("compare", name, "is not a strategy", remedy))
+        else:
+            faults.append(_file_fault(config))
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+def _request_faults(config: DictConfig, wrong: Sequence[Fault]) -> list[Fault]:
+    """What reading the request will find, but for the groups whose option is `wrong` already."""
+    choices = config.hydra.runtime.choices
+    names = {str(key): str(value) for key, value in choices.items() if value is not None}
+    groups = {fault.key for fault in wrong}
+    try:
+        request = read_request(_without_hydra(config), names)
+        compared_strategies(request.compare)
+    except ConfigError as error:
+        return [fault for fault in error.faults if fault.key.partition(".")[0] not in groups]
+    return []
+
+
+def _run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
+    """What is wrong with the directory Hydra will make; `job` is its number in a sweep."""
+    key = "hydra.run.dir" if job is None else "hydra.sweep.dir"
+    HydraConfig.instance().set_config(config)
+    try:
+        if job is None:
+            shown = str(config.hydra.run.dir)
+        else:
+            with read_write(config.hydra.job), open_dict(config.hydra.job):
+                config.hydra.job.num = job
+            shown = os.path.join(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        return [Fault(key, "", f"cannot be resolved ({reason})", "correct its ${...}")]
+    path = Path(shown).absolute()
+    held = next((name for name in RUN_FILES if (path / name).exists()), None)
+    if held:
+        remedy = "name a directory that does not exist yet, or remove this one"
+        return [Fault(key, shown, f"already holds a run ({held})", remedy)]
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return []
+    except OSError as error:
+        rule = f"cannot be made a run directory ({error.strerror})"
+        return [Fault(key, shown, rule, "name a directory that can be written")]

@@ -1,0 +1,130 @@
+"""Comparing a model's batch with its parts before the first step, where its graph does not tell.
+
+The comparison is `models/batch_parts/compare_parts.py`'s. This file owns when it is made, how large
+it may be, and what is said of it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whale_train.config import Request
+from whale_train.data.dataset import Dataset
+from whale_train.errors import Fault, PlanError
+from whale_train.limits import cores, memory_bytes
+from whale_train.quantities import in_bytes, in_seconds
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.plan.plan import Decision, Plan
+from whale_train.strategies.resolver.shared_batch import (
+    COMPARED,
+    VOUCHED,
+    refuse_written_parameters,
+)
+
+_PARTS = ((8, 4), (4, 2), (2, 1))
+_POOL = 64  # samples from all over the data, of which batches are made
+_MOST_COPIES = 4  # of a plan whose own parts are compared
+_SORTED = 3  # fields by which samples are sorted into parts, at most
+# A few seconds of products on a slow core, which reaches some 10 GFLOP/s in fp32.
+_FLOPS_PER_CORE = 5e10
+# A training step takes three forwards' work; every batch is run whole and in parts, and its parts'
+# forwards once more to count their targets.
+_FORWARDS = 7 * (1 + _SORTED)
+
+
+def must_compare(request: Request, plan: Plan) -> bool:
+    """Return whether `plan` trains a model in parts of which nobody knows that it may."""
+    return request.mode == "train" and any(d.chosen == COMPARED for d in plan.decisions)
+
+
+def compared(
+    request: Request, dataset: Dataset, profile: ModelProfile, plan: Plan
+) -> tuple[ModelProfile, Plan]:
+    """Compare a batch of the model with its parts, as `plan` has copies or micro-batches.
+
+    Returns the plan with what was found, or, where they differ, the profile that says so. Raises
+    PlanError where the model is too large to be compared.
+    """
+    parts = _affordable(profile, dataset, plan)
+    # Torch is imported here and not before: a request that is wrong is answered at once.
+    from whale_train.launcher.planning.profile_cache import quiet_exports
+    from whale_train.models.batch_parts.compare_parts import compare_parts
+
+    places = np.linspace(0, dataset.num_samples - 1, min(_POOL, dataset.num_samples))
+    fields = {field.name for field in profile.inputs} | {"labels"}
+    pool = dataset.samples(places.round().astype(np.int64))
+    batches = list(_batches({k: x for k, x in pool.items() if k in fields}, parts))
+    one_copy = any(rank.micro_batches > 1 for rank in plan.ranks)
+    with quiet_exports():
+        found = compare_parts(request.model, batches, parts, one_copy=one_copy, seed=request.seed)
+    faults: list[Fault] = []
+    zero = max(task_graph.zero for task_graph in plan.task_graphs)
+    refuse_written_parameters(profile, zero, faults, found.written)
+    if faults:
+        raise PlanError(faults)
+    took = in_seconds(found.seconds)
+    sizes = " and ".join(map(str, parts))
+    if found.different:
+        doubt = next(d.reason for d in plan.decisions if d.chosen == COMPARED)
+        said = f"{found.different} (samples in parts of {sizes}, compared in {took}; {doubt})"
+        return replace(profile, unequal_parts=said, unequal_remedy=found.remedy), plan
+    reason = f"loss and gradients of {sum(parts)} samples and of parts of {sizes} are equal "
+    reason += (
+        f"({found.loss:.6g} and {found.of_parts:.6g}), {len(batches)} times; compared in {took}"
+    )
+    decisions = [d for d in plan.decisions if d.chosen != COMPARED]
+    return profile, replace(plan, decisions=(*decisions, Decision("model", "equal", "", reason)))
+
+
+def _batches(
+    pool: Mapping[str, NDArray[Any]], parts: tuple[int, ...]
+) -> Iterator[dict[str, NDArray[Any]]]:
+    """Yield batches whose parts are `parts`: samples as they come, then, by one field after
+    another, the least in one part and the largest in the other. What a loss divides by, such as
+    the targets that count, then is unlike in them."""
+    count = len(next(iter(pool.values())))
+    yield {k: x[np.linspace(0, count - 1, sum(parts)).round().astype(int)] for k, x in pool.items()}
+    unlike = []
+    for array in pool.values():
+        means = array.reshape(count, -1).astype(np.float64).mean(1)
+        if np.ptp(means):
+            unlike.append(means)
+    for means in unlike[-_SORTED:]:
+        order = means.argsort(kind="stable")
+        last = sum(parts) - parts[0]
+        chosen = np.concatenate([order[: parts[0]], order[count - last :]])
+        yield {k: x[chosen] for k, x in pool.items()}
+
+
+def _own_parts(plan: Plan) -> list[tuple[int, ...]]:
+    """Return the parts in which copies share the batch, where they are few: what a forward does
+    may follow their sizes."""
+    shares = plan.task_graphs[0].shares
+    shared = all(rank.micro_batches <= 1 for rank in plan.ranks) and sum(shares) <= _POOL
+    return [shares] if shared and 1 < len(shares) <= _MOST_COPIES else []
+
+
+def _affordable(profile: ModelProfile, dataset: Dataset, plan: Plan) -> tuple[int, ...]:
+    """Return the parts to compare in a few seconds: the plan's own, or else the largest that can
+    be. Raises PlanError for none."""
+    wanted = [*_own_parts(plan), *_PARTS]
+    samples = [n for n in wanted if sum(n) <= dataset.num_samples]
+    flops = _FORWARDS * profile.forward_flops
+    affordable = [n for n in samples if flops * sum(n) <= _FLOPS_PER_CORE * cores()]
+    # A model for the whole and one for each copy, with gradients.
+    need = (1 + len(wanted[0])) * 8.0 * profile.parameter_elements
+    if affordable and need <= memory_bytes() / 2:
+        return affordable[0]
+    if not samples:
+        because = f"the data's {dataset.num_samples} samples are too few to compare it"
+    elif not affordable:
+        because = f"its {profile.forward_flops:.2g} FLOPs a sample are too many to compare it in "
+        because += "seconds"
+    else:
+        because = f"comparing it needs {in_bytes(need)}, more than half of this machine's memory"
+    rule = f"is not known to be trained equally in parts: its graph does not say it, and {because}"
+    remedy = f"use {VOUCHED}=true if its loss is a mean over samples, or strategy=single"
+    raise PlanError([Fault("model", profile.name, rule, remedy)])

@@ -1,0 +1,368 @@
+"""From a Request to its Plan: the hardware, the data and the model are looked at, and agree.
+
+Every fault that can be found without the model is found before torch is imported.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from whale_train.config import Request
+from whale_train.data.dataset import Dataset
+from whale_train.data.open import open_dataset
+from whale_train.errors import ConfigError, Fault, PlanError, RequestError
+from whale_train.launcher.planning.calibrations import kept
+from whale_train.launcher.planning.check_data import check_data
+from whale_train.launcher.planning.compare_samples import compared, must_compare
+from whale_train.launcher.planning.emulation import bandwidths_in_use, relative_bandwidths
+from whale_train.launcher.planning.emulation import paces as emulated_paces
+from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
+from whale_train.launcher.planning.machine import machine_facts, threads_asked
+from whale_train.launcher.planning.profile_cache import profile_of
+from whale_train.limits import cores, memory_bytes
+from whale_train.strategies.grammar.nodes import Replicate, Strategy, every_node, read_strategy
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.hardware.calibration import calibrated, on_cores, stand_ins
+from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster
+from whale_train.strategies.hardware.inventory import MachineFacts, read_inventory
+from whale_train.strategies.memory.malloc_headroom import THRESHOLD, said_of_holes
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.resolve import refuse_without_model, resolve_and_simulate
+from whale_train.strategies.search.search import search
+from whale_train.strategies.simulate.chrome_trace import Event
+from whale_train.strategies.simulate.prediction import Simulated
+from whale_train.strategies.stages.analysis import Findings
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A request's plan and what it was made of. `emulated`: CPU processes stand for devices this
+    machine does not have, each of which takes `paces` seconds for a second of computing, and any
+    two of which are joined by `links` of the fastest link's bandwidth (None: all are as fast as
+    they can). `timeline` is the predicted step's, of the stand-ins where these were measured.
+    `found` is the strategy that `graph: auto` came to, as a file has it."""
+
+    plan: Plan
+    cluster: Cluster
+    profile: ModelProfile
+    device: Literal["cpu", "cuda"]
+    emulated: bool
+    paces: tuple[float, ...] | None = None
+    links: tuple[tuple[float, ...], ...] | None = None
+    timeline: tuple[Event, ...] = ()
+    found: Mapping[str, Any] | None = None
+
+
+def training_of(request: Request) -> Training:
+    """What of the request's training a plan depends on."""
+    return Training(
+        request.train.global_batch,
+        request.train.precision or "fp32",
+        request.train.grad_clip or 0.0,
+        request.optimizer.name,
+        request.optimizer.arguments(),
+        request.model.sync_batchnorm,
+        request.train.accumulate,
+        request.model.loss_over,
+        request.model.samples_are_independent,
+    )
+
+
+def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
+    """The plan for a request; what `graph: auto` finds may have to `use_all` devices. Raises
+    ConfigError or PlanError with all faults of a stage."""
+    faults: list[Fault] = []
+    strategy, training = request.strategy_graph(), training_of(request)
+    cluster, device, emulated = _devices(request, faults)
+    if cluster is not None:
+        if not strategy.is_auto:
+            refuse_without_model(strategy, cluster, training, faults)
+        _refuse_device_speed(request, cluster, emulated, faults)
+        used = cluster.chosen(strategy.devices)
+        if used.devices:
+            _refuse_link_speed(request, used, emulated, faults)
+    dataset = _dataset(request, faults)
+    if request.mode == "train":
+        _refuse_without_compiler(request, faults)
+    if faults or cluster is None or dataset is None:
+        raise ConfigError(faults)
+    profile = profile_of(request, dataset)
+    check_data(request, profile, dataset.num_evaluation_samples, faults)
+
+    if device == "cuda":
+        _refuse_gpus_between(strategy, cluster, faults)
+        use_all = use_all or len(cluster.kinds) > 1
+    planned = partial(_planned, request, strategy, cluster, emulated, use_all)
+    try:
+        made = planned(profile)
+    except PlanError as error:
+        raise PlanError([*faults, *error.faults]) from None
+    refuse_uncounted(request, made.plan, profile, faults)
+    if faults:
+        raise ConfigError(faults)
+    if must_compare(request, made.plan):
+        profile, plan = compared(request, dataset, profile, made.plan)
+        made = planned(profile) if profile.unequal_parts else replace(made, plan=plan)
+    plan = made.plan
+    evaluations = said_of_evaluations(request, plan, dataset)
+    on_one_host = device == "cpu" and (emulated or len(cluster.nodes) == 1)
+    look = on_one_host and request.mode != "plan" and THRESHOLD not in os.environ
+    holes = said_of_holes(plan, memory_bytes()) if look else ()
+    plan = replace(plan, decisions=(*plan.decisions, *evaluations, *holes))
+    used = made.used
+    paces, links = _paces(request, used), _links(request, used)
+    timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
+    return Resolved(plan, used, profile, device, emulated, paces, links, timeline, made.written)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan, the devices it has `used`, its step simulated on them or, where `here` are measured,
+    on what stands for them, and the strategy that was found, as `written` in a file."""
+
+    plan: Plan
+    used: Cluster
+    step: Simulated
+    here: Cluster | None
+    written: Mapping[str, Any] | None
+
+
+def _planned(
+    request: Request,
+    strategy: Strategy,
+    cluster: Cluster,
+    emulated: bool,
+    use_all: bool,
+    profile: ModelProfile,
+) -> _Planned:
+    """Return the plan for `strategy`, or for the one that is found where it is to be. Raises
+    PlanError with all faults."""
+    training, found = training_of(request), None
+    findings = Findings(profile, training.precision)
+    if strategy.is_auto:
+        can_offload = _can_offload(request)
+        found = search(
+            strategy, cluster, findings, training, can_offload=can_offload, use_all=use_all
+        )
+        strategy = found.strategy
+    here = _stand_ins(request, strategy, cluster) if emulated else None
+    plan, step = resolve_and_simulate(strategy, cluster, findings, training, here)
+    if found is not None:
+        plan = replace(plan, decisions=(*found.decisions, *plan.decisions))
+    used = cluster.chosen(strategy.devices)
+    return _Planned(plan, used, step, here, None if found is None else found.written)
+
+
+def resolve_each(
+    request: Request, strategies: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Resolved | RequestError]:
+    """The plan of the request under each of `strategies` (as written), or why there is none.
+    Raises ConfigError where the request is wrong under all of them."""
+    faults: list[Fault] = []
+    training = training_of(request)
+    cluster, device, emulated = _devices(request, faults)
+    dataset = _dataset(request, faults)
+    if faults or cluster is None or dataset is None:
+        raise ConfigError(faults)
+    profile = profile_of(request, dataset)
+    check_data(request, profile, dataset.num_evaluation_samples, faults)
+    if faults:
+        raise ConfigError(faults)
+    findings = Findings(profile, training.precision)
+    found: dict[str, Resolved | RequestError] = {}
+    for name, written in strategies.items():
+        wrong: list[Fault] = []
+        strategy = read_strategy(written, name, wrong)
+        try:
+            if strategy is None or wrong:
+                raise ConfigError(wrong)
+            if strategy.is_auto:
+                strategy = search(strategy, cluster, findings, training).strategy
+            plan, _ = resolve_and_simulate(strategy, cluster, findings, training)
+            used = cluster.chosen(strategy.devices)
+            found[name] = Resolved(plan, used, profile, device, emulated)
+        except RequestError as error:
+            found[name] = error
+    return found
+
+
+def _devices(
+    request: Request, faults: list[Fault]
+) -> tuple[Cluster | None, Literal["cpu", "cuda"], bool]:
+    """The inventory, the kind of device its ranks run on, and whether that is a stand-in."""
+    own = request.hardware.get("kind") == "local"  # GPUs nobody asks for may be unknown ones
+    seen: list[Fault] = faults if own else []
+    machine = machine_facts(seen) if _looks_at_machine(request) else _machine_without_gpus()
+    name = request.names.get("hardware", "hardware")
+    cluster = read_inventory(request.hardware, name, faults, machine)
+    if cluster is None:
+        return None, "cpu", False
+    try:
+        device, emulated = _where(request, cluster, machine)
+        return _as_measured(cluster, request, machine), device, emulated
+    except ConfigError as error:
+        faults += error.faults
+        return None, "cpu", False
+
+
+def _as_measured(cluster: Cluster, request: Request, machine: MachineFacts) -> Cluster:
+    """`cluster` with the figures that were measured of its devices, and the processors that its
+    CPU processes share: of all of them, and of fewer where these have more threads each. Raises
+    ConfigError for a calibration that cannot be read."""
+    threads = partial(threads_of, request, machine.cores)
+    if cluster.on_cpu:
+        return on_cores(cluster, kept(), machine.cores, threads)
+    return calibrated(cluster, kept(), threads(len(cluster.devices)))
+
+
+def threads_of(request: Request, cores: int, ranks: int) -> int:
+    """Of each of so many CPU processes: what the request says, or the environment for all its
+    programs, or else their share of the cores."""
+    return request.launcher.threads or threads_asked() or max(1, cores // ranks)
+
+
+def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:
+    try:
+        return open_dataset(request.data)
+    except ConfigError as error:
+        faults += error.faults
+        return None
+
+
+def _refuse_without_compiler(request: Request, faults: list[Fault]) -> None:
+    """Offloading that needs a compiler, where there is none."""
+    offloading = [
+        node
+        for node in every_node(request.strategy_graph().graph)
+        if isinstance(node, Replicate) and node.offload_optimizer == "cpu"
+    ]
+    missing = _missing_tools() if offloading and request.optimizer.name != "sgd" else []
+    if missing:
+        rule = "needs DeepSpeed's CPU optimizer, which is compiled at first use, and there is no "
+        rule += " and no ".join(missing)
+        remedy = "install g++ and ninja, or use optimizer=sgd, or a strategy without offload"
+        key = f"{offloading[0].path}.offload.optimizer"
+        faults.append(Fault(key, "cpu", rule, remedy))
+
+
+def _can_offload(request: Request) -> bool:
+    """Whether a strategy that the planner finds may keep its optimizer on the host."""
+    return request.mode == "plan" or request.optimizer.name == "sgd" or not _missing_tools()
+
+
+def _missing_tools() -> list[str]:
+    """What DeepSpeed lacks to compile its CPU optimizer, which it does at first use where it was
+    not installed compiled; torch then runs ninja and the compiler $CXX, or c++
+    (torch.utils.cpp_extension)."""
+    spec = find_spec("deepspeed")
+    if spec and spec.origin and [*Path(spec.origin).parent.glob("ops/adam/cpu_adam_op*.so")]:
+        return []
+    compiler = os.environ.get("CXX", "c++")
+    return [tool for tool in (compiler, "ninja") if shutil.which(tool) is None]
+
+
+def _looks_at_machine(request: Request) -> bool:
+    return request.mode == "train" or "kind" in request.hardware
+
+
+def _machine_without_gpus() -> MachineFacts:
+    """For a plan that needs none of the devices: only the host's memory is looked at."""
+    return MachineFacts(cores(), memory_bytes(), (), None)
+
+
+def _where(
+    request: Request, cluster: Cluster, machine: MachineFacts
+) -> tuple[Literal["cpu", "cuda"], bool]:
+    """The kind of device the ranks run on, and whether that stands for another one."""
+    wanted = [device.name for device in cluster.devices]
+    have = [gpu.name for gpu in machine.gpus]
+    local = cluster.on_cpu or (len(cluster.nodes) == 1 and wanted == have[: len(wanted)])
+    kind = request.launcher.kind
+    if kind == "local" and not local and request.mode == "train":
+        there = f"{len(have)} GPUs ({', '.join(sorted(set(have)))})" if have else "no GPU"
+        rule = f"needs the devices of hardware={cluster.name}, and this machine has {there}"
+        remedy = "use launcher=emulate, or hardware=local"
+        raise ConfigError([Fault("launcher", "local", rule, remedy)])
+    if kind == "emulate" or not local:
+        return "cpu", not cluster.on_cpu
+    return ("cpu" if cluster.on_cpu else "cuda"), False
+
+
+def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluster | None:
+    """The CPU processes that stand for the devices `strategy` uses, where they were measured at
+    its precision and nothing else slows them."""
+    used = cluster.chosen(strategy.devices)
+    threads = threads_of(request, cores(), len(used.devices))
+    precision = training_of(request).precision
+    measured = [
+        x
+        for x in kept()
+        if (x.device, x.threads) == (CPU_PROCESS, threads) and precision in x.kernels
+    ]
+    if not measured or request.launcher.link_speed:
+        return None
+    return stand_ins(used, measured[0], _paces(request, used), cores() / threads)
+
+
+def _refuse_gpus_between(strategy: Strategy, cluster: Cluster, faults: list[Fault]) -> None:
+    """Refuse a strategy whose ranks are not this machine's first GPUs, in their order: a rank runs
+    on the GPU of its number."""
+    used = cluster.chosen(strategy.devices).devices
+    if used != cluster.devices[: len(used)]:
+        rule = "leaves GPUs idle between those it uses, or numbers them otherwise than this machine"
+        remedy = "hide the others with CUDA_VISIBLE_DEVICES, and use a number of devices, or auto"
+        value = ", ".join(f"{kind}: {count}" for kind, count in cluster.kinds.items())
+        faults.append(Fault("strategy.devices", value, rule, remedy))
+
+
+def _refuse_device_speed(
+    request: Request, cluster: Cluster, emulated: bool, faults: list[Fault]
+) -> None:
+    """Where ranks stand for no other devices, or for equal ones."""
+    if not request.launcher.device_speed:
+        return
+    rule = ""
+    if not emulated:
+        rule = f"has no effect where ranks are the devices of hardware={cluster.name} themselves"
+    elif len({device.name for device in cluster.devices}) == 1:
+        rule = f"has no effect on the devices of hardware={cluster.name}, all of one kind"
+    if rule:
+        faults.append(Fault("launcher.device_speed", "true", rule, "use false"))
+
+
+def _refuse_link_speed(
+    request: Request, used: Cluster, emulated: bool, faults: list[Fault]
+) -> None:
+    """Where links stand for no others, or for equal ones, or there is none."""
+    if not request.launcher.link_speed:
+        return
+    rule = ""
+    if not emulated:
+        rule = f"has no effect where ranks are the devices of hardware={used.name} themselves"
+    elif len(used.devices) == 1:
+        rule = f"has no effect on 1 device of hardware={used.name}, which nothing is linked to"
+    elif len(bandwidths_in_use(used)) == 1:
+        rule = f"has no effect on the links of hardware={used.name}, all of one bandwidth"
+    if rule:
+        faults.append(Fault("launcher.link_speed", "true", rule, "use false"))
+
+
+def _paces(request: Request, cluster: Cluster) -> tuple[float, ...] | None:
+    """How slowly each rank computes, if they keep their devices' proportions."""
+    if not request.launcher.device_speed:
+        return None
+    processors = cores() / (request.launcher.threads or 1)
+    return emulated_paces(cluster.devices, training_of(request).precision, processors)
+
+
+def _links(request: Request, cluster: Cluster) -> tuple[tuple[float, ...], ...] | None:
+    """How fast what joins any two ranks is, if links keep their proportions."""
+    if not request.launcher.link_speed or request.mode == "plan":
+        return None
+    return relative_bandwidths(cluster)

@@ -1,0 +1,129 @@
+"""The profile of a request's model: measured, or kept from an earlier plan.
+
+It owns the folder they are kept in: a file a profile, under the key of all that determines it
+(`models/profile/cache_key.py`). Nothing depends on that folder: what cannot be read is measured
+again, and where nothing can be written nothing is kept.
+"""
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from io import StringIO
+from pathlib import Path
+from traceback import walk_tb
+
+import numpy as np
+
+from whale_train.config import Request
+from whale_train.data.dataset import Dataset
+from whale_train.errors import ConfigError, Fault, RequestError
+from whale_train.models.profile.cache_key import profile_key
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.graph.profile_json import profile_from_json, profile_to_json
+
+VARIABLE = "WHALE_TRAIN_CACHE"
+MOST_KEPT = 64
+
+
+def profile_of(request: Request, dataset: Dataset) -> ModelProfile:
+    """The profile of the request's model. Raises ConfigError, for what its forward raises too."""
+    key = _key(request, dataset)
+    found = kept(key) if key else None
+    if found is not None:
+        return found
+    profile = _measured(request, dataset)
+    # Only what was measured whole; and of what the key says, had it been changed meanwhile.
+    if key and profile.graph is not None and key == _key(request, dataset):
+        keep(key, profile)
+    return profile
+
+
+def _key(request: Request, dataset: Dataset) -> str | None:
+    return profile_key(request.model, dataset.fields, by_folding=_by_folding(request))
+
+
+def _by_folding(request: Request) -> bool:
+    """Of a plan nobody runs."""
+    return request.mode == "plan"
+
+
+def _measured(request: Request, dataset: Dataset) -> ModelProfile:
+    # Torch is imported here and not before: a request that is wrong is answered at once.
+    from whale_train.models.loss_module import LossModule
+    from whale_train.models.profile.measure import profile_model
+
+    try:
+        with quiet_exports():
+            return profile_model(
+                request.model,
+                request.model.class_name,
+                dataset.fields,
+                lambda count: dataset.samples(np.arange(min(count, dataset.num_samples))),
+                by_folding=_by_folding(request),
+            )
+    except RequestError:
+        raise
+    except Exception as error:
+        running = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
+        if LossModule._loss_of.__code__ not in running:
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        rule = f"fails on a batch of data={request.names.get('data', '')} ({said})"
+        remedy = "correct its forward or its arguments, or use other data"
+        fault = Fault("model", request.names.get("model", ""), rule, remedy)
+        raise ConfigError([fault]) from error
+
+
+@contextmanager
+def quiet_exports() -> Iterator[None]:
+    """Without the pages that torch logs and prints of what it cannot trace."""
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def folder() -> Path:
+    """Where they are: in $WHALE_TRAIN_CACHE, or in the user's cache."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given) / "profiles"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "whale-train" / "profiles"
+
+
+def kept(key: str) -> ModelProfile | None:
+    """The profile of that key, if there is one."""
+    path = folder() / f"{key}.json"
+    try:
+        profile = profile_from_json(path.read_text())
+    except (OSError, ValueError):
+        return None
+    with suppress(OSError):  # of a folder that is only read
+        os.utime(path)  # when it was last used: `keep` removes by it
+    return profile
+
+
+def keep(key: str, profile: ModelProfile) -> None:
+    """Write it, for whoever asks next, and remove those not asked for the longest."""
+    with suppress(OSError):
+        folder().mkdir(parents=True, exist_ok=True)
+        # A name nobody else writes to, then all of it at once under the one that is read.
+        handle, written = tempfile.mkstemp(suffix=".json", dir=folder())
+        with open(handle, "w") as file:
+            file.write(profile_to_json(profile))
+        os.replace(written, folder() / f"{key}.json")
+        _remove_oldest()
+
+
+def _remove_oldest() -> None:
+    ages = {}
+    for path in folder().glob("*.json"):
+        with suppress(OSError):  # another process removed it
+            ages[path] = path.stat().st_mtime
+    for path in sorted(ages, key=lambda path: ages[path])[:-MOST_KEPT]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,96 @@
+"""Ranks that torchrun or srun started: rank 0 composes the job, the others join it.
+
+Every process runs the same `whale-train` command. All but rank 0 become members at once and
+wait to be told the run directory; rank 0 goes the ordinary road and starts its own member.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from whale_train.errors import ConfigError, Fault, PlanError
+from whale_train.launcher.ranks.job_key import job_key
+from whale_train.launcher.ranks.rank_env import Place, job_name, place_from_environment
+from whale_train.strategies.plan.plan import Plan
+
+MEMBER_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.external_rank")
+
+TELLING_S = 120.0
+
+# Arguments that ask for several jobs, and those that ask for none.
+SWEEPS = ("-m", "--multirun", "hydra.mode=MULTIRUN")
+ANSWERS = (
+    *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info"),
+    *("-sc", "--shell-completion", "mode=plan"),
+)
+
+
+def find_place(arguments: Sequence[str]) -> Place | None:
+    """This process's place, its variables and the job's key set as members read them; None when
+    it has none.
+
+    On rank 0, SIGTERM, by which torchrun and srun end ranks, acts as Ctrl-C does from here on:
+    its member is ended with it. Raises ConfigError for variables that make no sense, for a job
+    without a secret, and on rank 0, after telling the others, for what ranks started from outside
+    cannot do.
+    """
+    place = place_from_environment(os.environ)
+    if place is None:
+        return None
+    # Before RANK is set, by which torchrun's ranks are known.
+    key = job_key(os.environ, job_name(os.environ))
+    os.environ |= {
+        "WHALE_TRAIN_JOB_KEY": key,
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
+    }
+    if place.rank == 0:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        faults = [fault for text in arguments for fault in _no_job_for_ranks(text)]
+        if faults:
+            tell_refused()
+            raise ConfigError(faults)
+    return place
+
+
+def _no_job_for_ranks(argument: str) -> list[Fault]:
+    """The fault of an argument with which there is not one job to train."""
+    flag, _, value = argument.partition("=")
+    key, given = (flag, "") if argument.startswith("-") else (flag, value)
+    asked = flag if argument.startswith("--") else argument
+    if asked in SWEEPS:
+        rule = "starts several jobs, and the ranks were started from outside for one"
+        return [Fault(key, given, rule, "run the sweep outside, one launch a job")]
+    if asked in ANSWERS:
+        rule = "needs no ranks, and some were started from outside"
+        return [Fault(key, given, rule, "run it without torchrun or srun")]
+    return []
+
+
+def become_member() -> NoReturn:
+    """Be a rank other than 0 instead of this process; its exit status becomes ours."""
+    os.execv(MEMBER_PROGRAM[0], MEMBER_PROGRAM)
+
+
+def tell_refused() -> None:
+    """Tell the members that wait for rank 0 that there is no job; they leave with status 2."""
+    # Whoever started the ranks ends them all when the first one leaves; we leave by ourselves.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+        subprocess.run([*MEMBER_PROGRAM, "--refused"], check=False, timeout=TELLING_S)
+
+
+def check_world(place: Place, plan: Plan) -> None:
+    """Raises PlanError unless as many ranks were started as the plan has."""
+    if place.world_size != plan.world_size:
+        rule = f"ranks were started, and the plan for hardware={plan.cluster} has {plan.world_size}"
+        remedy = f"start {plan.world_size}, or use hardware=cpu hardware.devices={place.world_size}"
+        raise PlanError([Fault("WORLD_SIZE", str(place.world_size), rule, remedy)])

@@ -1,0 +1,184 @@
+"""The parent's side of a host: starting its process, waiting for it, ending it, saying what
+it failed of.
+
+The host (`runtime/process/fork_server.py`) starts and watches the ranks; the parent knows it by its
+run directory, its exit status and `failure.json`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NoReturn
+
+HOST_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.fork_server")
+HOST_LOG = "logs/host.log"
+POLL_S = 0.1
+# From SIGTERM to SIGKILL of everything; more than a host gives its ranks.
+STOP_GRACE_S = 5.0
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a run failed of: the content of `failure.json`, as the host wrote it.
+
+    `rank` is None when the host itself failed. `kind` is `signal` (then `signal` is its name),
+    `exception` (then `type`, `message` and `traceback` are given), `timeout` or `exit` (then
+    `exit_status` is). A `timeout` is a wait of `rank` for the ranks `absent`: `message` says it
+    without its subject, `traceback` is the stack of the first of them where it was seen, else the
+    waiting rank's. `step` is the optimizer step that was being computed. `log` is relative to the
+    run directory.
+    """
+
+    rank: int | None
+    kind: str
+    log: str
+    step: int | None = None
+    signal: str | None = None
+    exit_status: int | None = None
+    type: str | None = None
+    message: str | None = None
+    traceback: str | None = None
+    absent: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `failure` is given when, and only when, it failed."""
+
+    status: Literal["done", "failed", "interrupted"]
+    failure: Failure | None = None
+
+
+class Host:
+    """The running process of one host, the leader of a session of its own."""
+
+    def __init__(self, run_dir: Path, process: subprocess.Popen[bytes]) -> None:
+        self._run_dir = run_dir
+        self._process = process
+
+    @classmethod
+    def start(cls, run_dir: Path, program: Sequence[str] = HOST_PROGRAM) -> "Host":
+        """Start a host for a run directory made by `create_run_dir`; returns at once.
+
+        Call it from a thread that lives as long as the run: the host ends with the thread that
+        started it. Every `start` needs a `wait` or a `stop`.
+        """
+        command = [*program, "--run-dir", str(run_dir.absolute()), "--parent", str(os.getpid())]
+        with (run_dir / HOST_LOG).open("ab") as log:
+            # Its own session: the terminal's Ctrl-C reaches only the parent, which then decides.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(run_dir, process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, poll: Callable[[], None]) -> Outcome:
+        """Wait for the run's end, calling `poll` ten times a second and once after it.
+
+        Ctrl-C stops the run, a second one at once. Whatever happens, no process is left.
+        """
+        try:
+            while not self._ended():
+                poll()
+                time.sleep(POLL_S)
+            poll()
+        except KeyboardInterrupt:
+            # Whoever started the ranks ends them all when one has failed.
+            failure = self._recorded()
+            return Outcome("failed", failure) if failure else Outcome("interrupted")
+        finally:
+            self.stop()
+        code = self._process.returncode
+        if code == 0:
+            return Outcome("done")
+        if code == INTERRUPTED:
+            return Outcome("interrupted")
+        return Outcome("failed", self._failure(code))
+
+    def stop(self) -> None:
+        """End the host and all its processes; does nothing to what has ended."""
+        if self._process.returncode is not None:
+            return
+        with suppress(KeyboardInterrupt):
+            os.kill(self.pid, signal.SIGTERM)
+            deadline = time.monotonic() + STOP_GRACE_S
+            while not self._ended() and time.monotonic() < deadline:
+                time.sleep(POLL_S / 5)
+        # The host is not reaped yet, so the group is still its own: it, its ranks, and what they
+        # started (data workers, compilers).
+        os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _ended(self) -> bool:
+        """Whether the host has ended, without reaping it."""
+        if self._process.returncode is not None:
+            return True
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.pid, look) is not None
+
+    def _recorded(self) -> Failure | None:
+        with suppress(FileNotFoundError):
+            content = json.loads((self._run_dir / "failure.json").read_text())
+            return Failure(**{**content, "absent": tuple(content["absent"])})
+        return None
+
+    def _failure(self, code: int) -> Failure:
+        """What the host wrote, or what its end itself says when it could not."""
+        failure = self._recorded()
+        if failure:
+            return failure
+        if code < 0:
+            return Failure(None, "signal", HOST_LOG, signal=signal.Signals(-code).name)
+        return Failure(None, "exit", HOST_LOG, exit_status=code)
+
+
+@contextmanager
+def remembered_interrupts() -> Iterator[list[int]]:
+    """The SIGINTs since, each also raised as KeyboardInterrupt. One that is raised inside a weak
+    reference's callback or a finaliser is swallowed there, and would be lost."""
+    seen: list[int] = []
+
+    def interrupted(number: int, frame: FrameType | None) -> NoReturn:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def describe_failure(failure: Failure, rank_place: str) -> str:
+    """The one message for a failed run: who, where in the plan, what, and where to read more.
+
+    `rank_place` is the rank's place in the plan (`V100_SXM2_32GB, node 0, TaskGraphs 0 and 1`);
+    it is left out when the host itself failed.
+    """
+    who = "the host process" if failure.rank is None else f"rank {failure.rank} ({rank_place})"
+    when = "" if failure.step is None else f" at step {failure.step}"
+    if failure.kind == "signal":
+        what = f"{who} was killed by {failure.signal}{when}"
+    elif failure.kind == "exit":
+        what = f"{who} ended with exit status {failure.exit_status}{when}"
+    elif failure.kind == "timeout":
+        what = f"{who} {failure.message}\n{(failure.traceback or '').rstrip()}"
+    else:
+        what = f"{who} failed{when}:\n{(failure.traceback or '').rstrip()}"
+    return f"{what}\nIts log: {failure.log}"

@@ -1,0 +1,69 @@
+"""What the parent writes of a request and its plan into the run directory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import yaml
+
+from whale_train.config import Request
+from whale_train.launcher.planning.plan_request import Resolved
+from whale_train.launcher.ranks.run_dir import (
+    PLANS,
+    create_run_dir,
+    mark_ready,
+    write_environment,
+    write_json,
+    write_text,
+)
+
+
+def make_run_dir(request: Request, run_dir: Path) -> Path:
+    """Return the run directory, made, with the request in it. Raises ConfigError for one that is
+    taken."""
+    run_dir = create_run_dir(run_dir)
+    write_text(run_dir / "request.json", request.to_json())
+    return run_dir
+
+
+def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
+    """Write the plan, and what was found on the way to it: the strategy of `strategy=auto`, the
+    predicted step's timeline, what it was resolved on."""
+    if resolved.found is not None:
+        names, batch = request.names, request.train.global_batch
+        head = f"# Found for model={names.get('model')} hardware={names.get('hardware')} "
+        head += f"train.global_batch={batch}\n"
+        text = yaml.dump(dict(resolved.found), Dumper=_WithoutAliases, sort_keys=False)
+        write_text(run_dir / "strategy.yaml", head + text)
+    if resolved.timeline:  # to be laid beside that of a run
+        write_json(run_dir / "predicted_trace.json", {"traceEvents": resolved.timeline})
+    write_environment(run_dir)
+    write_text(run_dir / "plan.json", resolved.plan.to_json())
+
+
+def write_plans(run_dir: Path, found: Mapping[str, object]) -> list[Path]:
+    """Write a plan for each strategy of a comparison that has one, and return the files."""
+    write_environment(run_dir)
+    plans = {name: each.plan for name, each in found.items() if isinstance(each, Resolved)}
+    (run_dir / PLANS).mkdir(exist_ok=True)
+    paths = []
+    for name, plan in plans.items():
+        paths.append(run_dir / PLANS / f"{quote(name, safe='')}.json")  # of `a/b` in one folder
+        write_text(paths[-1], plan.to_json())
+    return paths
+
+
+def start_ranks(run_dir: Path, resolved: Resolved, request: Request) -> None:
+    """Write all that the waiting ranks need, `ready` last."""
+    launch = {"device": resolved.device, "paces": resolved.paces, "links": resolved.links}
+    write_json(run_dir / "launch.json", launch)
+    write_plan(run_dir, resolved, request)
+    mark_ready(run_dir)
+
+
+class _WithoutAliases(yaml.SafeDumper):
+    """Equal stages are each written out."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True

@@ -1,0 +1,244 @@
+"""How far a run is, read from the metrics its ranks write.
+
+Owns the live line of a terminal, the plain lines of a log, and the last line of a run. It reads
+`metrics.jsonl` and nothing else of the run: one object an optimizer step (`step` counts the steps
+done, from 1), and one per evaluation (`evaluation_loss`, `evaluation_accuracy`, `step`).
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from whale_train.launcher.ui.terminal import Portable
+from whale_train.quantities import in_rate, in_seconds
+
+# Seconds between plain lines when steps are slow.
+_PATIENCE_S = 10.0
+# Steps whose mean time predicts the rest: enough to be steady, few enough to follow a change.
+_RECENT_STEPS = 20
+
+
+class Progress:
+    """Follows the run directory `path` until `total_steps` are done, and says so on `console`.
+
+    On a terminal: one line, rewritten in place. Elsewhere: a line about every tenth of the steps,
+    the first and the last, every evaluation, and one every ten seconds where steps are slow.
+    `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        total_steps: int,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = _Tail(path / "metrics.jsonl")
+        self._total = total_steps
+        self._console = console
+        self._clock = clock
+        self._started_s = self._said_s = clock()
+        self._step: Mapping[str, Any] = {}
+        self._evaluation: Mapping[str, Any] = {}
+        self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._said: Mapping[str, Any] = {}
+        self._shown = ""
+        # Refreshed by poll alone, and only when the line changes: no thread, no flicker.
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=True)
+            if console.is_interactive
+            else None
+        )
+        if self._live:
+            self._live.start()
+
+    def poll(self) -> None:
+        """Read what is new and show it. Cheap: call it about ten times a second."""
+        for record in self._metrics.read():
+            if "loss" in record:
+                self._step = record
+                self._recent_s.append(float(record["step_time_s"]))
+                if not self._live and self._is_milestone():
+                    self._say_step()
+            if "evaluation_loss" in record:
+                self._evaluation = record
+                if not self._live:
+                    where = f"step {record['step']}/{self._total}"
+                    self._say(f"{where}  {_evaluation(record, 'evaluation loss', 'accuracy ')}")
+        if self._live:
+            line = self._line(self._console.width)
+            if line.plain != self._shown:
+                self._shown = line.plain
+                self._live.update(Portable(line), refresh=True)
+        elif self._has_news() and self._clock() - self._said_s >= _PATIENCE_S:
+            self._say_step()
+
+    def close(self) -> None:
+        """Read the rest, leave the last step's line behind, and free the terminal. The second
+        call does nothing."""
+        if self._metrics.closed:
+            return
+        self.poll()
+        self._metrics.close()
+        if self._live:
+            self._live.stop()
+            if self._step:
+                self._console.print(Portable(self._line(self._console.width)))
+        elif self._has_news():
+            self._say_step()
+
+    def _has_news(self) -> bool:
+        return bool(self._step) and self._step is not self._said
+
+    def _is_milestone(self) -> bool:
+        """The first step, the last, and the first of each tenth."""
+        if not self._said:
+            return True
+        step, said = int(self._step["step"]), int(self._said["step"])
+        return step >= self._total or step * 10 // self._total > said * 10 // self._total
+
+    def _say_step(self) -> None:
+        width = 2 * len(str(self._total)) + 1
+        count = f"{self._step['step']}/{self._total}"
+        left = self._left_s()
+        parts = [f"step {count:<{width}}", f"loss {_loss(self._step['loss'])}", self._rate()]
+        self._say("  ".join([*parts, f"ETA {_clock_time(left)}"] if left else parts))
+        self._said, self._said_s = self._step, self._clock()
+
+    def _say(self, line: str) -> None:
+        self._console.print(Portable(Text(line)))
+
+    def _line(self, width: int) -> Text:
+        """The live line, in at most `width` cells: what does not fit is left out, least first."""
+        if not self._step:
+            elapsed = _clock_time(self._clock() - self._started_s)
+            line = Text.assemble(("starting ranks", "dim"), f"  {elapsed}")
+            line.truncate(width)
+            return line
+        step, digits, left = int(self._step["step"]), len(str(self._total)), self._left_s()
+        evaluation = _evaluation(self._evaluation, "eval") if self._evaluation else ""
+        count = f"step {step:>{digits}}/{self._total}"
+        loss = f"loss {_loss(self._step['loss'])}"
+        remaining = f"{_clock_time(left)} left" if left else ""
+        parts = [Text(part) for part in (count, loss, self._rate(), remaining, evaluation) if part]
+        gap = Text("  ")
+        while len(parts) > 1 and gap.join(parts).cell_len > width:
+            parts.pop()
+        spare = width - gap.join(parts).cell_len - len(gap)
+        # Two lengths only: a bar that follows every change of the numbers would jitter.
+        cells = next((cells for cells in (24, 8) if cells <= spare), 0)
+        if cells:
+            parts.insert(1, _bar(step / self._total, cells))
+        line = gap.join(parts)
+        line.truncate(width)
+        return line
+
+    def _rate(self) -> str:
+        return f"{in_rate(float(self._step['samples_per_s']))} samples/s"
+
+    def _left_s(self) -> float:
+        """Seconds to the last step, at the mean pace of the recent ones; 0 when it is done."""
+        steps = max(0, self._total - int(self._step["step"]))
+        return steps * sum(self._recent_s) / len(self._recent_s)
+
+
+def summary_line(summary: Mapping[str, Any], run_dir: Path, emulated: bool = False) -> str:
+    """The end of a run, from `summary.json`: loss, speed, the step beside its prediction, where.
+
+    A prediction for devices that were only `emulated` says so: the two are not alike.
+    """
+    step = f"{in_seconds(summary['step_time_s_median'])} a step"
+    predicted, here = summary.get("predicted_step_time_s"), summary.get("predicted_here_s")
+    if predicted is not None:
+        where = " on the real devices" if emulated else ""
+        first = f"{in_seconds(here)}, " if here is not None else ""
+        step += f" (predicted {first}{in_seconds(predicted)}{where})"
+    parts = [
+        f"done: {summary['steps']} steps",
+        f"loss {_loss(summary['final_loss'])}",
+        f"{in_rate(summary['samples_per_s'])} samples/s",
+        step,
+        str(run_dir),
+    ]
+    return "  ".join(parts)
+
+
+_LIKE = 0.25  # a prediction that far off is worth a word
+
+
+def unlike_predicted(summary: Mapping[str, Any], emulated: bool) -> str:
+    """That a run's steps took much longer or shorter than predicted for what ran them ('' where
+    they did not, or nothing was: for devices that were `emulated` by what nobody measured)."""
+    predicted = summary.get("predicted_here_s")
+    if predicted is None and not emulated:
+        predicted = summary.get("predicted_step_time_s")
+    measured = summary["step_time_s_median"]
+    if not predicted or abs(measured / predicted - 1) <= _LIKE:
+        return ""
+    times = measured / predicted
+    said = f"{times:.2f} times" if times < 10 else f"{times:,.0f} times"
+    return f"a step took {in_seconds(measured)}, {said} the predicted {in_seconds(predicted)}"
+
+
+class _Tail:
+    """The complete lines of a file that may not be there yet and is still being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._partial = b""
+        self.closed = False
+
+    def read(self) -> Iterator[Mapping[str, Any]]:
+        """What was completed since the last call."""
+        if self._file is None and not self.closed and self._path.exists():
+            self._file = self._path.open("rb")
+        if self._file is None:
+            return
+        *lines, self._partial = (self._partial + self._file.read()).split(b"\n")
+        for line in lines:
+            # A line spoilt by a full disk must not end a run that outlives it.
+            with suppress(ValueError):
+                yield json.loads(line)
+
+    def close(self) -> None:
+        self.closed = True
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _bar(fraction: float, cells: int) -> Text:
+    filled = min(cells, int(fraction * cells))
+    bar = Text("━" * filled, style="cyan")
+    return bar.append("╌" * (cells - filled), style="dim")
+
+
+def _evaluation(record: Mapping[str, Any], loss: str, accuracy: str = "") -> str:
+    correct = record.get("evaluation_accuracy")
+    tail = "" if correct is None else f"  {accuracy}{100 * correct:.1f}%"
+    return f"{loss} {_loss(record['evaluation_loss'])}{tail}"
+
+
+def _loss(loss: float | None) -> str:
+    """`2.341`; four decimals below one, and the power of ten where those would be zeros."""
+    if loss is None:
+        return "none"
+    if abs(loss) >= 1 or loss == 0 or loss != loss:
+        return f"{loss:.3f}"
+    return f"{loss:.4f}" if abs(loss) >= 1e-3 else f"{loss:.2e}"
+
+
+def _clock_time(seconds: float) -> str:
+    """`0:12`, `12:05`, `3:07:00`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,102 @@
+"""A verification as a person reads it: the largest differences, and the verdict.
+
+Owns wording and layout; every figure is launcher/compare_runs.py's.
+"""
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from whale_train.launcher.compare_runs import Difference, Verification
+from whale_train.launcher.ui.terminal import Portable
+
+_ROWS = 8  # of parameters; verify.json has them all
+
+
+def verification_view(found: Verification) -> RenderableType:
+    """The table of the largest differences, what to know of them, and that all is equal; where it
+    is not, `verdict_line` is the run's error."""
+    shown = [_largest(found, "loss"), _largest(found, "gradient norm")]
+    of_parameters = [x for x in found.differences if x.path]
+    # That weights begin rounded to half precision is nothing to see.
+    shown += [x for x in of_parameters if x.what != "initial value" or not x.within][:_ROWS]
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("compared", overflow="fold")
+    table.add_column("step", justify="right")
+    for name in ("difference", "of the largest", "of what is allowed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in shown:
+        style = "" if row.within else "red"
+        table.add_row(*(Text(cell, style=style) for cell in _cells(row)))
+    notes = [Text(note, style="dim") for note in _notes(found, len(of_parameters))]
+    if found.equal:
+        notes.append(Text(verdict_line(found), style="bold green"))
+    return Portable(Group(table, *notes))
+
+
+def verdict_line(found: Verification) -> str:
+    """`equal: ...`, or `different: ...` with the worst parameter and where the losses part."""
+    what = f"{_counted(found.steps, 'step')} on {_counted(found.ranks, 'rank')}"
+    if found.equal:
+        return (
+            f"equal: {what} computed what one process does, within {found.tolerance:g} "
+            f"({found.precision})"
+        )
+    reasons = []
+    if found.worst is not None:
+        worst = found.worst
+        reasons.append(f"the {worst.what} of {worst.path} is off by {_share(worst)}")
+    if found.parted is not None:
+        reasons.append(f"the losses part at step {found.parted.step} (by {_share(found.parted)})")
+    else:
+        reasons.append("the losses agree")
+    norms = [x for x in found.differences if x.what == "gradient norm" and not x.within]
+    if norms and found.worst is None:
+        first = min(norms, key=lambda x: x.step or 0)
+        reasons.append(f"the gradient norms part at step {first.step} (by {_share(first)})")
+    return f"different: {what} did not compute what one process does: {'; '.join(reasons)}"
+
+
+def _largest(found: Verification, what: str) -> Difference:
+    """The worst step's: differences come worst first."""
+    return next(x for x in found.differences if x.what == what)
+
+
+def _cells(row: Difference) -> tuple[str, ...]:
+    return (
+        f"{row.path} {row.what}".strip(),
+        "" if row.step is None else str(row.step),
+        f"{row.difference:.1e}",
+        f"{row.relative:.1e}",
+        _percent(row.of_allowed),
+    )
+
+
+def _notes(found: Verification, of_parameters: int) -> Iterator[str]:
+    parameters = _counted(of_parameters // 3, "parameter")
+    yield f"{parameters} by initial value, first gradient and update; all in verify.json"
+    if found.undecided:
+        yield (
+            f"{found.undecided:,} of {found.elements:,} elements have gradients so small that "
+            "their error decides the direction of an optimizer's step"
+        )
+    if found.dropout_off:
+        yield "dropout was off: its masks differ from plan to plan"
+    if found.drew_random:
+        yield "the model drew random numbers of its own, which differ from plan to plan"
+
+
+def _share(difference: Difference) -> str:
+    """How far off it is, and what would be allowed there, relative to its largest element."""
+    allowed = difference.relative / difference.of_allowed if difference.of_allowed else 0.0
+    return f"{difference.relative:.1e} of its size, {allowed:.1e} being allowed"
+
+
+def _percent(of_allowed: float) -> str:
+    return f"{of_allowed:.0%}" if of_allowed < 100 else f"{of_allowed:.0f}x"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

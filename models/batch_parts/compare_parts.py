@@ -1,0 +1,373 @@
+"""Whether a batch may be trained in parts, found out in numbers on the model itself.
+
+For models whose graph does not say it (`strategies/independence`), or that have none. A batch of a
+few samples is run whole, and in two unequal parts put together as the runtime does; losses,
+gradients and buffers must be equal. That is done several times, on different samples, so that state
+which moves between calls is found; every other time gradients are scaled, so that a hook or a
+backward that is not linear in them is found. What draws random numbers gives one number instead,
+and a number that the forward reads from a tensor must not be made of several samples, because the
+batch at hand shows one branch only.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from whale_train.errors import RequestError
+from whale_train.models.batch_parts.dropout_off import DropoutOff
+from whale_train.models.batch_parts.fixed_draws import FixedDraws
+from whale_train.models.batch_parts.target_means import MadeAgain, run_backward, scaled, target_mean
+from whale_train.models.build import build_model
+from whale_train.models.export.read_numbers import ReadNumbers, made_of_several
+from whale_train.models.loss_module import LossModule
+from whale_train.models.options import ModelOptions
+from whale_train.models.profile.counters import AHEAD, Counter, counters
+
+Arrays = Mapping[str, NDArray[Any]]
+Batch = dict[str, Tensor]
+
+# What rounding does to a sum of fp32 products in another order, with room: relative to the loss,
+# to the parameter's gradient, and to the gradient of all parameters.
+LOSS_TOLERANCE = 2e-5
+GRADIENT_TOLERANCE = 5e-4
+FLOOR = 1e-5
+# Of a gradient in every other round: any number far from 1 would do.
+SCALE = 1024.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of comparing a batch with its parts: '' in `different` where they are equal, else
+    what is not, with both numbers. `remedy` is what the user can do. `written` is a parameter that
+    the forward changes ('' for none)."""
+
+    different: str
+    remedy: str
+    parts: tuple[int, ...]
+    loss: float
+    of_parts: float
+    seconds: float
+    written: str = ""
+
+
+@dataclass
+class _Run:
+    """Losses, gradients and buffers of each round."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Different(Exception):
+    """The first thing that is not equal, in words."""
+
+
+def compare_parts(
+    options: ModelOptions,
+    batches: Sequence[Arrays],
+    parts: tuple[int, ...],
+    *,
+    one_copy: bool,
+    seed: int,
+) -> Comparison:
+    """Compare `batches`, of `sum(parts)` samples each, with their parts, one batch after another.
+
+    `one_copy`: the parts are micro-batches of one copy, which share its state; otherwise each is a
+    copy's. Raises ConfigError for a model that cannot be built.
+    """
+    started = time.perf_counter()
+    loss_over = options.loss_over or "mean"
+    check = _Check(options, batches, parts, one_copy=one_copy, seed=seed)
+    whole, made = _Run(), _Run()
+    different, remedy = "", ""
+    try:
+        whole = check.whole()
+        made = check.parts(loss_over)
+        _compare(whole, made)
+        check.refuse_branches()
+    except _Different as difference:
+        different = str(difference)
+        remedy = "use strategy=single, or a strategy of one copy and one micro-batch"
+        if options.loss_over is None and check.is_sum(whole):
+            remedy = "its parts add up: use model.loss_over=sum"
+    losses = [x.losses[0] if x.losses else float("nan") for x in (whole, made)]
+    seconds = time.perf_counter() - started
+    return Comparison(different, remedy, parts, losses[0], losses[1], seconds, check.written)
+
+
+class _Check:
+    """The runs that are compared, each of a model built afresh from the same seed."""
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        batches: Sequence[Arrays],
+        parts: tuple[int, ...],
+        *,
+        one_copy: bool,
+        seed: int,
+    ) -> None:
+        self._options, self._batches, self._parts = options, batches, parts
+        self._one_copy, self._seed = one_copy, seed
+        self.written = ""  # a parameter that the forward changes
+        self._means = 0  # losses that are means over targets, in one call
+        self._counters: list[Counter] = []
+        # Which of the batches is run, and after how many calls as the counters have it.
+        self._rounds: list[tuple[int, int | None]] = [(i, None) for i in range(len(batches))]
+
+    def whole(self) -> _Run:
+        module, found = self._built(), _Run()
+        first = self._batch(0, 0, sum(self._parts))
+        self._counters = counters(module, lambda: self._forward(module, first, _Means()))
+        self._rounds += [(0, calls) for calls in AHEAD if self._counters]
+        module = self._built()
+        before = _sums(module)
+        for number in range(len(self._rounds)):
+            means = _Means()
+            loss = self._step(module, self._batch(number, 0, sum(self._parts)), means, 1.0, number)
+            self._means = len(means.divisors)
+            found.losses.append(loss)
+            found.gradients.append(_gradients(module))
+        found.buffers = _buffers(module)
+        changed = (path for path, x in before.items() if not torch.equal(found.buffers[path], x))
+        self.written = next(changed, "")
+        return found
+
+    def parts(self, loss_over: Literal["mean", "sum"]) -> _Run:
+        modules = self._copies()
+        divisors = self._divisors() if self._means else None
+        found, total = _Run(), sum(self._parts)
+        for number in range(len(self._rounds)):
+            loss, start, gradients = 0.0, 0, dict[str, Tensor]()
+            for part, size in enumerate(self._parts):
+                batch = self._batch(number, start, start + size)
+                weight = size / total if loss_over == "mean" else 1.0
+                whole = None if divisors is None else _added([x[number] for x in divisors])
+                loss += self._step(modules[part], batch, _Means(whole, weight), weight, number)
+                start += size
+                if not self._one_copy or part == len(self._parts) - 1:
+                    for path, gradient in _gradients(modules[part]).items():
+                        gradients[path] = gradients.get(path, 0.0) + gradient
+            found.losses.append(loss)
+            found.gradients.append(gradients)
+        for module in modules:
+            buffers = _buffers(module)
+            for path, value in buffers.items():
+                kept = found.buffers.setdefault(path, value)
+                if kept.shape != value.shape or not torch.allclose(kept, value, 1e-4, 1e-6):
+                    raise _Different(f"copies on other samples keep another {_kind(module, path)}")
+        return found
+
+    def is_sum(self, whole: _Run) -> bool:
+        """Whether the parts' losses add up to the batch's."""
+        if self._means or not whole.gradients:
+            return False
+        try:
+            _compare(whole, self.parts("sum"))
+        except _Different:
+            return False
+        return True
+
+    def refuse_branches(self) -> None:
+        """Raise _Different for a number that the forward reads, made of several samples."""
+        batch = self._batch(0, 0, sum(self._parts))
+
+        def reads(batch: Batch) -> ReadNumbers:
+            numbers, module = ReadNumbers(), self._built()
+            with ExitStack() as stack:
+                for mode in (DropoutOff(), FixedDraws(), numbers):
+                    stack.enter_context(mode)
+                module(**batch)
+            return numbers
+
+        where = made_of_several(reads, batch)
+        if where:
+            raise _Different(f"it reads a number made of several samples: {where}")
+
+    def _built(self) -> LossModule:
+        torch.manual_seed(self._seed)
+        module = LossModule(build_model(self._options), self._options)
+        for owner in list(module.modules()):
+            for name, child in owner.named_children():
+                if isinstance(child, _BatchNorm):  # the runtime's own, over the whole batch
+                    owner.register_module(name, _Affine(child))
+        return module
+
+    def _copies(self) -> list[LossModule]:
+        if self._one_copy:
+            return [self._built()] * len(self._parts)
+        return [self._built() for _ in self._parts]
+
+    def _divisors(self) -> list[list[list[Tensor]]]:
+        """What every mean over targets divides by: of each part, in each round."""
+        found: list[list[list[Tensor]]] = []
+        modules, start = self._copies(), 0
+        for part, size in enumerate(self._parts):
+            rounds = []
+            for number in range(len(self._rounds)):
+                means = _Means()
+                batch = self._batch(number, start, start + size)
+                self._advance(modules[part], number)
+                self._forward(modules[part], batch, means)
+                rounds.append(means.divisors)
+            found.append(rounds)
+            start += size
+        return found
+
+    def _advance(self, module: LossModule, number: int) -> None:
+        """Set the counters of a module as the round `number` has them."""
+        calls = self._rounds[number][1]
+        if calls is not None:
+            for counter in self._counters:
+                counter.set(module, calls)
+
+    def _batch(self, number: int, start: int, stop: int) -> Batch:
+        arrays = self._batches[self._rounds[number][0]].items()
+        return {name: torch.from_numpy(array[start:stop].copy()) for name, array in arrays}
+
+    def _step(
+        self, module: LossModule, batch: Batch, means: "_Means", weight: float, number: int
+    ) -> float:
+        """Add to the gradients those of `weight` times the loss, which is returned."""
+        self._advance(module, number)
+        loss = self._forward(module, batch, means) * weight
+        scale = SCALE if number % 2 else 1.0
+        with DropoutOff(), FixedDraws(), means.made_again.in_backward():
+            run_backward(loss, torch.full_like(loss, scale))
+        return float(loss.detach())
+
+    def _forward(self, module: LossModule, batch: Batch, means: "_Means") -> Tensor:
+        random.seed(self._seed)
+        np.random.seed(self._seed)
+        torch.manual_seed(self._seed)
+        size = len(next(iter(batch.values())))
+        try:
+            with DropoutOff(), FixedDraws(), means:
+                loss: Tensor = module(**batch)
+        except RequestError:
+            raise
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise _Different(f"it fails on {size} samples ({said})") from error
+        if not loss.requires_grad and torch.is_grad_enabled():
+            raise _Different(f"on {size} samples its loss depends on no parameter")
+        return loss
+
+
+class _Affine(nn.Module):
+    """A batch norm without its statistics: what else a model does with its samples stays as it is.
+    It has the same tensors, and changes none of them."""
+
+    def __init__(self, original: _BatchNorm) -> None:
+        super().__init__()
+        self.weight, self.bias = original.weight, original.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.shape[1]
+        zeros, ones = x.new_zeros(count), x.new_ones(count)
+        return functional.batch_norm(x, zeros, ones, self.weight, self.bias, training=False)
+
+
+class _Means(TorchFunctionMode):
+    """Means over targets: noted with what they divide by, or, where the divisors of the `whole`
+    batch are given, made means over that as the runtime does."""
+
+    def __init__(self, whole: Sequence[Tensor] | None = None, weight: float = 1.0) -> None:
+        super().__init__()
+        self.divisors: list[Tensor] = []
+        self.made_again = MadeAgain()
+        self._whole, self._weight = whole, weight
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = target_mean(func, args, kwargs)
+        if call is None:
+            return func(*args, **kwargs)
+        with torch.no_grad():
+            self.divisors.append(call.divisor())
+        if self._whole is None:
+            return func(*args, **kwargs)
+        if len(self.divisors) > len(self._whole):
+            raise _Different("a part calls more losses than the batch it is of")
+        factor = 1.0 / (self._whole[len(self.divisors) - 1] * self._weight)
+        total = call.sum()
+        self.made_again.note(call, total, factor)
+        return scaled(call, total, factor)
+
+
+def _added(divisors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    if len({len(x) for x in divisors}) > 1:
+        raise _Different("one part calls other losses than another")
+    return [torch.stack(list(x)).sum(0) for x in zip(*divisors, strict=True)]
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Take the gradients out of a module, by the paths of the user's model."""
+    found = {}
+    for path, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            found[path.removeprefix("model.")] = grad.detach().clone()
+            parameter.grad = None
+    return found
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return what a forward may have written into: buffers, and of parameters two sums."""
+    held = module.named_buffers(remove_duplicate=False)
+    found = {path.removeprefix("model."): x.detach().double().clone() for path, x in held}
+    return found | _sums(module)
+
+
+def _sums(module: nn.Module) -> dict[str, Tensor]:
+    """Return the sum of every parameter and that of its squares, by which two are told apart."""
+    found = {}
+    for path, parameter in module.named_parameters():
+        values = parameter.detach().double()
+        found[path.removeprefix("model.")] = torch.stack([values.sum(), values.square().sum()])
+    return found
+
+
+def _compare(whole: _Run, made: _Run) -> None:
+    """Raise _Different with the first thing in which the parts differ from the batch."""
+    for loss, of_parts in zip(whole.losses, made.losses, strict=True):
+        if not abs(loss - of_parts) <= LOSS_TOLERANCE * max(abs(loss), 1e-3):
+            raise _Different(f"a batch's loss is {loss:.6g}, and {of_parts:.6g} made of its parts")
+    for one, other in zip(whole.gradients, made.gradients, strict=True):
+        everything = sum(float(x.double().square().sum()) for x in one.values()) ** 0.5
+        for path in dict.fromkeys((*one, *other)):
+            kept = one.get(path, torch.zeros_like(other[path]) if path in other else None)
+            assert kept is not None
+            difference = float((kept - other.get(path, torch.zeros_like(kept))).double().norm())
+            norm = float(kept.double().norm())
+            if not difference <= GRADIENT_TOLERANCE * norm + FLOOR * everything:
+                off = difference / norm if norm else float("inf")
+                said = f"the gradient of {path} has norm {norm:.6g}, and is {off:.1%} off "
+                raise _Different(f"{said}made of parts")
+    for path, value in whole.buffers.items():
+        kept = made.buffers.get(path)
+        if kept is None or kept.shape != value.shape or not torch.allclose(kept, value, 1e-4, 1e-6):
+            raise _Different(f"the buffer or parameter {path} is another one after the parts")
+
+
+def _kind(module: nn.Module, path: str) -> str:
+    trained = {name.removeprefix("model.") for name, _ in module.named_parameters()}
+    return f"{'parameter' if path in trained else 'buffer'} {path}"

@@ -1,0 +1,113 @@
+"""What a model does in its backward, or keeps, that `torch.export` would lose.
+
+Export traces a forward, and all the backward that its graph has is what follows from that by
+differentiation: a backward of an autograd Function, and hooks that may change gradients, would be
+left out without a word, and so would a buffer that the forward replaces by another tensor. Owns
+finding them, while a model is exported.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from whale_train.models.export.gradcheck import is_derived
+from whale_train.models.loss_module import MODEL_PREFIX
+
+# Where torch makes Functions of the backwards of custom operations. These are not lost: the graph
+# has the operation.
+_OF_CUSTOM_OPERATIONS = "torch._library.autograd"
+
+
+class Watch:
+    """What was seen of a model's backward while its forward ran."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._functions: dict[type[Function], None] = {}
+        self._hooks = _HooksOnTensors()
+        self._buffers: dict[str, Tensor] = {}
+        self._replaced = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the module runs."""
+        handles = (
+            self._module.register_forward_pre_hook(self._remember),
+            self._module.register_forward_hook(self._look),
+        )
+        try:
+            with self._hooks:
+                yield
+        finally:
+            self._buffers = {}
+            for handle in handles:
+                handle.remove()
+
+    def lost(self, run: Callable[[], Any]) -> str:
+        """What of the backward an export loses, in words ('' for nothing). Where there are
+        Functions, the module is `run` once more, to see what they are called with."""
+        hooked = _hooked(self._module)
+        if hooked:
+            return hooked
+        if self._hooks.seen:
+            return "the hook on a gradient that its forward registers"
+        if self._replaced:
+            return f"the tensor that its forward puts in the place of buffer {self._replaced}"
+        for function in self._functions:
+            if not is_derived(function, run):
+                return f"the backward of the autograd function {function.__qualname__}"
+        return ""
+
+    def _remember(self, module: nn.Module, args: Any) -> None:
+        self._buffers = dict(module.named_buffers())
+
+    def _look(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Find the autograd Functions that `output` was computed by, and a buffer that is another
+        tensor than before."""
+        for path, buffer in module.named_buffers():
+            if self._buffers.get(path) is not buffer:
+                self._replaced = self._replaced or path.removeprefix(MODEL_PREFIX)
+        nodes = [x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor)]
+        seen = set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            function = getattr(node, "_forward_cls", None)
+            if function is not None and function.__module__ != _OF_CUSTOM_OPERATIONS:
+                self._functions.setdefault(function)
+            nodes += [each for each, _ in node.next_functions]
+
+
+class _HooksOnTensors(TorchFunctionMode):
+    """Sees a forward register hooks on the gradients of tensors that it makes."""
+
+    seen = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+            self.seen = True
+        return func(*args, **(kwargs or {}))
+
+
+def _hooked(module: nn.Module) -> str:
+    """The first module or parameter with a hook in its backward, in words."""
+    for path, each in module.named_modules():
+        if each._backward_hooks or each._backward_pre_hooks:
+            return f"the backward hook of module {path.removeprefix(MODEL_PREFIX)}"
+    for path, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"the hook on the gradient of parameter {path.removeprefix(MODEL_PREFIX)}"
+    return ""

@@ -1,0 +1,279 @@
+"""A model exported on the meta device, with a batch of unknown size (`torch.export`, design §7).
+
+The flat graph is what planning and the ranks' rewritten parts share: the same model gives the
+same graph, in any process.
+"""
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
+from torch._C import DispatchKey
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
+
+from whale_train.errors import ConfigError
+from whale_train.models.build import build_model
+from whale_train.models.export.custom_backward import Watch
+from whale_train.models.export.functionalize import CannotReplace, out_of_place
+from whale_train.models.loss_module import MODEL_PREFIX, LossModule, forward_fields
+from whale_train.models.options import ModelOptions
+from whale_train.strategies.graph.operation_graph import InputField, Size
+
+# Any batch but 0 and 1, which torch.export would take for constants. Odd sizes, so that a
+# multiple of the batch is not mistaken for something else by the code being traced.
+EXPORT_BATCH = 3
+
+# Checks and bookkeeping that torch.export leaves in the graph: they compute nothing.
+_BOOKKEEPING = ("_assert", "sym_constrain_range", "_guards_fn")
+
+
+def export_model(
+    options: ModelOptions, fields: tuple[InputField, ...]
+) -> tuple[fx.GraphModule | None, str]:
+    """The flat exported graph a profile's operations name, its tensors on the meta device; or
+    None and the reason. The same model gives the same graph, in any process."""
+    module, inputs = on_meta(options, fields)
+    return export(module, example_batch(inputs, EXPORT_BATCH))
+
+
+def on_meta(
+    options: ModelOptions, fields: tuple[InputField, ...]
+) -> tuple[LossModule, tuple[InputField, ...]]:
+    """The model without weights, and those of `fields` its forward takes.
+
+    A model whose constructor looks at values is built with them, and then left without.
+    """
+    try:
+        with torch.device("meta"):
+            model = build_model(options)
+    except ConfigError:
+        model = build_model(options)
+    _leave_no_values(model)
+    taken = forward_fields(model, options, fields)
+    return LossModule(model, options), tuple(f for f in fields if f.name in taken)
+
+
+def _leave_no_values(model: nn.Module) -> None:
+    """Put on the meta device what is made elsewhere whatever the default device is, as by the old
+    constructor `torch.Tensor(2, 3)`. What is tied stays tied."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in owned:
+            for name, x in held.items():
+                if x is None or x.is_meta:
+                    continue
+                if x not in made:
+                    empty = torch.empty_like(x, device="meta")
+                    is_parameter = isinstance(x, nn.Parameter)
+                    made[x] = nn.Parameter(empty, x.requires_grad) if is_parameter else empty
+                held[name] = made[x]
+
+
+def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule | None, str]:
+    """The flat graph of `module`, called with tensors like `batch`; or None and the reason.
+
+    Nor is there a graph of what a graph does not hold: a backward that is not the derivative of
+    the forward, operations on all samples of a `torch.vmap` at once, and operations whose shapes
+    follow the values of a tensor, or the batch in any other way than linearly.
+    """
+    if isinstance(module, LossModule):
+        module.name(batch)
+    samples = Dim("batch")
+    watch = Watch(module)
+    # What the forward makes without saying where is made where the batch is.
+    where = next((x.device for x in batch.values()), torch.device("cpu"))
+    with warnings.catch_warnings(), _true_shapes_of_losses(), where, watch.watching():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(
+                module,
+                (),
+                batch,
+                dynamic_shapes={name: {0: samples} for name in batch},
+                strict=False,
+            )
+        except Exception as error:  # whatever the user's forward raises while it is traced
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            return None, f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+    def run() -> None:
+        with where:
+            module(**batch)
+
+    lost = watch.lost(run)
+    if lost:
+        return None, f"torch.export would lose {lost}"
+    mapped = next((node for node in program.graph.nodes if _is_mapped(node)), None)
+    if mapped is not None:
+        return None, f"{module_path(mapped) or 'its forward'} uses torch.vmap"
+    try:
+        graph = flat_module(program)
+    except CannotReplace as error:
+        return None, f"{module_path(error.node) or 'its forward'} changes in place: {error}"
+    for reads, said in (
+        (_follows_values, "makes tensors whose shapes follow values of others"),
+        (_is_not_linear, "makes tensors of all pairs of samples, or of a part of the batch"),
+        (_is_a_value, "computes with numbers that it reads from tensors"),
+    ):
+        reading = next((node for node in graph.graph.nodes if reads(node)), None)
+        if reading is not None:
+            return None, f"{module_path(reading) or 'its forward'} {said}"
+    return graph, ""
+
+
+# Losses whose kernel for meta tensors is a function of Python with other arguments: it takes the
+# number that says how to reduce for the old `size_average` (torch._refs.nn.functional.nll_loss), so
+# that a loss of each sample is traced as a scalar. Without it torch composes the loss of others,
+# whose shapes are right.
+_MISTAKEN = (
+    torch.ops.aten.nll_loss.default,
+    torch.ops.aten.hinge_embedding_loss.default,
+    torch.ops.aten.margin_ranking_loss.default,
+)
+
+
+@contextmanager
+def _true_shapes_of_losses() -> Iterator[None]:
+    """Trace losses on meta tensors with the shapes that they have."""
+    kernels = [operation.py_kernels.pop(DispatchKey.Meta, None) for operation in _MISTAKEN]
+    for operation in _MISTAKEN:
+        operation._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operation, kernel in zip(_MISTAKEN, kernels, strict=True):
+            if kernel is not None:
+                operation.py_kernels[DispatchKey.Meta] = kernel
+            operation._dispatch_cache.clear()
+
+
+def _is_mapped(node: fx.Node) -> bool:
+    """Whether a value is that of all samples of a `torch.vmap`, which torch.export leaves as the
+    calls made for each: they mean something inside of the vmap alone."""
+    values = tree_leaves(node.meta.get("val"))
+    return any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in values)
+
+
+def _follows_values(node: fx.Node) -> bool:
+    """Whether a shape is made of numbers read from a tensor (`tolist`, `nonzero`)."""
+    values = tree_leaves(node.meta.get("val"))
+    return any(isinstance(x, Tensor) and free_unbacked_symbols(x.shape) for x in values)
+
+
+def size_of(extent: int | SymInt) -> Size | None:
+    """Return an exported extent, whose one symbol is the batch; None where it is not linear in
+    it, as those of all pairs of samples, or of half the batch, are not."""
+    if isinstance(extent, int):
+        return Size(extent)
+    expression = extent.node.expr
+    if not expression.free_symbols:
+        return Size(int(expression))
+    if len(expression.free_symbols) > 1:
+        return None
+    (symbol,) = expression.free_symbols
+    at = [int(expression.subs(symbol, batch)) for batch in range(8)]
+    size = Size(at[0], at[1] - at[0])
+    return size if at == [size.at(batch) for batch in range(8)] else None
+
+
+def _is_not_linear(node: fx.Node) -> bool:
+    """Whether an extent of a value grows with the batch in another way than linearly."""
+    values = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    return any(size_of(extent) is None for x in values for extent in x.shape)
+
+
+def _is_a_value(node: fx.Node) -> bool:
+    """Whether it is a number read from a tensor (`item`), or made of one."""
+    value = node.meta.get("val")
+    return isinstance(value, SymInt | SymFloat | SymBool) and bool(free_unbacked_symbols(value))
+
+
+def fetched(module: nn.Module, path: str) -> Any:
+    """What `module` has at a dotted `path`."""
+    owner: Any = module
+    for part in path.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+def example_batch(inputs: tuple[InputField, ...], samples: int) -> dict[str, Tensor]:
+    """Meta tensors shaped like a batch. Each its own: export takes aliased inputs for one."""
+    return {
+        field.name: torch.empty(
+            (samples, *field.shape), dtype=getattr(torch, field.dtype), device="meta"
+        )
+        for field in inputs
+    }
+
+
+def canonical_names(operations: Iterable[tuple[str, str, bool]]) -> list[str]:
+    """Names for the operations of a graph, given by (name, path, is it a call): a tensor's is its
+    path, calls are numbered by kind in their order, and inputs and the output keep theirs. The
+    names torch.export gives depend on what it has traced and dropped as well."""
+    listed = list(operations)
+    taken = {name for name, path, call in listed if not path and not call}
+    counts: dict[str, int] = {}
+    found = []
+    for name, path, call in listed:
+        if not path and not call:
+            found.append(name)
+            continue
+        kind = path.replace(".", "_") if path else re.sub(r"_\d+$", "", name)
+        unique = kind
+        while unique in taken or kind in counts:
+            counts[kind] = counts.get(kind, 0) + 1
+            unique = f"{kind}_{counts[kind]}"
+            if unique not in taken:
+                break
+        counts.setdefault(kind, 0)
+        taken.add(unique)
+        found.append(unique)
+    return found
+
+
+def flat_module(program: ExportedProgram) -> fx.GraphModule:
+    """The exported graph with parameters as attributes, without torch.export's bookkeeping and
+    without writes to what has a gradient, its operations named by `canonical_names`. Raises
+    CannotReplace for such a write that must stay."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = program.module()
+    assert isinstance(module, fx.GraphModule)
+    for node in reversed(list(module.graph.nodes)):
+        bookkeeping = any(mark in str(node.target) for mark in _BOOKKEEPING)
+        # What an assertion read of a tensor is left behind as well.
+        if not node.users and (bookkeeping or _is_a_value(node)):
+            module.graph.erase_node(node)
+    out_of_place(module)
+    names = canonical_names(
+        (
+            node.name,
+            model_path(str(node.target)) if node.op == "get_attr" else "",
+            node.op.startswith("call"),
+        )
+        for node in module.graph.nodes
+    )
+    for node, name in zip(list(module.graph.nodes), names, strict=True):
+        node.name = name
+    module.recompile()
+    return module
+
+
+def model_path(path: str) -> str:
+    """A path inside `LossModule` as the user's model calls it."""
+    return path.removeprefix(MODEL_PREFIX)
+
+
+def module_path(node: fx.Node) -> str:
+    """The path, in the user's model, of the module whose forward a node belongs to."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return "" if path + "." == MODEL_PREFIX else model_path(path)

@@ -1,0 +1,111 @@
+"""The values of the tensors that a forward makes (`x[:, [0, 2]]`, `torch.tensor(scale)`).
+
+A graph exported on the meta device has none of them. They are those of the same model exported
+once more on the CPU, and the matter is which is which.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from whale_train.models.export.export import EXPORT_BATCH, example_batch, export, fetched
+from whale_train.models.loss_module import LossModule
+from whale_train.strategies.graph.operation_graph import InputField
+
+_LIFTED = "lifted_tensor_"  # torch.export's name of what it lifts out of a forward, and a number
+
+
+def with_constants(
+    graph: fx.GraphModule, module: LossModule, inputs: tuple[InputField, ...]
+) -> fx.GraphModule:
+    """`graph` with the constants of the forward, found by exporting `module`, the same model with
+    its weights; as it is where it has none. Raises LookupError for one that is not found."""
+    held = {name for name, _ in (*module.named_parameters(remove_duplicate=False),
+                                 *module.named_buffers(remove_duplicate=False))}  # fmt: skip
+    lost = []
+    for path in _constants(graph):
+        value = fetched(graph, path)
+        if path in held or not isinstance(value, Tensor) or not value.is_meta:
+            continue
+        if value.numel():
+            lost.append(path)
+        else:  # a cache before its first token
+            _put(graph, path, torch.empty_like(value, device="cpu"))
+    if not lost:
+        return graph
+    taken = {str(node.target) for node in graph.graph.nodes if node.op == "placeholder"}
+    fields = tuple(field for field in inputs if field.name in taken)
+    batch = {
+        name: torch.zeros_like(x, device="cpu")
+        for name, x in example_batch(fields, EXPORT_BATCH).items()
+    }
+    exported, error = export(module, batch)
+    assert exported is not None, error
+    same = dict(_same(graph, exported))
+    for path in lost:
+        _put(graph, path, fetched(exported, same.get(path, path)).detach().clone())
+    return graph
+
+
+def _constants(graph: fx.GraphModule) -> list[str]:
+    """The paths of what `graph` reads of its attributes."""
+    return list(dict.fromkeys(str(node.target) for node in graph.graph.find_nodes(op="get_attr")))
+
+
+class _Place(NamedTuple):
+    """Where a lifted constant is read."""
+
+    line: str
+    path: str
+
+
+def _same(ours: fx.GraphModule, theirs: fx.GraphModule) -> Iterator[tuple[str, str]]:
+    """The paths of ours and theirs for each lifted constant of ours.
+
+    Their numbers say nothing: on the CPU, what a number is assigned to (`x[:, 0] = 1`) has that
+    lifted as well. Equal are those of one module, function, shape and type in their order; and of
+    unlike counts, those read in the same lines of code, as a call over several lines may be in
+    another of them.
+    """
+    others = _lifted(theirs)
+    for kind, places in _lifted(ours).items():
+        found = others.get(kind, [])
+        if len(found) != len(places):
+            lines = {place.line for place in places}
+            found = [place for place in found if place.line in lines]
+        if len(found) != len(places):
+            raise LookupError(f"the values of tensors made in {kind[1] or kind[0]} are not found")
+        yield from ((a.path, b.path) for a, b in zip(places, found, strict=True))
+
+
+def _lifted(
+    graph: fx.GraphModule,
+) -> dict[tuple[str, str, torch.Size, torch.dtype], list[_Place]]:
+    """The lifted constants by module, function, shape and type, in their order."""
+    found = defaultdict(list)
+    readers: dict[str, fx.Node] = {}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        readers.setdefault(str(node.target), node)
+    for path, node in readers.items():
+        owner, _, name = path.rpartition(".")
+        if not name.startswith(_LIFTED):
+            continue
+        trace = next((user.stack_trace for user in node.users if user.stack_trace), "")
+        # The last two lines of a trace: File "...", line 7, in forward; and the code.
+        where = trace.splitlines()[-2] if trace.count("\n") else ""
+        file, _, rest = where.strip().partition(", line ")
+        line, _, function = rest.partition(", in ")
+        value = fetched(graph, path)
+        kind = owner, f"{function} of {file}" if file else "", value.shape, value.dtype
+        found[kind].append(_Place(line, path))
+    return found
+
+
+def _put(graph: fx.GraphModule, path: str, value: Tensor) -> None:
+    owner, _, name = path.rpartition(".")
+    parent = graph.get_submodule(owner)
+    delattr(parent, name)
+    parent.register_buffer(name, value)

@@ -1,0 +1,196 @@
+"""The torch-free image of an exported graph, on which all planning works."""
+
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from whale_train.models.export.export import EXPORT_BATCH, fetched, model_path, module_path, size_of
+from whale_train.models.export.op_schemas import draws
+from whale_train.strategies.graph.operation_graph import (
+    OWN,
+    Argument,
+    Operation,
+    OperationGraph,
+    Ref,
+    Shape,
+)
+
+
+def operation_graph(
+    module: fx.GraphModule,
+    flops: Mapping[str, float],
+    saved: Mapping[str, Mapping[int, float]],
+    memory: Mapping[str, int],
+) -> OperationGraph:
+    """The torch-free image of `module.graph`; `flops` and the bytes `saved` by the operations are
+    for the export batch, those of others nothing."""
+    # One that is frozen is a constant to all planning.
+    parameters = {
+        path: p for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
+    changes, writes = _changes_in_place(module.graph), _buffers_written(module.graph)
+    return OperationGraph(
+        tuple(
+            Operation(
+                name=node.name,
+                target=_target(node, parameters),
+                args=tuple(_argument(x) for x in node.args),
+                kwargs=tuple((key, _argument(x)) for key, x in node.kwargs.items()),
+                shape=_shape(node, module),
+                dtype=_dtype(node, module),
+                module=module_path(node),
+                path=model_path(str(node.target)) if node.op == "get_attr" else "",
+                flops=flops.get(node.name, 0.0) / EXPORT_BATCH,
+                saved=tuple((of, x / EXPORT_BATCH) for of, x in saved.get(node.name, {}).items()),
+                memory=memory.get(node.name, OWN),
+                after=changes.get(node.name, ()),
+                random=_draws(node),
+                writes=writes.get(node.name, ()),
+            )
+            for node in module.graph.nodes
+        )
+    )
+
+
+def _target(node: fx.Node, parameters: dict[str, nn.Parameter]) -> str:
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        if isinstance(node.meta.get("val"), nn.Module) or _is_graph(node):
+            return "graph"
+        return "parameter" if node.target in parameters else "buffer"
+    if node.op == "output":
+        return "output"
+    if isinstance(node.target, FunctionType):  # printed, its address would be in the name
+        return f"<function {node.target.__name__}>"
+    return str(node.target)
+
+
+def _argument(value: Any) -> Argument:
+    if isinstance(value, fx.Node):
+        return Ref(value.name)
+    if isinstance(value, list | tuple):
+        return tuple(_argument(x) for x in value)
+    if isinstance(value, dict):
+        return tuple(_argument(x) for x in value.values())
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+def _value(node: fx.Node, module: fx.GraphModule) -> Any:
+    if node.op != "get_attr":
+        return node.meta.get("val")
+    return fetched(module, str(node.target))
+
+
+def _shape(node: fx.Node, module: fx.GraphModule) -> Shape | None:
+    value = _value(node, module)
+    if not isinstance(value, Tensor):
+        return None
+    sizes = [size_of(extent) for extent in value.shape]
+    assert None not in sizes, f"{node.name}: export() leaves no graph with such extents"
+    return tuple(size for size in sizes if size is not None)
+
+
+def _dtype(node: fx.Node, module: fx.GraphModule) -> str:
+    value = _value(node, module)
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else ""
+
+
+def _is_graph(node: fx.Node) -> bool:
+    """Whether a `get_attr` fetches a graph (for a region without autocast or gradients)."""
+    return _inner(node) is not None
+
+
+def _inner(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a node fetches."""
+    if node.op != "get_attr":
+        return None
+    assert node.graph.owning_module is not None
+    value = fetched(node.graph.owning_module, str(node.target))
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers, or a graph that it runs does."""
+    if node.op != "call_function":
+        return False
+    inner = [graph for graph in map(_inner, node.all_input_nodes) if graph is not None]
+    if any(_draws(each) for graph in inner for each in graph.graph.nodes):
+        return True
+    return draws(node.target, node.args, node.kwargs)
+
+
+def _changes_in_place(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
+    """For each node, the earlier ones that wrote in place to memory it reads, which it does not
+    name: `x[1:] = y` is a copy into a view of x, and who reads x later must come after it."""
+    memory = _memory(graph)
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    for node in graph.nodes:
+        read = {root for value in node.all_input_nodes for root in memory[value]}
+        seen = [w for root in read for w in writers.get(root, ())]
+        names = [w.name for w in dict.fromkeys(seen) if w not in node.all_input_nodes]
+        if names:
+            found[node.name] = tuple(names)
+        for value in _given_to_write(node):
+            for root in memory[value]:
+                writers.setdefault(root, []).append(node)
+    return found
+
+
+def _memory(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """Return the nodes whose memory each node's value may share, itself included."""
+    memory: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        shared = {node}
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None:
+            for argument, value in zip(schema.arguments, node.args, strict=False):
+                if argument.alias_info is not None and isinstance(value, fx.Node):
+                    shared |= memory[value]
+        elif node.op == "call_function":  # getitem, of a list that may be views
+            shared |= {root for value in node.all_input_nodes for root in memory[value]}
+        memory[node] = shared
+    return memory
+
+
+def _given_to_write(node: fx.Node) -> list[fx.Node]:
+    """Return the values that a call is given to write into: in place, as `out`, or as inputs of a
+    graph that it runs and that writes into them."""
+    if node.op != "call_function":
+        return []
+    found = []
+    schema = getattr(node.target, "_schema", None)
+    for number, argument in enumerate(schema.arguments if schema is not None else ()):
+        given = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes and isinstance(given, fx.Node):
+            found.append(given)
+    for number, argument in enumerate(node.args):
+        inner = _inner(argument) if isinstance(argument, fx.Node) else None
+        if inner is None:
+            continue
+        memory = _memory(inner.graph)
+        written = {
+            root for each in inner.graph.nodes for x in _given_to_write(each) for root in memory[x]
+        }
+        inputs = [each for each in inner.graph.nodes if each.op == "placeholder"]
+        for each, given in zip(inputs, node.args[number + 1 :], strict=False):
+            if each in written and isinstance(given, fx.Node):
+                found.append(given)
+    return found
+
+
+def _buffers_written(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
+    """Return the names of the attributes that each node writes into, for those that do."""
+    memory, found = _memory(graph), {}
+    for node in graph.nodes:
+        roots = {root for value in _given_to_write(node) for root in memory[value]}
+        held = [root.name for root in graph.nodes if root in roots and root.op == "get_attr"]
+        if held:
+            found[node.name] = tuple(held)
+    return found

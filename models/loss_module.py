@@ -1,0 +1,148 @@
+"""Any model as one that returns a scalar loss, and the match of its forward with the data."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.models.options import ModelOptions
+from whale_train.strategies.graph.operation_graph import InputField
+
+MODEL_PREFIX = "model."  # what LossModule puts before the model's own parameter paths
+IGNORED_LABEL = -100  # labels that count for nothing, as in torch and transformers
+
+
+def by_keyword(
+    parameters: Mapping[str, inspect.Parameter],
+) -> tuple[dict[str, inspect.Parameter], bool]:
+    """The parameters that can be given by name, and whether any other name is taken too."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
+    return named, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter], bool]:
+    return by_keyword(inspect.signature(model.forward).parameters)
+
+
+def _takes_labels(model: nn.Module, loss: str) -> bool:
+    """Whether the model is given the labels. Under cross_entropy they are the loss's, and a model
+    that could do without them would only compute a second loss."""
+    named, open_ended = _forward_parameters(model)
+    if "labels" not in named:
+        return open_ended and loss == "model"
+    return loss == "model" or named["labels"].default is inspect.Parameter.empty
+
+
+def forward_fields(
+    model: nn.Module, options: ModelOptions, fields: tuple[InputField, ...]
+) -> tuple[str, ...]:
+    """The names of the data's fields that `LossModule` is to be given, in the data's order: those
+    of the model's forward, and the labels where they are the loss's.
+
+    Raises ConfigError with all faults: a field that neither forward nor the loss takes, a forward
+    argument without a field, and a loss without labels.
+    """
+    named, open_ended = _forward_parameters(model)
+    names = [field.name for field in fields]
+    listing, owner = ", ".join(names), type(model).__name__
+    by_loss = ("labels",) if options.loss == "cross_entropy" else ()
+    faults = []
+    for name in names:
+        if name in named or open_ended or name in by_loss:
+            continue
+        if name == "labels":
+            rule = f"needs a forward that takes labels, and that of {owner} takes none"
+            faults.append(Fault("model.loss", "model", rule, "use model.loss=cross_entropy"))
+        else:
+            rule = f"is not an argument of the forward of {owner}"
+            remedy = nearest(name, named) if named else "leave it out: forward takes no arguments"
+            faults.append(Fault(f"data.{name}", "", rule, remedy))
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in (*names, *by_loss):
+            rule = f"needs {name} in its forward, and the fields of the data are {listing}"
+            remedy = f"name one of the data's fields {name}, or give it a default"
+            faults.append(Fault("model._target_", options.target, rule, remedy))
+    if by_loss and "labels" not in names:
+        rule = f"needs labels, and the fields of the data are {listing}"
+        remedy = "name the field of the labels labels, or use model.loss=model"
+        faults.append(Fault("model.loss", "cross_entropy", rule, remedy))
+    if faults:
+        raise ConfigError(faults)
+    return tuple(names)
+
+
+class LossModule(nn.Module):
+    """A model and its loss as one module: a batch by keyword in, a scalar out.
+
+    The loss is the mean over the batch's samples, or unmasked tokens: the model's own, or the
+    cross-entropy of its logits [..., classes] with `labels` [...], where -100 is left out. The
+    model's parameter paths get the prefix `MODEL_PREFIX`.
+    """
+
+    def __init__(self, model: nn.Module, options: ModelOptions) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = options.loss
+        self.takes_labels = _takes_labels(model, options.loss)
+        named, open_ended = _forward_parameters(model)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        names = dict.fromkeys([*named, "labels"])
+        parameters = [inspect.Parameter(name, kind, default=None) for name in names]
+        if open_ended:
+            parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD))
+        self.signature = inspect.Signature(parameters)
+
+    def name(self, fields: Iterable[str]) -> None:
+        """Have `fields` in the signature of `forward`: what a model takes as `**kwargs` has no
+        name there, and torch.export gives a dynamic shape to what has one alone."""
+        given = dict(self.signature.parameters)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        more = {x: inspect.Parameter(x, kind, default=None) for x in fields if x not in given}
+        # A `**others` stays the last.
+        ordered = sorted({**given, **more}.values(), key=lambda parameter: parameter.kind)
+        self.signature = inspect.Signature(ordered)
+
+    @property
+    def forward(self) -> Callable[..., Tensor]:  # type: ignore[override]
+        """`forward(**batch)` under the names of the model's own arguments: torch.export gives
+        each tensor its dynamic shape by the signature's names, and refuses a bare `**batch`."""
+
+        def forward(**batch: Tensor) -> Tensor:
+            return self._loss_of(batch)
+
+        forward.__signature__ = self.signature  # type: ignore[attr-defined]
+        return forward
+
+    def _loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        given = {k: v for k, v in batch.items() if k != "labels" or self.takes_labels}
+        output = self.model(**given)
+        wanted = "loss" if self.loss == "model" else "logits"
+        found = _member(output, wanted)
+        owner = type(self.model).__name__
+        if found is None or (wanted == "loss" and found.dim()):
+            rule = f"finds no {wanted} in what {owner} returns ({type(output).__name__})"
+            other = "cross_entropy" if wanted == "loss" else "model"
+            remedy = f"return it as .{wanted}, or use model.loss={other}"
+            raise ConfigError([Fault("model.loss", self.loss, rule, remedy)])
+        if wanted == "loss":
+            return found
+        labels = batch["labels"]
+        return functional.cross_entropy(
+            found.flatten(0, -2).float(),  # a half-precision loss keeps three digits
+            labels.flatten(),
+            ignore_index=IGNORED_LABEL,
+        )
+
+
+def _member(output: object, name: str) -> Tensor | None:
+    """A tensor of a model's output: the attribute or key `name`, else the first tensor of a
+    sequence, else the output itself."""
+    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    if found is None and type(output) in (tuple, list):
+        found = next((part for part in output if isinstance(part, Tensor)), None)  # type: ignore[attr-defined]
+    if found is None and isinstance(output, Tensor):
+        found = output
+    return found if isinstance(found, Tensor) else None

@@ -1,0 +1,137 @@
+"""What determines a model's profile, as one key, without importing torch or building anything.
+
+It owns which content that is; a profile with the same key is the same profile. Where not all of
+it can be known there is no key: a constructor of the user's reads what it likes.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from hashlib import sha256
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from whale_train.models.options import ModelOptions
+from whale_train.strategies.graph.operation_graph import InputField
+
+_PACKAGE = Path(__file__).parents[2]
+OWN_SOURCES = (  # what makes a profile, and what writes it down
+    *sorted((_PACKAGE / "models").rglob("*.py")),
+    *(
+        _PACKAGE / "strategies" / "graph" / f"{name}.py"
+        for name in ("saved_tensors", "operation_graph", "profile_json")
+    ),
+    *(_PACKAGE / f"{name}.py" for name in ("__init__", "errors")),
+)
+_OWN_MODELS = "whale_train.models."
+# Variables that torch and transformers read begin so; what compiles, which nothing here does, sets
+# one of its own.
+_COMPILER_VARIABLES = "TORCHINDUCTOR"
+_READ_VARIABLES = (
+    *("ACCELERATE", "ATEN", "CUDA", "FAKE_", "FLASH", "FX_", "HF_", "HIP", "KERNELS", "LOCAL_"),
+    *("NPU", "NVIDIA", "PJRT", "PT", "PYTORCH", "RANK", "ROC", "TORCH", "TRANSFORMERS", "TRITON"),
+    *("TRUST_", "USE_", "WORLD_", "XLA"),
+)
+_NO_CODE = ("__pycache__", "include")
+_IMPORTABLE = (".py", ".pyc", ".so", ".dist-info", ".egg-info", ".egg-link")
+
+
+def profile_key(
+    options: ModelOptions, fields: tuple[InputField, ...], *, by_folding: bool
+) -> str | None:
+    """The key of `profile_model`'s answer in this environment; None for a model whose profile may
+    depend on more than is looked at."""
+    ours = options.target.startswith(_OWN_MODELS)
+    if not ours or not _is_plain(options.arguments) or not _is_plain(options.config):
+        return None
+    search = [os.getcwd(), *sys.path]  # where a model's class is looked for
+    try:
+        saved = _saved_config(options.pretrained)
+        if _names_others(options.config) or any(_names_others(each) for each in saved.values()):
+            return None
+        content = (
+            options.model_dump(),
+            fields,
+            by_folding,
+            saved,
+            [sha256(path.read_bytes()).hexdigest() for path in OWN_SOURCES],
+            _files_of("torch", sys.path),
+            _files_of("transformers", search) if options.is_hugging_face else [],
+            _importable(search),
+            sys.version,
+            _environment(),
+            sorted(name for name in os.listdir("/dev") if name.startswith(("nvidia", "kfd"))),
+        )
+    except (OSError, ValueError):
+        return None
+    return sha256(repr(content).encode()).hexdigest()
+
+
+def _environment() -> list[tuple[str, str]]:
+    return sorted(
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(_READ_VARIABLES) and not name.startswith(_COMPILER_VARIABLES)
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether its representation says all of it."""
+    if type(value) is dict:
+        return all(_is_plain(x) for pair in value.items() for x in pair)
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _saved_config(folder: str | None) -> dict[str, Any]:
+    """What `from_pretrained` may read of a folder for a config. Raises OSError and ValueError."""
+    found = sorted(Path(folder).glob("config*.json")) if folder else []
+    return {path.name: json.loads(path.read_bytes()) for path in found}
+
+
+def _names_others(config: Any) -> bool:
+    """Whether a config of transformers may take parts from elsewhere: a backbone by its name, code
+    or kernels of a repository."""
+    if isinstance(config, dict):
+        return any(
+            "backbone" in str(key) or (key != "_name_or_path" and _names_others(value))
+            for key, value in config.items()
+        )
+    if isinstance(config, list):
+        return any(map(_names_others, config))
+    return isinstance(config, str) and "/" in config
+
+
+def _files_of(package: str, search: list[str]) -> list[tuple[str, int, int]]:
+    """(path, bytes, time of the last change) of every source and library of an installed package:
+    not only its version, as people change what is installed. Raises ValueError where it is not
+    installed as a folder."""
+    spec = PathFinder.find_spec(package, search)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"{package} is no folder")
+    folders, found = list(spec.submodule_search_locations), []
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.name.endswith((".py", ".so")):
+                    status = entry.stat()
+                    found.append((entry.path, status.st_size, status.st_mtime_ns))
+                elif entry.is_dir() and entry.name not in _NO_CODE:
+                    folders.append(entry.path)
+    return sorted(found)
+
+
+def _importable(search: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """What can be imported from each folder, by name, installed distributions with their versions:
+    libraries do what they do by what else there is."""
+    here = os.getcwd()
+    found = []
+    for folder in search:
+        path = os.path.abspath(folder)
+        names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+        kept = [n for n in names if n.endswith(_IMPORTABLE) or n.isidentifier()]
+        found.append(("." if path == here else path, [n for n in kept if n != "__pycache__"]))
+    return found

@@ -1,0 +1,385 @@
+"""What a model is and what it costs, measured on the meta device: no weights, no devices.
+
+The model is exported once with a batch of unknown size (`torch.export`, design §7); its
+graph becomes the torch-free `OperationGraph` all planning works on, and is kept for the ranks
+that run a rewritten part of it. A model that cannot be exported is measured as it is.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from whale_train.errors import ConfigError, Fault
+from whale_train.models.build import build_model
+from whale_train.models.export.export import (
+    EXPORT_BATCH,
+    example_batch,
+    export,
+    module_path,
+    on_meta,
+)
+from whale_train.models.export.to_operation_graph import operation_graph
+from whale_train.models.loss_module import LossModule
+from whale_train.models.options import ModelOptions
+from whale_train.models.profile.block_folding import CannotUnfold, Fold, folded, folds_of, unfold
+from whale_train.models.profile.counters import AHEAD, counters
+from whale_train.models.profile.repeated_calls import Call, first_difference, recorded
+from whale_train.models.profile.sparse_gradients import SparseCalls, may_be_sparse
+from whale_train.models.profile.unseen_losses import SeenLosses
+from whale_train.strategies.graph.operation_graph import (
+    INSIDE,
+    OWN,
+    InputField,
+    ModelProfile,
+    OperationGraph,
+    Parameter,
+)
+from whale_train.strategies.graph.saved_tensors import View, kept
+
+Samples = Callable[[int], Mapping[str, NDArray[Any]]]
+"""At most so many samples: per field an array `[n, *field.shape]` of the field's dtype."""
+
+
+def profile_model(
+    options: ModelOptions,
+    name: str,
+    fields: tuple[InputField, ...],
+    samples: Samples | None = None,
+    *,
+    by_folding: bool = False,
+) -> ModelProfile:
+    """Build on the meta device, export, and measure one training step.
+
+    A model that looks at values is measured on the `samples` it is trained on, or on zeros where
+    there are none. `by_folding`, equal blocks are exported three times and not as often as they
+    are there (`models/profile/block_folding.py`): for plans nobody runs, as a model might treat its
+    blocks differently in a way that does not show in them. Raises ConfigError for a class that
+    cannot be built or does not take the data's fields, and what its forward or `samples` raise.
+    """
+    module, inputs = on_meta(options, fields)
+    batch = example_batch(inputs, EXPORT_BATCH)
+    folds = folds_of(module.model) if by_folding else ()
+    graph = _folded_graph(module, folds, batch, name) if folds else None
+    if folds and graph is None:
+        module, _ = on_meta(options, fields)  # as a forward may leave things in its modules
+    error = ""
+    if graph is None:
+        graph, error = _exported_graph(module, batch, name)
+    if graph is None:
+        branches = not _runs(module, batch)
+        if branches:  # it looks at values, which the meta device has none of
+            module = LossModule(build_model(options), options)
+            batch = _values(batch, samples)
+        losses: list[Tensor] = []
+        with SparseCalls() as sparse:
+            flops, activation_bytes = _measure(
+                lambda batch: losses.append(module(**batch)), batch, module
+            )
+        sparse.refuse(name, sparse.targets)
+        count = len(next(iter(batch.values())))
+        flops, activation_bytes = flops / count, activation_bytes / count
+        unused = _without_gradient(module.model, losses[0])
+    else:
+        flops = sum(operation.flops for operation in graph)
+        activation_bytes = sum(kept(View(graph), [op.name for op in graph]).values())
+        branches, unused = False, _unused(module.model, graph)
+    model = module.model
+    return ModelProfile(
+        name=name,
+        parameters=_parameters(model),
+        inputs=inputs,
+        forward_flops=flops,
+        activation_bytes=activation_bytes,
+        buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
+        graph=graph,
+        export_error=error,
+        batch_norm_modules=tuple(
+            path
+            for path, child in model.named_modules()
+            if isinstance(child, nn.modules.batchnorm._BatchNorm)
+        ),
+        unused_parameters=() if branches else unused,
+        perhaps_unused=unused if branches else (),
+    )
+
+
+def _values(batch: dict[str, Tensor], samples: Samples | None) -> dict[str, Tensor]:
+    """Such a batch with values, on the CPU."""
+    if samples is None:
+        return {name: torch.zeros_like(x, device="cpu") for name, x in batch.items()}
+    arrays = samples(EXPORT_BATCH)
+    return {name: torch.from_numpy(arrays[name]) for name in batch}
+
+
+def _folded_graph(
+    module: LossModule, folds: Sequence[Fold], batch: dict[str, Tensor], name: str
+) -> OperationGraph | None:
+    """The whole model's graph out of a few of its blocks; None where their graphs are not equal."""
+    with folded(module.model, folds):
+        graph, _ = _exported_graph(module, batch, name)
+    if graph is None:
+        return None
+    try:
+        return unfold(graph, folds)
+    except CannotUnfold:
+        return None
+
+
+def _exported_graph(
+    module: LossModule, batch: dict[str, Tensor], name: str
+) -> tuple[OperationGraph | None, str]:
+    """Return the measured graph of a model that does the same whenever it is called; or None and
+    the reason why there is none. Raises ConfigError for one that has sparse gradients."""
+
+    def run() -> None:
+        with next(iter(batch.values())).device:
+            module(**batch)
+
+    trained = _trained(module.model)
+    calls: list[list[Call] | None] = []
+    losses = SeenLosses()
+    with losses:
+        found = counters(module.model, lambda: calls.append(recorded(run)))
+    for ahead in AHEAD if found and calls[0] is not None else ():
+        for counter in found:
+            counter.set(module.model, ahead)
+        calls.append(recorded(run))
+        _refuse_other_parameters(module.model, trained, name)
+    for counter in found:
+        counter.set(module.model, 1)
+    exported, error = export(module, batch)
+    _refuse_other_parameters(module.model, trained, name)
+    if exported is None:
+        return None, error
+    unseen = losses.unseen(exported.graph) if calls[0] is not None else None
+    if unseen is not None:
+        where = module_path(unseen) or "its forward"
+        return None, f"{where} calls {unseen.name} past torch.nn.functional"
+    calls.append(recorded(run))
+    changes = (first_difference(calls[0], other) for other in calls[1:])
+    changed = next((change for change in changes if change), "")
+    if changed:
+        return None, f"its forward changes from call to call: {changed}"
+    try:
+        return _measured_graph(exported, batch, name), ""
+    except NotImplementedError as error:  # of an operation that torch cannot run without values
+        return None, str(error).partition(": attempted")[0] + " cannot be run without values"
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    return {path: parameter.requires_grad for path, parameter in model.named_parameters()}
+
+
+def _refuse_other_parameters(model: nn.Module, trained: dict[str, bool], name: str) -> None:
+    """Raise ConfigError where other parameters than `trained` says are trained after a call."""
+    after = _trained(model)
+    for path, was in trained.items():
+        if after.get(path, was) != was:
+            rule = f"changes in its forward whether the parameter {path} is trained (requires_grad)"
+            raise ConfigError([Fault("model", name, rule, "set it where the model is built")])
+
+
+def _measured_graph(
+    exported: fx.GraphModule, batch: dict[str, Tensor], name: str
+) -> OperationGraph:
+    """Return the operations of the model named `name`, with what each adds to the FLOPs and has
+    autograd keep. Raises ConfigError for one that has sparse gradients."""
+    with _saved_tensors(exported) as saved:
+        interpreter = _CountingInterpreter(exported, saved)
+        interpreter.run_batch(batch)
+    interpreter.sparse_calls.refuse(name, interpreter.sparse)
+    return operation_graph(exported, interpreter.flops, interpreter.kept, interpreter.memory)
+
+
+def _measure(
+    run: Callable[[dict[str, Tensor]], Any], batch: dict[str, Tensor], module: nn.Module
+) -> tuple[float, float]:
+    """(forward FLOPs, bytes kept for backward) of one call on `batch`."""
+    with _saved_tensors(module) as saved, _flop_counter() as counter:
+        run(batch)
+    each = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+    return float(counter.get_total_flops()), float(sum(each.values()))
+
+
+def _flop_counter() -> FlopCounterMode:
+    """Return a counter of all FLOPs, not told apart by modules: what tells them apart watches
+    backwards too, and breaks forwards that compute gradients."""
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
+
+
+class _NoModules(nullcontext[None]):
+    """What a FlopCounterMode asks for the modules that run."""
+
+    parents = frozenset({"Global"})
+
+
+@contextmanager
+def _saved_tensors(module: nn.Module) -> Iterator[list[Tensor]]:
+    """What autograd keeps, as often as it is told to. What `module` holds anyway, which a product
+    saves as a view of its weight, is left out."""
+    held = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    saved: list[Tensor] = []  # alive, as a freed storage's number would be used again
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _memory(tensor) not in held:
+            saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def _memory(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+class _CountingInterpreter(fx.Interpreter):
+    """Runs a graph on meta tensors and notes of each operation the FLOPs it adds, what it adds to
+    `saved` (`Operation.saved`), and in whose memory its value lies (`Operation.memory`)."""
+
+    def __init__(self, module: fx.GraphModule, saved: list[Tensor]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._exported, self._saved = module, saved
+        self.flops: dict[str, float] = {}
+        self.kept: dict[str, dict[int, float]] = {}
+        self.memory: dict[str, int] = {}
+        self.sparse: list[str] = []  # modules (or operations) with sparse gradients
+        self.sparse_calls = SparseCalls()
+
+    def run_batch(self, batch: dict[str, Tensor]) -> Any:
+        # Placeholders are named after the arguments; the interpreter takes them in order.
+        names = [str(node.target) for node in self.graph.nodes if node.op == "placeholder"]
+        watched = self.sparse_calls if may_be_sparse(self._exported) else nullcontext()
+        with watched, _flop_counter() as self.counter:
+            return self.run(*(batch[name] for name in names))
+
+    def run_node(self, n: fx.Node) -> Any:
+        before, known = self.counter.get_total_flops(), len(self._saved)
+        sparse = len(self.sparse_calls.targets)
+        value = super().run_node(n)
+        if len(self.sparse_calls.targets) > sparse:
+            self.sparse.append(module_path(n) or n.name)
+        self.flops[n.name] = float(self.counter.get_total_flops() - before)
+        if n.target is _ATTENTION:
+            # The meta device takes it apart, and would keep every query's weight of every key.
+            fused = self._fused_attention(n, known)
+            value = value if fused is None else fused
+        places: dict[int, int] = {}
+        for i, node in enumerate(n.all_input_nodes):
+            for m in _memories(self.env[node]):
+                places.setdefault(m, i)
+        own = _memories(value)
+        self.memory[n.name] = min((places[m] for m in own if m in places), default=OWN)
+        kept: dict[tuple[int, int], float] = {}
+        for tensor in self._saved[known:]:
+            m = _memory(tensor)
+            place = places.get(m, OWN if m in own else INSIDE)
+            kept[place, m] = float(tensor.untyped_storage().nbytes())
+        self.kept[n.name] = {}
+        for (place, _), num_bytes in kept.items():
+            self.kept[n.name][place] = self.kept[n.name].get(place, 0.0) + num_bytes
+        return value
+
+    def _fused_attention(self, n: fx.Node, known: int) -> Tensor | None:
+        """The value of the attention `n` as a CPU's fused kernel makes it, where there is one for
+        it; what that keeps takes the place of all saved since `known`."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        small, named = _small_on_cpu((args, kwargs))
+        if torch._fused_sdp_choice(*small, **named) != _FLASH:
+            return None
+        given = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+        given.pop("enable_gqa", None)
+        del self._saved[known:]
+        value: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**given)[0]
+        return value
+
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_ATTENTION_ARGUMENTS = tuple(argument.name for argument in _ATTENTION._schema.arguments)
+_FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
+
+
+_SMALL_EXTENT = 512
+
+
+def _small_on_cpu(arguments: Any) -> Any:
+    """Return `arguments` with small tensors on the CPU, alike in all that a kernel is chosen by.
+
+    A mask over a long sequence has its square of elements, and a plan has no room for it. Extents
+    above _SMALL_EXTENT become the next numbers above it, in their order: what is equal stays equal.
+    Strides keep their order, and which of them are 0 and 1.
+    """
+    tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    large = sorted({e for x in tensors for e in x.shape if e > _SMALL_EXTENT})
+    extents = {e: _SMALL_EXTENT + 1 + number for number, e in enumerate(large)}
+
+    def made(x: Tensor) -> Tensor:
+        sizes, strides = [extents.get(e, e) for e in x.shape], [0] * x.dim()
+        step = 1
+        for dim in sorted(range(x.dim()), key=lambda dim: (x.stride(dim), x.shape[dim])):
+            if x.stride(dim):
+                step = max(step, min(x.stride(dim), 2))
+                strides[dim] = step
+                step *= sizes[dim]
+        small = torch.empty_strided(sizes, strides, dtype=x.dtype, device="cpu")
+        return small.requires_grad_(x.requires_grad)
+
+    return tree_map_only(Tensor, made, arguments)
+
+
+def _memories(value: Any) -> set[int]:
+    """Of the tensors that a value is or has."""
+    return {_memory(x) for x in tree_leaves(value) if isinstance(x, Tensor)}
+
+
+def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for path, tensor in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(path)
+        tensors[id(tensor)] = tensor
+    return tuple(
+        Parameter(paths[0], tuple(tensors[i].shape), tensors[i].element_size(), tuple(paths[1:]))
+        for i, paths in names.items()
+        if tensors[i].requires_grad
+    )
+
+
+def _runs(module: LossModule, batch: dict[str, Tensor]) -> bool:
+    """Whether it runs on the meta device."""
+    try:
+        module(**batch)
+    except ConfigError:
+        raise
+    except Exception:  # whatever the user's forward raises without values to look at
+        return False
+    return True
+
+
+def _without_gradient(model: nn.Module, loss: Tensor) -> tuple[str, ...]:
+    """Return the parameters the loss does not depend on, as autograd sees it."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    paths = [x.path for x in _parameters(model)]
+    # Reentrant checkpointing has a backward, and no other gradients.
+    loss.backward()  # type: ignore[no-untyped-call]
+    unused = [path for path, p in zip(paths, parameters, strict=True) if p.grad is None]
+    model.zero_grad()
+    return tuple(unused)
+
+
+def _unused(model: nn.Module, graph: OperationGraph) -> tuple[str, ...]:
+    """Parameters the loss does not depend on."""
+    loss = set(graph.operations[-1].inputs[:1])
+    reached = {graph[name].path for name in graph.ancestors(loss)}
+    return tuple(
+        p.path for p in _parameters(model) if not reached.intersection((p.path, *p.aliases))
+    )

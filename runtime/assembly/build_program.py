@@ -1,0 +1,59 @@
+"""One rank's program, put together: its weights, its engines, its segments."""
+
+from torch import fx
+
+from whale_train.config import Request
+from whale_train.models.export.export import model_path
+from whale_train.models.loss_module import LossModule
+from whale_train.runtime.assembly.build_stages import assemble_stages
+from whale_train.runtime.assembly.shard_params import narrow_of
+from whale_train.runtime.comms.process_groups import sums_of
+from whale_train.runtime.engines.base import Copies
+from whale_train.runtime.engines.make import make_engine
+from whale_train.runtime.kernels.sync_batch_norm import synchronise_batch_norm
+from whale_train.runtime.loss.global_mean import target_counter
+from whale_train.runtime.process.rank_context import Seat
+from whale_train.runtime.process.shared_init import own_copy
+from whale_train.runtime.train.step_programs import Program, WholeModel
+from whale_train.strategies.plan.plan import Plan
+
+
+def assemble(
+    request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule | None, seat: Seat
+) -> Program:
+    """The program of `seat.rank`. `module` has the whole model's weights in shared memory; the
+    rank takes copies of what it holds and leaves the rest untouched."""
+    if plan.rewrite is None:
+        return _whole_model(request, plan, module, graph, seat)
+    assert graph is not None
+    return assemble_stages(request, plan, module, graph, seat)
+
+
+def _whole_model(
+    request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule | None, seat: Seat
+) -> Program:
+    (task_graph,) = plan.task_graphs
+    group = seat.groups[f"{task_graph.name}.data_parallel"]
+    if request.model.sync_batchnorm:
+        synchronise_batch_norm(module, group)
+    trained = set(task_graph.trained)
+    for path, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and model_path(path) in trained)
+    module.train()
+    own_copy(module.buffers(), seat.device)  # ranks update them (BatchNorm's statistics)
+    if task_graph.zero != 3:  # ZeRO 3 reads its partition straight out of the shared copy
+        own_copy(module.parameters(), seat.device)
+    by_path = {model_path(path): parameter for path, parameter in module.named_parameters()}
+    copies = Copies(
+        group, sums=seat.groups.get(sums_of(task_graph)), narrow=narrow_of(task_graph, by_path)
+    )
+    may_skip = not plan.exported
+    engine = make_engine(
+        request, plan, task_graph, module, copies, seat, may_skip_parameters=may_skip
+    )
+    sizes = [stop - start for start, stop in plan.ranks[seat.rank].samples]
+    counter = None
+    if len(sizes) > 1:
+        assert graph is not None
+        counter = target_counter(module, graph, group, seat.device)
+    return WholeModel(engine, group, sizes, plan.loss_weights, counter)

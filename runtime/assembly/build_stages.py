@@ -1,0 +1,226 @@
+"""A rank's part of a rewritten graph, put together: the chunks of its stage and nothing else.
+
+Only what the stage holds is copied out of the shared initial weights, and of a split tensor only
+this rank's shard.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch import distributed as dist
+
+from whale_train.config import Request
+from whale_train.models.loss_module import LossModule
+from whale_train.runtime.assembly.shard_params import narrow_of, own_tensors, tensor_paths
+from whale_train.runtime.comms.p2p import Transport
+from whale_train.runtime.comms.process_groups import sums_of
+from whale_train.runtime.engines.base import Copies, Engine
+from whale_train.runtime.engines.make import make_engine
+from whale_train.runtime.graph.shard_graph import (
+    Counts,
+    Place,
+    Segment,
+    write_segment_graph,
+)
+from whale_train.runtime.graph.shard_rng import SharedRandom
+from whale_train.runtime.kernels.weight_gradients import WeightGradients
+from whale_train.runtime.loss.global_mean import target_counter
+from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
+from whale_train.runtime.pipeline.chunk import Chunk, Segments, SharingChunk, VariedChunk, parts_of
+from whale_train.runtime.pipeline.executor import PipelineModel
+from whale_train.runtime.pipeline.executor import Place as PipelinePlace
+from whale_train.runtime.process.rank_context import Seat
+from whale_train.strategies.graph.operation_graph import is_repeated
+from whale_train.strategies.layouts.propagation import BATCH
+from whale_train.strategies.plan.plan import Plan, TaskGraph
+
+_Sharing = tuple[tuple[int, int], ...]  # the intervals of a micro-batch that members take
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The segments of one chunk, each with the number of its TaskGraph: for micro-batches that are
+    shared among the members of the shard group as `sharing` says (empty: all see all of it)."""
+
+    chunk: int
+    sharing: _Sharing
+    segments: Sequence[tuple[int, Segment]]
+
+
+def assemble_stages(
+    request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule, seat: Seat
+) -> PipelineModel:
+    """The program of `seat.rank`."""
+    assert plan.pipeline is not None
+    assert plan.rewrite is not None
+    place = PipelinePlace.of(plan, seat.rank)
+    copy = plan.pipeline["copies"][place.copy]
+    held = plan.pipeline["positions"][place.position]
+    pieces = sum(len(each["samples"]) for each in plan.pipeline["copies"])
+    counter = None
+    if pieces > 1 or request.train.evaluate_every is not None:
+        counter = target_counter(module, graph, seat.groups["world"], seat.device)
+    loss = LossOfPieces(copy["samples"], plan.loss_weights, counter, seat.device)
+    weight_gradients, counts = WeightGradients(), Counts()
+    numbers = [n for chunk in held for n in plan.pipeline["chunks"][chunk]["segments"]]
+    task_graphs = [plan.task_graphs[number] for number in plan.ranks[seat.rank].task_graphs]
+    canonical, tensors = own_tensors(
+        [plan.rewrite["segments"][number] for number in numbers],
+        *(task_graphs, module, graph, place.index, seat),
+    )
+    places = {
+        task_graph.id: Place(
+            device=seat.device,
+            group=_shard_group(task_graph, seat) or seat.groups[_copies_of(task_graph)],
+            index=place.index,
+            axes=plan.rewrite["axes"],
+            batch_norm_group=(
+                seat.groups.get(_copies_of(task_graph)) if request.model.sync_batchnorm else None
+            ),
+            loss_scale=loss.scale if pieces > 1 else None,
+            seed=_seed(request.seed, task_graph.id, place),
+        )
+        for task_graph in task_graphs
+    }
+    # An evaluation has several batches, and so several pieces, where a step has one.
+    scale = None if counter is None else loss.scale
+    writer = _Writer(plan, seat.rank, graph, canonical, tensors, counts, weight_gradients, scale)
+    sharings: tuple[_Sharing, ...] = tuple(dict.fromkeys(copy.get("members", ())))
+    written: list[_Written] = []
+    for chunk in held:
+        described = plan.pipeline["chunks"][chunk]
+        for number, sharing in enumerate(sharings if described["shares_samples"] else ((),)):
+            here = {
+                owner: replace(at, axes={**at.axes, BATCH: sharing}, seed=at.seed + number)
+                for owner, at in places.items()
+            }
+            segments = [writer.segment(n, described, here) for n in described["segments"]]
+            written.append(_Written(chunk, sharing, segments))
+    engines: dict[int, Engine] = {}
+    for task_graph in task_graphs:
+        owned = [x for each in written for owner, x in each.segments if owner == task_graph.id]
+        mine = Segments(owned)
+        copies = _copies(plan, task_graph, tensors, seat)
+        once = _has_one_backward(plan, mine, seat.rank)
+        engines[task_graph.id] = make_engine(
+            request, plan, task_graph, mine, copies, seat, overlap=once
+        )
+    chunks = _chunks(written, engines, copy.get("members", ()), places[task_graphs[-1].id])
+    transport = Transport(seat.device, seat.channels)
+    return PipelineModel(plan, seat.rank, chunks, loss, transport, counts, weight_gradients)
+
+
+class _Writer:
+    """Writes the segments that `rank` runs out of the exported `graph`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        graph: fx.GraphModule,
+        canonical: dict[str, str],
+        tensors: Mapping[str, Tensor],
+        counts: Counts,
+        weight_gradients: WeightGradients,
+        evaluation_scale: Any,
+    ) -> None:
+        self._plan, self._graph = plan, graph
+        self._canonical, self._tensors = canonical, tensors
+        self._counts, self._weight_gradients = counts, weight_gradients
+        self._evaluation_scale = evaluation_scale
+        self._several = plan.ranks[rank].micro_batches > 1
+
+    def segment(
+        self, number: int, described: Mapping[str, Any], places: Mapping[int, Place]
+    ) -> tuple[int, Segment]:
+        """Return the number of its TaskGraph, and segment `number` of the plan as the chunk
+        `described` runs it at `places`, by TaskGraph."""
+        assert self._plan.rewrite is not None
+        written = self._plan.rewrite["segments"][number]
+        here = places[written["task_graph"]]
+        paths = tensor_paths(written, self._graph, self._canonical)
+        held = {path: self._tensors[path] for path in paths}
+        segment = Segment(tuple(written["takes"]), tuple(written["gives"]), held)
+        evaluated = replace(here, loss_scale=self._evaluation_scale)
+        for at, counts in ((here, None), (evaluated, self._counts)):
+            write_segment_graph(segment, written, self._graph, self._canonical, at, counts)
+        if self._plan.schedule == "zero_bubble":
+            segment.defer_weight_gradients(self._weight_gradients)
+        else:
+            segment.overlap_weight_gradients(self._weight_gradients if self._several else None)
+        again = described["recompute"] == "full"
+        gathered = self._plan.task_graphs[written["task_graph"]].zero == 3
+        if again or gathered:
+            random = here.random if again else None
+            segment.divide(partial(_recomputed, random), gathered=gathered)
+        return written["task_graph"], segment
+
+
+def _chunks(
+    written: Sequence[_Written],
+    engines: Mapping[int, Engine],
+    members: Sequence[_Sharing],
+    head: Place,
+) -> dict[int, Chunk]:
+    """Return the chunks by number; of one whose samples `members` share, a variant for every
+    sharing. `head` is where the segments of a split head run."""
+    made: dict[int, dict[_Sharing, Chunk]] = {}
+    for each, parts in zip(written, parts_of([x.segments for x in written], engines), strict=True):
+        gives = parts[-1].segment.gives
+        if each.sharing:
+            at = replace(head, axes={**head.axes, BATCH: each.sharing})
+            chunk: Chunk = SharingChunk(parts, gives, at.along({"axis": BATCH, "outer": 1}))
+        else:
+            chunk = Chunk(parts, gives)
+        made.setdefault(each.chunk, {})[each.sharing] = chunk
+    return {
+        number: VariedChunk([variants[sharing] for sharing in members])
+        if len(variants) > 1
+        else next(iter(variants.values()))
+        for number, variants in made.items()
+    }
+
+
+def _copies_of(task_graph: TaskGraph) -> str:
+    """Return the name of the group of ranks that hold the same; a lone copy of a head has none."""
+    return f"{task_graph.name}.data_parallel"
+
+
+def _shard_group(task_graph: TaskGraph, seat: Seat) -> dist.ProcessGroup | None:
+    return seat.groups.get(f"{task_graph.name}.model_parallel")
+
+
+def _seed(seed: int, task_graph: int, place: PipelinePlace) -> int:
+    """Of what the members of a shard group draw alike, and no other group does."""
+    return ((seed * 10_007 + task_graph) * 10_007 + place.copy) * 10_007 + place.position
+
+
+def _copies(plan: Plan, task_graph: TaskGraph, tensors: Mapping[str, Tensor], seat: Seat) -> Copies:
+    assert plan.pipeline is not None
+    listed = ((path, tensors[path]) for path in task_graph.parameters)
+    held = {path: tensor for path, tensor in listed if isinstance(tensor, nn.Parameter)}
+    shared = {path: owners for path, owners in plan.pipeline["shared"].items() if path in held}
+    return Copies(
+        seat.groups.get(_copies_of(task_graph)),
+        _shard_group(task_graph, seat),
+        frozenset(held[path] for path in task_graph.shards if path in held),
+        {held[path]: seat.groups[f"shared.{path}"] for path in shared},
+        frozenset(held[path] for path, owners in shared.items() if owners[0] != task_graph.id),
+        sums=seat.groups.get(sums_of(task_graph)),
+        narrow=narrow_of(task_graph, held),
+    )
+
+
+def _recomputed(random: SharedRandom | None, block: str) -> SharedRandom | None:
+    return random if is_repeated(block) else None
+
+
+def _has_one_backward(plan: Plan, module: Segments, rank: int) -> bool:
+    """Whether a step has one forward and one backward of all `module` holds, which is what
+    DistributedDataParallel wants."""
+    assert plan.pipeline is not None
+    one_part = len(module.parts) == 1 and len(plan.pipeline["chunks"]) == 1
+    return one_part and plan.ranks[rank].micro_batches == 1

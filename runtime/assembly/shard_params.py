@@ -1,0 +1,90 @@
+"""What of the model's tensors one rank holds, copied out of the shared initial weights.
+
+Only what its segments read is touched, and of a cut tensor only this rank's shard. What has been
+read is let go of at once, so that a rank never has its part twice.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from whale_train.models.export.export import model_path
+from whale_train.models.loss_module import LossModule
+from whale_train.runtime.comms.layout_collectives import shard_of
+from whale_train.runtime.graph.nested_graphs import attribute, is_tensor
+from whale_train.runtime.process.rank_context import Seat
+from whale_train.runtime.process.shared_init import places_of
+from whale_train.strategies.plan.plan import TaskGraph
+
+
+def own_tensors(
+    written: Sequence[dict[str, list[str]]],
+    task_graphs: Sequence[TaskGraph],
+    module: LossModule,
+    graph: fx.GraphModule,
+    index: int,
+    seat: Seat,
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The canonical path of every name of a parameter; and, by canonical path, this rank's part
+    of the parameters, buffers and constants that the segments `written` read.
+
+    The parameters read are taken out of `module`.
+    """
+    names: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for full_path, parameter in module.named_parameters(remove_duplicate=False):
+        path = model_path(full_path)
+        canonical[path] = names.setdefault(id(parameter), path)
+        parameters[canonical[path]] = parameter
+    buffers = {model_path(k): b for k, b in module.named_buffers(remove_duplicate=False)}
+    trained = {path for task_graph in task_graphs for path in task_graph.trained}
+    layouts = {path: x for t in task_graphs for path, x in t.shard_layouts.items()}
+    intervals = {path: x for t in task_graphs for path, x in t.shards.items()}
+    constants = {  # which export lifted out of the forward
+        model_path(str(node.target)): attribute(graph, str(node.target))
+        for node in graph.graph.nodes
+        if node.op == "get_attr" and is_tensor(graph, node)
+    }
+    places = places_of(module)
+    own: dict[str, Tensor] = {}
+    for segment in written:
+        for path in tensor_paths(segment, graph, canonical):
+            if path in own:
+                continue
+            learned = parameters.pop(path) if path in parameters else None
+            whole = buffers.get(path) if learned is None else learned
+            if whole is None:
+                whole = constants[path]
+            if path in layouts:
+                part = shard_of(whole.detach(), layouts[path], intervals[path], index)
+            else:
+                part = whole.detach().clone(memory_format=torch.contiguous_format)
+            part = part.to(seat.device)
+            if learned is not None:
+                part = nn.Parameter(part, requires_grad=path in trained)
+                for held, name in places[id(learned)]:
+                    held[name] = None
+            own[path] = part
+    return canonical, own
+
+
+def narrow_of(task_graph: TaskGraph, tensors: Mapping[str, Tensor]) -> frozenset[nn.Parameter]:
+    """Return the parameters among `tensors`, by path, that `task_graph` holds in 16 bits."""
+    listed = (tensors[path] for path in task_graph.narrow if path in tensors)
+    return frozenset(x for x in listed if isinstance(x, nn.Parameter))
+
+
+def tensor_paths(
+    written: dict[str, list[str]], graph: fx.GraphModule, canonical: dict[str, str]
+) -> list[str]:
+    """Canonical paths of the tensors a segment reads, each once."""
+    chosen = set(written["operations"])
+    found = (
+        model_path(str(node.target))
+        for node in graph.graph.nodes
+        if node.op == "get_attr" and node.name in chosen
+        if is_tensor(graph, node)
+    )
+    return list(dict.fromkeys(canonical.get(path, path) for path in found))

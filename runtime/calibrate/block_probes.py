@@ -1,0 +1,84 @@
+"""What lies between products, measured where it lies.
+
+In a block of a model an activation or a norm reads what a product has just written, and its
+backward reads what was written long before: between them products have taken the caches. In a chain
+of its own kind it finds much of that still there, and takes half to two thirds of the time. So here
+every such operation stands between two products, and each is timed by itself.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from whale_train.runtime.calibrate.probes import Measured, Probe, elementwise
+from whale_train.runtime.calibrate.timing import now
+from whale_train.runtime.engines.base import autocast
+from whale_train.strategies.cost.op_work import Kind
+
+
+@dataclass(frozen=True)
+class Block:
+    """Operations of every kind on [rows, wide] and on [rows, narrow] in turns, with products of
+    a weight [wide, narrow] between them."""
+
+    rows: int
+    narrow: int
+    wide: int
+
+
+# As in small transformers, and as in a convolutional net's first layers: few columns, many rows.
+BLOCKS = (Block(480, 320, 960), Block(1200, 128, 960))
+SMALLEST = Block(2, 4, 4)  # all overhead
+
+
+def run_block(block: Block, device: torch.device, precision: str) -> list[Measured]:
+    """One forward and backward of `block`, operation by operation."""
+    value, stages = _made(block, device)
+    passed: list[tuple[Tensor, Tensor]] = []
+    forward, backward = [], []
+    for _, step in stages:
+        with autocast(precision, device):
+            started = now(device)
+            result = step(value)
+            forward.append(now(device) - started)
+        passed.append((value, result))
+        value = result.detach().requires_grad_()
+    gradient = torch.ones_like(value)
+    while passed:
+        value, result = passed.pop()
+        started = now(device)
+        torch.autograd.backward([result], [gradient])
+        backward.append(now(device) - started)
+        assert value.grad is not None
+        gradient = value.grad
+    return [
+        Measured(probe, ahead, back)
+        for (probe, _), ahead, back in zip(stages, forward, reversed(backward), strict=True)
+        if probe is not None
+    ]
+
+
+_Stage = tuple[Probe | None, Callable[[Tensor], Tensor]]  # None: a product
+
+
+def _made(block: Block, device: torch.device) -> tuple[Tensor, Sequence[_Stage]]:
+    """The first value, and what is done to it in turn."""
+    stages: list[_Stage] = []
+
+    def between(probe: Probe, inside: int, outside: int) -> None:
+        weight = torch.randn(outside, inside, device=device).mul_(inside**-0.5).requires_grad_()
+        _, held = probe.make(1, device)
+        stages.append((None, lambda value: functional.linear(value, weight)))
+        stages.append((probe, lambda value: probe.step(value, 0, held)))
+
+    wide, narrow = (
+        [probe for probe in elementwise((block.rows, width)) if probe.kind is not Kind.VIEW]
+        for width in (block.wide, block.narrow)
+    )
+    for in_wide, in_narrow in zip(wide, narrow, strict=True):
+        between(in_wide, block.narrow, block.wide)
+        between(in_narrow, block.wide, block.narrow)
+    return torch.randn(block.rows, block.narrow, device=device, requires_grad=True), stages

@@ -1,0 +1,188 @@
+"""What is run to learn how fast a device computes: chains of one kind of operation each.
+
+As in a training, every operation reads what the one before it has just written and keeps it for the
+backward, so that caches and fresh memory are what they are there. Owns the chains, their FLOPs and
+bytes; `calibrate.py` times them. Of what lies between products they tell the overhead alone:
+how fast it moves its bytes is `block_probes.py`'s.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from whale_train.strategies.cost.op_work import Kind
+
+_CHAIN_BYTES = 48e6  # of results a chain keeps: more than caches hold
+_LONGEST = 24  # operations
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`length` operations in a row: `step(value, index, held)` is one, and `make(length)` gives the
+    first value and what they hold. Each has `flops` forward, and moves `num_bytes` forward and
+    `backward_bytes` backward, as `work.py` counts them."""
+
+    kind: Kind
+    flops: float
+    num_bytes: float
+    backward_bytes: float
+    length: int
+    make: Callable[[int, torch.device], tuple[Tensor, Sequence[Tensor]]]
+    step: Callable[[Tensor, int, Sequence[Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one operation of a probe."""
+
+    probe: Probe
+    forward_s: float
+    backward_s: float
+
+
+def probes() -> Iterator[Probe]:
+    """All of them; the first of each kind is so small that it is all overhead."""
+    yield from elementwise((2, 4))
+    for rows, inside, outside in _PRODUCTS:
+        yield _product(rows, inside, outside)
+    for batch, heads, tokens in ((1, 1, 8), (8, 4, 64), (8, 8, 64), (4, 8, 256)):
+        yield _attention(batch, heads, tokens, 64)
+    for batch, channels, side in ((1, 1, 4), (8, 32, 32), (8, 64, 16), (8, 256, 8), (8, 512, 2)):
+        yield _convolution(batch, channels, side)
+    for rows, classes in ((2, 2), (512, 256), (512, 4096), (256, 32000)):
+        yield _loss(rows, classes)
+    for rows, table, width in ((2, 2, 4), (512, 256, 256), (1024, 8192, 256), (512, 32000, 512)):
+        yield _lookup(rows, table, width)
+
+
+def elementwise(shape: tuple[int, int]) -> Iterator[Probe]:
+    """One value in, one out, of the same shape."""
+    size = 4.0 * shape[0] * shape[1]
+    length = max(4, min(_LONGEST, int(_CHAIN_BYTES / size)))
+    width = shape[1]
+
+    def alone(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        return torch.randn(shape, device=device, requires_grad=True), ()
+
+    def with_other(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        others = [torch.randn(shape, device=device) for _ in range(length)]
+        return alone(length, device)[0], others
+
+    def with_scale(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        ones = [torch.ones(width, device=device, requires_grad=True) for _ in range(2 * length)]
+        return alone(length, device)[0], ones
+
+    def norm(value: Tensor, i: int, held: Sequence[Tensor]) -> Tensor:
+        return functional.layer_norm(value, (width,), held[2 * i], held[2 * i + 1])
+
+    def turned(value: Tensor, i: int, held: Sequence[Tensor]) -> Tensor:
+        head = min(width, 64)
+        parts = value.view(shape[0] // 2, 2, width // head, head).transpose(1, 2)
+        return parts.reshape(shape)
+
+    def one(kind: Kind, moved: float, back: float, step: Callable[[Tensor], Tensor]) -> Probe:
+        return Probe(kind, 0.0, moved, back, length, alone, lambda value, i, held: step(value))
+
+    yield Probe(
+        Kind.POINTWISE, 0.0, 3 * size, 3 * size, length, with_other,
+        lambda value, i, held: value * held[i],
+    )  # fmt: skip
+    yield Probe(Kind.NORM, 0.0, 2 * size, 2 * size, length, with_scale, norm)
+    yield Probe(Kind.COPY, 0.0, 2 * size, 2 * size, length, alone, turned)
+    yield one(Kind.FUNCTION, 2 * size, 2 * size, functional.silu)
+    yield one(Kind.GELU, 2 * size, 2 * size, functional.gelu)
+    yield one(Kind.TANH, 2 * size, 2 * size, torch.tanh)
+    yield one(Kind.RANDOM, 2 * size, 2 * size, lambda value: functional.dropout(value, 0.1))
+    yield one(Kind.SOFTMAX, 2 * size, 2 * size, lambda value: value.softmax(-1))
+    yield Probe(
+        Kind.SUM, 0.0, size, size, length, alone,
+        lambda value, i, held: _keeping(value, value.mean(-1)),
+    )  # fmt: skip
+    if size < 100:
+        yield one(Kind.VIEW, 0.0, 0.0, lambda value: value.transpose(0, 1))
+
+
+def _keeping(value: Tensor, total: Tensor) -> Tensor:
+    """`total`, shown as large as `value`: the next operation's to sum again."""
+    return total.unsqueeze(-1).expand(value.shape)
+
+
+# (rows, inside, outside): tiny; as in blocks; with a weight larger than what it is applied to; as
+# in a head of many classes.
+_PRODUCTS = (
+    (2, 2, 2),
+    (512, 256, 256), (512, 512, 512), (512, 256, 1024), (256, 1024, 1024), (2048, 256, 256),
+    (8, 512, 2048), (64, 1024, 4096), (64, 512, 16384),
+)  # fmt: skip
+
+
+def _product(rows: int, inside: int, outside: int) -> Probe:
+    def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        shapes = [(outside, inside) if i % 2 == 0 else (inside, outside) for i in range(length)]
+        weights = [torch.randn(s, device=device).mul_(s[1] ** -0.5) for s in shapes]
+        first = torch.randn(rows, inside, device=device, requires_grad=True)
+        return first, [w.requires_grad_() for w in weights]
+
+    flops = 2.0 * rows * inside * outside
+    moved = 4.0 * (rows * inside + inside * outside + rows * outside)
+    length = max(4, min(_LONGEST, int(_CHAIN_BYTES / moved)))
+    return Probe(
+        Kind.PRODUCT, flops, moved, moved, length, make,
+        lambda value, i, held: functional.linear(value, held[i]),
+    )  # fmt: skip
+
+
+def _attention(batch: int, heads: int, tokens: int, width: int) -> Probe:
+    shape = (batch, heads, tokens, width)
+
+    def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        made = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
+        return made[0], made[1:]
+
+    def step(value: Tensor, i: int, held: Sequence[Tensor]) -> Tensor:
+        return functional.scaled_dot_product_attention(value, held[0], held[1], is_causal=True)
+
+    flops = 4.0 * batch * heads * tokens * tokens * width
+    moved = 16.0 * batch * heads * tokens * width
+    return Probe(Kind.ATTENTION, flops, moved, moved, 6, make, step)
+
+
+def _convolution(batch: int, channels: int, side: int) -> Probe:
+    def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        first = torch.randn(batch, channels, side, side, device=device, requires_grad=True)
+        weights = [torch.randn(channels, channels, 3, 3, device=device) for _ in range(length)]
+        return first, [w.mul_(channels**-0.5 / 3).requires_grad_() for w in weights]
+
+    flops = 2.0 * 9 * batch * channels * channels * side * side
+    moved = 4.0 * (2 * batch * channels * side * side + 9 * channels * channels)
+    return Probe(
+        Kind.CONVOLUTION, flops, moved, moved, 6, make,
+        lambda value, i, held: functional.conv2d(value, held[i], padding=1),
+    )  # fmt: skip
+
+
+def _loss(rows: int, classes: int) -> Probe:
+    def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        targets = torch.randint(0, classes, (rows,), device=device)
+        return torch.randn(rows, classes, device=device, requires_grad=True), [targets]
+
+    moved = 4.0 * rows * classes
+    return Probe(
+        Kind.LOSS, 0.0, moved, moved, 1, make,
+        lambda value, i, held: functional.cross_entropy(value, held[0]),
+    )  # fmt: skip
+
+
+def _lookup(rows: int, table: int, width: int) -> Probe:
+    def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        weight = nn.Parameter(torch.randn(table, width, device=device))
+        return weight, [torch.randint(0, table, (rows,), device=device)]
+
+    moved = 8.0 * rows * width
+    return Probe(
+        Kind.LOOKUP, 0.0, moved, moved + 4.0 * table * width, 1, make,
+        lambda value, i, held: functional.embedding(held[0], value),
+    )  # fmt: skip

@@ -1,0 +1,143 @@
+"""How long operations of every kind take, taken in passes, and the rooflines that say so."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from whale_train.runtime.calibrate.block_probes import SMALLEST, Block, run_block
+from whale_train.runtime.calibrate.probes import Measured, Probe
+from whale_train.runtime.calibrate.timing import now, undisturbed
+from whale_train.runtime.engines.base import autocast
+from whale_train.strategies.cost.op_work import BY_FLOPS, Kind
+from whale_train.strategies.hardware.cluster import Kernel, Roofline
+
+UNBOUND = 1e30  # a rate whose limit nothing reached
+_RUNS = 2  # of each probe in a pass
+
+Runs = Sequence[Sequence[float]]  # seconds: of every probe, those of each of its runs
+
+
+class KernelTimes:
+    """Those of probes and of operations in blocks on one device. Every pass runs all of them, so
+    that what else the machine does for a while is in no kind's figures alone."""
+
+    def __init__(self, listed: Sequence[Probe], blocks: Sequence[Block]) -> None:
+        self._listed, self._blocks = listed, (SMALLEST, *blocks)
+        self._forward: list[list[float]] = [[] for _ in listed]
+        self._backward: list[list[float]] = [[] for _ in listed]
+        self._in_blocks: list[list[list[Measured]]] = [[] for _ in self._blocks]
+
+    def take(self, device: torch.device, precision: str, together: Callable[[], object]) -> None:
+        """One pass. `together` waits for the other ranks, before each probe."""
+        for number, probe in enumerate(self._listed):
+            together()
+            ahead, back = _timed(probe, device, precision)
+            self._forward[number] += ahead
+            self._backward[number] += back
+        for block, runs in zip(self._blocks, self._in_blocks, strict=True):
+            together()
+            runs += [run_block(block, device, precision) for _ in range(_RUNS + 1)][1:]
+
+    def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[Kind, Kernel]:
+        """The rooflines of every kind of operation listed, of which those between products move
+        their bytes as in the blocks. `slowest` gives the most that any rank took of a run."""
+        found: dict[Kind, list[Measured]] = {}
+        taken = zip(self._listed, slowest(self._forward), slowest(self._backward), strict=True)
+        for probe, ahead, back in taken:
+            measured = Measured(probe, undisturbed(ahead), undisturbed(back))
+            found.setdefault(probe.kind, []).append(measured)
+        smallest, *larger = (_of_runs(runs) for runs in self._in_blocks)
+        for measured in (each for block in larger for each in block):
+            kind = measured.probe.kind
+            # What stopping to look at the clock adds is taken off.
+            least = next(each for each in smallest if each.probe.kind is kind)
+            alone = found[kind][0]
+            found[kind].append(
+                Measured(
+                    measured.probe,
+                    alone.forward_s + max(measured.forward_s - least.forward_s, 0.0),
+                    alone.backward_s + max(measured.backward_s - least.backward_s, 0.0),
+                )
+            )
+        return {kind: _kernel(kind, measured) for kind, measured in found.items()}
+
+
+def _of_runs(runs: Sequence[Sequence[Measured]]) -> list[Measured]:
+    """Of several runs of the same."""
+    return [
+        Measured(
+            each[0].probe,
+            undisturbed(x.forward_s for x in each),
+            undisturbed(x.backward_s for x in each),
+        )
+        for each in zip(*runs, strict=True)
+    ]
+
+
+def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[float], list[float]]:
+    """Seconds of one of the operations in some runs, forward and backward."""
+    value, held = probe.make(probe.length, device)
+    forward, backward = [], []
+    for _ in range(_RUNS + 1):
+        for tensor in (value, *held):
+            tensor.grad = None
+        started = now(device)
+        result = value
+        with autocast(precision, device):
+            for i in range(probe.length):
+                result = probe.step(result, i, held)
+        between = now(device)
+        gradient = torch.ones_like(result)
+        begun = now(device)
+        torch.autograd.backward([result], [gradient])
+        ended = now(device)
+        forward.append((between - started) / probe.length)
+        backward.append((ended - begun) / probe.length)
+        del result
+    return forward[1:], backward[1:]  # the first run pays for what libraries set up
+
+
+def _kernel(kind: Kind, measured: Sequence[Measured]) -> Kernel:
+    forward = [(x.probe.flops, x.probe.num_bytes, x.forward_s) for x in measured]
+    backward = [(x.probe.flops, x.probe.backward_bytes, x.backward_s) for x in measured]
+    return Kernel(fitted(kind in BY_FLOPS, forward), fitted(kind in BY_FLOPS, backward))
+
+
+def fitted(by_flops: bool, points: Sequence[tuple[float, float, float]]) -> Roofline:
+    """The roofline through (FLOPs, bytes, seconds) of single operations, the first of which is all
+    overhead: least squares of the relative errors, neither rate below 0."""
+    (_, _, overhead), *rest = points
+    flops, moved, target = [], [], []
+    for f, b, seconds in rest:
+        flops.append(f / seconds if by_flops else 0.0)
+        moved.append(b / seconds)
+        target.append(max(seconds - overhead, 0.0) / seconds)
+    per_flop, per_byte = _least_squares(flops, moved, target)
+    return Roofline(
+        overhead, 1 / per_flop if per_flop else UNBOUND, 1 / per_byte if per_byte else UNBOUND
+    )
+
+
+def _least_squares(
+    first: Sequence[float], second: Sequence[float], target: Sequence[float]
+) -> tuple[float, float]:
+    """Factors x, y >= 0 for which x * first + y * second comes nearest to target."""
+
+    def dot(a: Sequence[float], b: Sequence[float]) -> float:
+        return sum(p * q for p, q in zip(a, b, strict=True))
+
+    aa, ab, bb = dot(first, first), dot(first, second), dot(second, second)
+    at, bt = dot(first, target), dot(second, target)
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        x, y = (at * bb - bt * ab) / determinant, (bt * aa - at * ab) / determinant
+        if x >= 0 and y >= 0:
+            return x, y
+    alone = [(at / aa, 0.0)] if aa else []
+    alone += [(0.0, bt / bb)] if bb else []
+    return min(
+        alone or [(0.0, 0.0)],
+        key=lambda xy: sum(
+            (xy[0] * f + xy[1] * s - t) ** 2 for f, s, t in zip(first, second, target, strict=True)
+        ),
+    )

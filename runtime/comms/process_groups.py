@@ -1,0 +1,185 @@
+"""The plan's process groups, made. Every rank makes all of them, in the plan's order.
+
+A group is described by the plan's name for it (torch's `group_desc`, which NCCL's watchdog logs);
+`runtime/failures/timeouts.py` has what the plan says of a group.
+"""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import Store, _set_pg_timeout, _world
+
+from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup, home
+from whale_train.runtime.cpu.shm_p2p import SharedMessages
+from whale_train.runtime.emulate import emulated_group as paced_group
+from whale_train.runtime.emulate.emulated_group import PacedGroup
+from whale_train.runtime.emulate.emulated_links import Links
+from whale_train.runtime.emulate.throttle import Pace
+from whale_train.runtime.failures.timeouts import group_name
+from whale_train.strategies.plan.plan import Plan, TaskGraph
+
+# A rank that ends is noticed by its host; this only bounds a wait for one that hangs.
+TIMEOUT = timedelta(minutes=30)
+
+
+def join(
+    rendezvous: str | Store,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: timedelta = TIMEOUT,
+    pace: Pace | None = None,
+    links: Links | None = None,
+) -> None:
+    """Join the job's world, met at a URL or a store; NCCL between GPUs, gloo between CPU
+    processes, which may keep a `pace` and have slow `links` (measured here). `timeout` is for the
+    meeting and for every wait in it."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if pace is not None or links is not None:
+        backend = paced_group.register(pace, links)
+    dist.init_process_group(
+        backend,
+        init_method=rendezvous if isinstance(rendezvous, str) else None,
+        store=None if isinstance(rendezvous, str) else rendezvous,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    if links is not None:
+        assert isinstance(dist.group.WORLD, PacedGroup)
+        links.measure(dist.group.WORLD.inner)
+
+
+def file_rendezvous(run_dir: Path) -> str:
+    """Where the ranks of one host meet: a file, which needs no port and collides with nobody."""
+    return f"file://{run_dir / 'rendezvous'}"
+
+
+def make_groups(
+    plan: Plan, rank: int, timeout: timedelta = TIMEOUT
+) -> dict[str, dist.ProcessGroup]:
+    """The groups `rank` is in, by the plan's names. Equal lists of ranks share one group; the
+    members of a split that can share memory have one of their own for it, and copies that torch
+    keeps have another one beside theirs (`sums_of`)."""
+    world = tuple(range(plan.world_size))
+    made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
+    if dist.group.WORLD is not None:
+        made[world, False] = dist.group.WORLD
+    copied = list(_copied(plan))
+    found = homes() if copied or _has_splits(plan) else []
+
+    def share(ranks: tuple[int, ...]) -> bool:
+        return len({found[member] for member in ranks}) == 1
+
+    mine: dict[str, dist.ProcessGroup] = {}
+    for name, lists in plan.groups.items():
+        for ranks in lists:
+            shared = _is_split(name, ranks) and share(ranks)
+            if (ranks, shared) not in made:
+                new_group = SharedMemoryGroup.new if shared else dist.new_group
+                description = group_name(plan, ranks)
+                group = new_group(list(ranks), timeout=timeout, group_desc=description)
+                made[ranks, shared] = group
+            if rank in ranks:
+                mine[name] = made[ranks, shared]
+    for name, copies in copied:
+        for ranks in filter(share, copies):
+            group = SharedMemoryGroup.new(list(ranks), timeout, group_name(plan, ranks))
+            if rank in ranks:
+                mine[name] = group
+    return mine
+
+
+def make_channels(
+    plan: Plan, rank: int, device: torch.device, timeout: timedelta = TIMEOUT
+) -> dict[tuple[int, int, int], dist.ProcessGroup]:
+    """Groups of two for the messages of a pipeline that `rank` sends or receives, by (source rank,
+    target rank, channel). NCCL matches messages by their order: there is one for each edge and
+    direction between ranks that talk, as the order holds on each of them and not across. CPU ranks
+    that can share memory have one between any two; others' messages go through the world."""
+    if plan.pipeline is None:
+        return {}
+    found: dict[tuple[int, int, int], dist.ProcessGroup] = {}
+    pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+    of_ranks = [] if device.type == "cuda" else homes()
+    for source, target, channel in _messages(plan):
+        if device.type == "cuda":
+            group = dist.new_group([source, target], timeout=timeout)
+        elif of_ranks[source] == of_ranks[target]:
+            ends = (min(source, target), max(source, target))
+            if ends not in pairs:
+                pairs[ends] = SharedMessages.new(list(ends), timeout, "messages")
+            group = pairs[ends]
+        else:
+            continue
+        if rank in (source, target):
+            found[source, target, channel] = group
+    return found
+
+
+def _messages(plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """(source, target, channel) of all that ranks of a pipeline say to each other: an edge's values
+    and, the other way, their gradients."""
+    assert plan.pipeline is not None
+    for copy in plan.pipeline["copies"]:
+        for number, (start, end, _) in enumerate(plan.pipeline["edges"]):
+            talking = set(zip(copy["owners"][start], copy["owners"][end], strict=True))
+            for a, b in sorted(talking):
+                here, there = copy["positions"][a], copy["positions"][b]
+                width = max(len(here), len(there)) if a != b else 0
+                pairs = {(here[j % len(here)], there[j % len(there)]) for j in range(width)}
+                for source, target in sorted(pairs):
+                    yield source, target, 2 * number
+                    yield target, source, 2 * number + 1
+
+
+def homes() -> list[str]:
+    """Whose memory each rank can share; none of two ranks are equal where nobody can."""
+    found = [str(rank) for rank in range(dist.get_world_size())]
+    if dist.get_backend() == "gloo":
+        dist.all_gather_object(found, home() or found[dist.get_rank()])
+    return found
+
+
+def sums_of(task_graph: TaskGraph) -> str:
+    """The name of the group through which copies sum gradients in shared memory."""
+    return f"{task_graph.name}.data_parallel.sums"
+
+
+def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    """The ranks of copies whose gradients DistributedDataParallel sums, and their groups' name:
+    where a step of a graph has one backward, or the model runs as it is."""
+    once = all(rank.micro_batches == 1 for rank in plan.ranks)
+    if plan.pipeline is not None and not (once and len(plan.pipeline["chunks"]) == 1):
+        return
+    for task_graph in plan.task_graphs:
+        lists = plan.groups.get(f"{task_graph.name}.data_parallel", ())
+        if task_graph.zero == 0 and task_graph.primitive == "replicate":
+            yield sums_of(task_graph), [ranks for ranks in lists if len(ranks) > 1]
+
+
+def _has_splits(plan: Plan) -> bool:
+    return any(_is_split(name, ranks) for name, lists in plan.groups.items() for ranks in lists)
+
+
+def _is_split(name: str, ranks: tuple[int, ...]) -> bool:
+    return name.endswith(".model_parallel") and len(ranks) > 1
+
+
+def limit_waits(timeout: timedelta) -> None:
+    """Have no group of this rank wait longer: DeepSpeed makes some of its own, with torch's
+    default."""
+    for group in _world.pg_map:
+        if isinstance(group, PacedGroup):
+            _set_pg_timeout(timeout, group.inner)
+        elif not isinstance(group, (SharedMemoryGroup, SharedMessages)):  # they have their limit
+            _set_pg_timeout(timeout, group)
+
+
+def leave() -> None:
+    """Leave together: a rank that went first would abort the others' pending connections."""
+    dist.barrier()
+    dist.destroy_process_group()

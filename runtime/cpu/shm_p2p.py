@@ -1,0 +1,161 @@
+"""Messages between two CPU ranks of one host, through memory that both see.
+
+Between stages gloo sends a value through the loopback's TCP by a thread of its own. Where ranks
+compute on all cores, the thread that sends is put aside as soon as it has woken the other side,
+with a lock in its hand for which gloo's own thread then waits by spinning (docs/adr/025). Here who
+sends copies a value into a slot that both have mapped and says so; who receives copies it out, and
+gives the slot back.
+
+Owns that protocol. Which ranks use it is `runtime/comms/process_groups.py`'s choice;
+torch.distributed's own `isend` and `irecv` take such a group as they take any other.
+"""
+
+import mmap
+import os
+import socket
+import struct
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from datetime import timedelta
+from select import POLLIN, POLLOUT, poll
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from whale_train.runtime.cpu.named_group import NamedGroup
+from whale_train.runtime.cpu.shm_collectives import meet
+
+_RECORD = struct.Struct("=Bqqq")  # what it says, tag, slot, bytes
+_VALUE, _NEW_SLOT, _FREE = range(3)
+_PAGE = 4096
+
+
+class SharedMessages(NamedGroup):
+    """Two ranks that send each other tensors, told apart by their tags. A send does not wait for
+    the other side to receive, unless its queue is full; of a receive, `wait` does."""
+
+    BACKEND = "shared_messages"
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        (self._peer,) = meet(store, rank, size, timeout, socket.SOCK_SEQPACKET).values()
+        self._mine: list[Tensor] = []  # slots that this rank fills
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # of these, by size
+        self._theirs: dict[int, Tensor] = {}
+        self._read: list[int] = []  # of these, what the other side has not been told of
+        # (slot, bytes) of what has come, by tag: in the order it came, of one tag as well.
+        self._come: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
+
+    def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        value = tensor.detach().reshape(-1).view(torch.uint8)
+        slot = self._slot(value.numel())
+        self._mine[slot][: value.numel()] = value
+        self._say(_VALUE, tag, slot, value.numel())
+        return _Sent()
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        return _Receive(self, tensor, tag)
+
+    def take(self, tensor: Tensor, tag: int) -> None:
+        """What was sent with `tag`, when it has come, into `tensor`.
+
+        Raises RuntimeError after the group's time limit, ConnectionError if the other has ended.
+        """
+        while not self._come[tag]:
+            self._hear()
+        slot, count = self._come[tag].popleft()
+        assert count == tensor.numel() * tensor.element_size(), (count, tensor.shape)
+        tensor.view(-1).view(torch.uint8)[:] = self._theirs[slot][:count]
+        self._read.append(slot)
+        self._give_back()
+
+    def shutdown(self) -> None:
+        self._peer.close()
+
+    def _give_back(self) -> None:
+        """The slots that were read, as far as the other side's queue has room: it may be done with
+        its messages, and wait elsewhere for this one."""
+        while self._read and self._is_ready(POLLOUT):
+            self._say(_FREE, 0, self._read.pop(), 0)
+
+    def _slot(self, num_bytes: int) -> int:
+        """One that is free and has room; a new one where there is none."""
+        self._give_back()
+        size = max(_PAGE, 1 << (num_bytes - 1).bit_length()) if num_bytes else _PAGE
+        while not self._free[size] and self._is_ready(POLLIN):
+            self._hear()
+        if self._free[size]:
+            return self._free[size].pop()
+        file = os.memfd_create("whale-train")
+        os.ftruncate(file, size)
+        self._mine.append(_mapped(file, size))
+        self._say(_NEW_SLOT, 0, len(self._mine) - 1, size, file)
+        os.close(file)
+        return len(self._mine) - 1
+
+    def _say(self, what: int, tag: int, slot: int, num_bytes: int, *files: int) -> None:
+        """Without waiting for the other side to listen: while its queue is full, this one hears
+        what it says."""
+        record = _RECORD.pack(what, tag, slot, num_bytes)
+        while not self._is_ready(POLLOUT):
+            if not self._is_ready(POLLIN | POLLOUT, self._peer.gettimeout()):
+                raise self._late()
+            if self._is_ready(POLLIN):
+                self._hear()
+        socket.send_fds(self._peer, [record], list(files))
+
+    def _is_ready(self, event: int, within_s: float | None = 0.0) -> bool:
+        """Whether there is something to hear (POLLIN), or room to say something (POLLOUT)."""
+        look = poll()
+        look.register(self._peer, event)
+        return bool(look.poll(None if within_s is None else 1e3 * within_s))
+
+    def _hear(self) -> None:
+        """One record, when it has come."""
+        try:
+            record, files, _, _ = socket.recv_fds(self._peer, _RECORD.size, 1)
+        except TimeoutError:
+            raise self._late() from None
+        if not record:
+            raise ConnectionResetError(f"connection closed by peer, member {1 - self.rank()}")
+        what, tag, slot, num_bytes = _RECORD.unpack(record)
+        if what == _VALUE:
+            self._come[tag].append((slot, num_bytes))
+        elif what == _FREE:
+            self._free[self._mine[slot].numel()].append(slot)
+        else:
+            self._theirs[slot] = _mapped(files[0], num_bytes)
+            os.close(files[0])
+
+    def _late(self) -> RuntimeError:
+        limit_s = self._peer.gettimeout()
+        return RuntimeError(f"timed out: {limit_s:g} s for member {1 - self.rank()}")
+
+
+class _Sent(dist.Work):
+    """It is in its slot."""
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Receive(dist.Work):
+    def __init__(self, group: SharedMessages, tensor: Tensor, tag: int) -> None:
+        super().__init__()
+        self._group, self._tensor, self._tag = group, tensor, tag
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self._group.take(self._tensor, self._tag)
+        return True
+
+
+def _mapped(file: int, num_bytes: int) -> Tensor:
+    """[num_bytes] of uint8."""
+    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)

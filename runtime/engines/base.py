@@ -1,0 +1,129 @@
+"""The engine of one TaskGraph on one rank: gradients reduced over its copies, then the update.
+
+ZeRO 0 is torch's DistributedDataParallel and optimizer (`runtime/engines/ddp.py`), ZeRO 1 to 3 a
+DeepSpeed engine (`runtime/engines/deepspeed.py`; docs/adr/003). Where they average gradients over
+their copies, a loss is scaled by the number of copies first; `backward` hides that. Where a step
+has several backwards, a gradient is summed over the copies once, when it is final
+(`runtime/engines/grad_reduce.py`). The global gradient norm spans the engines of a job, so an
+update is a matter of all of a rank's engines at once (`runtime/train/optimizer_step.py`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from whale_train.runtime.engines.grad_reduce import Reduction
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Whom an engine shares its parameters with, and what this rank counts of them.
+
+    `group` joins the ranks that hold the same shards (None: this one alone), `shard_group` those
+    that hold the other shards of the same copy. `sums` joins those of `group` for sums that nothing
+    goes on beside (None: `group` sums). `sharded` are the parameters of which this rank has a
+    shard; the others are whole on every member of the shard group. `shared` are parameters
+    other TaskGraphs hold as well: the group of all their holders, by parameter; `counted_elsewhere`
+    those of them that another TaskGraph counts. Of `narrow` ones a DeepSpeed engine holds the
+    16-bit values that autocast would make of them, and an fp32 master partition (docs/adr/033).
+    """
+
+    group: dist.ProcessGroup | None
+    shard_group: dist.ProcessGroup | None = None
+    sharded: frozenset[nn.Parameter] = frozenset()
+    shared: Mapping[nn.Parameter, dist.ProcessGroup] = field(default_factory=dict)
+    counted_elsewhere: frozenset[nn.Parameter] = frozenset()
+    sums: dist.ProcessGroup | None = None
+    narrow: frozenset[nn.Parameter] = frozenset()
+
+    @property
+    def size(self) -> int:
+        return self.group.size() if self.group is not None else 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.group is None or self.group.rank() == 0
+
+    @property
+    def shards(self) -> int:
+        return self.shard_group.size() if self.shard_group is not None else 1
+
+    @property
+    def index(self) -> int:
+        return self.shard_group.rank() if self.shard_group is not None else 0
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this shard, and not another member's copy, is counted."""
+        if parameter in self.counted_elsewhere:
+            return False
+        return parameter in self.sharded or self.index == 0
+
+
+class Engine(Protocol):
+    """What the training loop needs of an engine. `counts_norm` says whether this rank adds this
+    engine's squared norm to the job's: a copied parameter is counted by one copy. `on_gradients`
+    is called in every update, when the gradients are reduced and not yet clipped or used.
+    `loss_scale` is what the gradients of the step were multiplied by (fp16). `reduction` is what
+    wants to be told of every gradient that is final (None: nothing does)."""
+
+    copies: int
+    counts_norm: bool
+    module: nn.Module
+    on_gradients: Callable[[], None] | None
+    loss_scale: float
+
+    @property
+    def reduction(self) -> Reduction | None: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Accumulate gradients, given those of `outputs`; over the copies they are summed, by the
+        time of the update. What it leaves in inputs' `.grad` may be scaled: see
+        `input_gradient`."""
+
+    def input_gradient(self, value: Tensor) -> Tensor | None:
+        """The gradient `backward` left in an input of this engine (None: it left none)."""
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        """Around a forward and its backward that others of the step will follow: reduce later
+        what can be."""
+
+    def finish_backward(self) -> None:
+        """The last backward of a step is done: begin what it left to reduce."""
+
+    def set_learning_rate(self, lr: float) -> None: ...
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Every trained parameter with its gradient, summed over the copies, the loss scale taken
+        out; for `on_gradients`. Of what copies partition, one copy gets the whole and the others
+        None; all must ask."""
+
+    def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """The same of their values as the optimizer has them, outside of an update."""
+
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context that a forward in `precision` runs in."""
+    if precision not in NARROW:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=NARROW[precision])
+
+
+def without_scale(gradient: Tensor, loss_scale: float) -> Tensor:
+    """What it is when the loss is not multiplied."""
+    return gradient if loss_scale == 1.0 else gradient / loss_scale
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Of all its groups, if there is an optimizer."""
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group["lr"] = lr

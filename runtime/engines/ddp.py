@@ -1,0 +1,162 @@
+"""The engine of copies kept whole: torch's DistributedDataParallel and its optimizers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from whale_train.runtime.engines.base import Copies, autocast, set_learning_rate, without_scale
+from whale_train.runtime.engines.cpu_norms import total_norm
+from whale_train.runtime.engines.grad_reduce import Reduction
+from whale_train.runtime.engines.optimizers import MakeOptimizer
+from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
+
+
+class TorchEngine:
+    """Copies kept whole. `overlap`: a step has one backward, under which gradients are reduced by
+    DistributedDataParallel; otherwise `reduction` sums each when it is final. `precision` is that
+    of every forward (autocast)."""
+
+    loss_scale = 1.0
+
+    def __init__(
+        self,
+        module: nn.Module,
+        copies: Copies,
+        optimizer: MakeOptimizer,
+        precision: str,
+        device: torch.device,
+        *,
+        may_skip_parameters: bool,
+        overlap: bool = True,
+    ) -> None:
+        self.module = module
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.copies = copies.size
+        self.counts_norm = copies.is_first
+        self.on_gradients: Callable[[], None] | None = None
+        self._run: nn.Module = module
+        self._counted = [p for p in self.parameters if copies.counts(p)]
+        self.reduction: Reduction | None = None
+        if not overlap:
+            self.reduction = Reduction(
+                [p for p in self.parameters if p not in copies.shared],
+                copies.group,
+                copies.shared,
+                copies.shards,
+            )
+        elif self.copies > 1 and self.parameters:
+            assert not copies.shared
+            self._run = DistributedDataParallel(
+                module,
+                process_group=copies.group,
+                device_ids=[device] if device.type == "cuda" else None,
+                bucket_cap_mb=REDUCE_BUCKET_ELEMENTS * 4 / 2**20,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,  # BatchNorm's agree already, being global
+                find_unused_parameters=may_skip_parameters,
+                init_sync=False,  # the same seed made them everywhere
+            )
+            if copies.sums is not None:
+                self._run.register_comm_hook((copies.sums, precision == "fp16"), _sum)
+        # What averaging undoes. fp16 has it in any case: gradients are then as large, when they
+        # are made, as they would be on one device.
+        averages = copies.sums is None or precision == "fp16"
+        self._scale = self.copies if self._run is not module and averages else 1
+        self.optimizer = optimizer(self.parameters, copies) if self.parameters else None
+        self._precision, self._device = precision, device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with autocast(self._precision, self._device):
+            return self._run(*args, **kwargs)
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        if self._scale > 1:
+            gradients = [gradient * self._scale for gradient in gradients]
+        torch.autograd.backward(outputs, gradients)
+
+    def input_gradient(self, value: Tensor) -> Tensor | None:
+        if value.grad is None or self._scale == 1:
+            return value.grad
+        return value.grad / self._scale
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        run = self._run
+        return run.no_sync() if isinstance(run, DistributedDataParallel) else nullcontext()
+
+    def finish_backward(self) -> None:
+        if self.reduction is not None:
+            self.reduction.finish()
+
+    def set_learning_rate(self, lr: float) -> None:
+        set_learning_rate(self.optimizer, lr)
+
+    def squared_norm(self) -> Tensor:
+        """Of the gradients this rank counts among the shards of a copy, as a scalar in fp32."""
+        self._settle()
+        gradients = [p.grad for p in self._counted if p.grad is not None]
+        if not gradients:
+            return torch.zeros((), device=self._device)
+        return total_norm(gradients).float() ** 2
+
+    def step(self, norm: Tensor | None, clip: float, skips: bool = False) -> None:
+        """Update, clipping by `norm`, the global one without the loss scale; or forget the
+        gradients, where the step `skips`."""
+        self._settle()
+        if self.optimizer is None:
+            return
+        if self.on_gradients is not None:
+            self.on_gradients()
+        if not skips:
+            self._scale_gradients(norm, clip)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _scale_gradients(self, norm: Tensor | None, clip: float) -> None:
+        """Take the loss scale out and clip, in one pass."""
+        if self.loss_scale == 1.0:
+            if clip and norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, clip, norm)
+            return
+        factor = torch.full((), 1 / self.loss_scale, device=self._device)
+        if clip and norm is not None:
+            factor *= (clip / (norm + _CLIP_EPS)).clamp(max=1.0)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                yield parameter, torch.zeros_like(parameter)
+            else:
+                yield parameter, without_scale(gradient, self.loss_scale)
+
+    def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        for parameter in self.parameters:
+            yield parameter, parameter.detach()
+
+    def _settle(self) -> None:
+        if self.reduction is not None:
+            self.reduction.wait()
+
+
+_CLIP_EPS = 1e-6  # that of torch's own clipping, and of DeepSpeed's
+
+
+def _sum(
+    how: tuple[dist.ProcessGroup, bool],
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # which torch's checks ask for
+) -> Future[Tensor]:
+    """A bucket of DistributedDataParallel's over a group, averaged or not, in the backward that
+    filled it."""
+    group, averages = how
+    gradients, done = bucket.buffer(), Future[Tensor]()
+    dist.all_reduce(gradients, group=group)
+    done.set_result(gradients.div_(group.size()) if averages else gradients)
+    return done

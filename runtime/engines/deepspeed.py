@@ -1,0 +1,234 @@
+"""The engine of copies that partition what they have in common: DeepSpeed's ZeRO and offload."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from whale_train.runtime.cpu.malloc_trim import given_back
+from whale_train.runtime.engines.base import (
+    NARROW,
+    Copies,
+    autocast,
+    set_learning_rate,
+    without_scale,
+)
+from whale_train.runtime.engines.deepspeed_zero3 import (
+    one_master_copy,
+    partition,
+    partitions_by_dtype,
+    without_broadcast,
+)
+from whale_train.runtime.engines.grad_reduce import Reduction
+from whale_train.runtime.engines.narrow_weights import NarrowWeights
+
+
+class DeepSpeedEngine:
+    """Copies that partition what they have in common: ZeRO 1 to 3, offload. A `precision` of 16
+    bits is autocast; of `copies.narrow` the engine holds what autocast would make of them, and
+    accumulates and reduces every gradient in fp32 (docs/adr/033)."""
+
+    loss_scale = 1.0
+    reduction = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        copies: Copies,
+        config: dict[str, Any],
+        device: torch.device,
+        precision: str,
+    ) -> None:
+        deepspeed = import_deepspeed()
+        self.copies = copies.size
+        self.counts_norm = copies.is_first and copies.index == 0
+        self.on_gradients: Callable[[], None] | None = None
+        self._is_first_copy = copies.is_first
+        self._stage = config["zero_optimization"]["stage"]
+        # DeepSpeed will average what is then the same on all copies.
+        self._shared = Reduction((), None, copies.shared, copies.shards * copies.size)
+        for parameter in module.parameters():
+            # What DeepSpeed's own norm goes by.
+            parameter.tensor_model_parallel = parameter in copies.sharded  # type: ignore[attr-defined]
+            parameter.ds_pipe_replicated = parameter in copies.counted_elsewhere  # type: ignore[attr-defined]
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        wide, narrow = _by_width(self._trained, copies.narrow)
+        weights = NarrowWeights(narrow, NARROW.get(precision))
+        if precision in NARROW:
+            _run_within(module, autocast(precision, device))
+        if self._stage < 3:
+            for parameter in narrow:
+                weights.narrow(parameter)
+        topology = _Topology(copies) if copies.shard_group is not None else None
+        with given_back() if self._stage == 3 else nullcontext():
+            if self._stage == 3:
+                assert copies.group is not None
+                place = (copies.group.rank(), copies.size)
+                partition(module, topology, config, weights, place)
+            with one_master_copy(), partitions_by_dtype(), without_broadcast():
+                # DeepSpeed takes the dtype of its buckets from the first parameter it is given.
+                self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                    model=module,
+                    model_parameters=[{"params": found} for found in (wide, narrow) if found],
+                    config=config,
+                    dist_init_required=False,
+                    mpu=topology,
+                )
+        if self._stage < 3 and "offload_optimizer" in config["zero_optimization"]:
+            _accumulate_in_fp32(self._optimizer)
+        weights.give_masters(self._optimizer, self._stage)
+        self.module = self._engine.module
+        self._device = device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        # Only a scalar through the engine's own backward is right at every stage: an
+        # `output.backward(gradient)` is refused at 0, crashes at 2, and is silently wrong at 2
+        # with offload.
+        scalars = [(_wide(x) * g).sum() for x, g in zip(outputs, gradients, strict=True)]
+        self._engine.backward(sum(scalars[1:], scalars[0]) * self.copies)
+
+    def input_gradient(self, value: Tensor) -> Tensor | None:
+        return None if value.grad is None else value.grad / self.copies
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # ZeRO 1 reduces in the step, 2 and 3 partition every gradient
+
+    def finish_backward(self) -> None:
+        self._shared.finish()
+
+    def set_learning_rate(self, lr: float) -> None:
+        set_learning_rate(self._optimizer, lr)
+
+    def step(self, global_norm: Callable[[Tensor], Tensor] | None) -> None:
+        """Reduce and update, clipping by what `global_norm` makes of this engine's own squared
+        norm. DeepSpeed knows the norm only inside its step, and only its own engine's, so its
+        norm function is wrapped for the time of the step. It skips a step whose norm is not
+        finite, and takes the loss scale out with the clipping."""
+        self._shared.wait()
+        if global_norm is None:
+            assert self.on_gradients is None, "gradients are seen where their norm is measured"
+            self._engine.step()
+            return
+        name = "_get_norm_groups" if self._stage == 3 else "scaled_global_norm"
+        own = getattr(self._optimizer, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self.on_gradients is not None:
+                self.on_gradients()
+            found = own(*args, **kwargs)
+            parts = found if isinstance(found, list) else [found]
+            norms = torch.stack(
+                [torch.as_tensor(x, dtype=torch.float32, device=self._device) for x in parts]
+            )
+            norms = torch.where(norms < 0, torch.inf, norms)  # -1 is not finite
+            norm = global_norm((norms**2).sum()).sqrt()
+            return [norm] if isinstance(found, list) else norm
+
+        setattr(self._optimizer, name, wrapped)
+        self._optimizer.loss_scale = self.loss_scale
+        try:
+            self._engine.step()
+        finally:
+            self._optimizer.loss_scale = 1.0  # or its backward would multiply by it
+            delattr(self._optimizer, name)
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        # Not safe_get_full_grad: under ZeRO 1 that is this copy's own, before the reduction.
+        for parameter in self._trained:
+            if self._stage == 3:
+                whole = self._optimizer.get_fp32_grad_for_param(parameter)
+            else:
+                whole = parameter.get_full_hp_grad()  # type: ignore[attr-defined]
+            found = without_scale(whole, self.loss_scale) if self._is_first_copy else None
+            yield parameter, found
+
+    def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        for parameter in self._trained:
+            if self._stage < 3 and parameter.dtype == torch.float32:
+                yield parameter, parameter.detach()  # every copy has it
+            else:
+                whole = import_deepspeed().utils.safe_get_full_fp32_param(parameter)
+                yield parameter, whole if self._is_first_copy else None
+
+
+class _Topology:
+    """The groups of an engine, as DeepSpeed asks for them (Megatron's `mpu`)."""
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._copies.group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._copies.size
+
+    def get_data_parallel_rank(self) -> int:
+        return self._copies.group.rank() if self._copies.group is not None else 0
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._copies.shard_group
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._copies.shards
+
+    def get_model_parallel_rank(self) -> int:
+        return self._copies.index
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, without the shared-memory all-reduce it would compile (20 s of g++) and
+    initialise at its first process group, whose only use is inference."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _by_width(
+    trained: Sequence[nn.Parameter], narrow: frozenset[nn.Parameter]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Split `trained` into parameters held in fp32 and those of `narrow`. Where all are narrow, the
+    smallest is held in fp32 as well: DeepSpeed's buckets have the dtype of one parameter, and must
+    be fp32."""
+    wide = [p for p in trained if p not in narrow]
+    if not wide and trained:
+        wide = [min(trained, key=lambda p: p.numel())]
+    held = {id(p) for p in wide}
+    return wide, [p for p in trained if id(p) not in held]
+
+
+def _accumulate_in_fp32(optimizer: Any) -> None:
+    """Give `optimizer`, of ZeRO 1 or 2 with offload, fp32 tensors on the host to add gradients up
+    in; DeepSpeed 0.19.8 would make them of the parameter's dtype."""
+    sums = optimizer.accumulated_grads_in_cpu
+    for parameter in (p for group in optimizer.params_in_partition for p in group):
+        zeros = torch.zeros(parameter.numel(), device=optimizer.device)
+        sums[optimizer.get_param_id(parameter)] = zeros
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _run_within(module: nn.Module, context: AbstractContextManager[Any]) -> None:
+    """Run its forwards in `context`, from inside: DeepSpeed turns off an autocast around it."""
+
+    def enter(*_: object) -> None:
+        context.__enter__()
+
+    def leave(*_: object) -> None:
+        context.__exit__(None, None, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)

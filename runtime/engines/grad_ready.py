@@ -1,0 +1,78 @@
+"""When the gradients of a rank are final, by the order of its instructions.
+
+A gradient is final when the last backward of the step that adds to it has done so. Which
+instruction that is follows from the schedule; when, within it, autograd or a deferred weight
+gradient tells. What is then done with it is the engine's (`runtime/engines/grad_reduce.py`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from whale_train.runtime.engines.grad_reduce import Reduction
+from whale_train.runtime.kernels.weight_gradients import Added
+from whale_train.runtime.pipeline.chunk import Chunk
+from whale_train.strategies.schedule.instructions import ENDS, Instruction
+
+
+class Finality:
+    """Tells the reductions of a rank's `chunks`, which `instructions` run, what is final."""
+
+    def __init__(self, chunks: Mapping[int, Chunk], instructions: Sequence[Instruction]) -> None:
+        last = {x.chunk: i for i, x in enumerate(instructions) if x.kind in ENDS}
+        self._reduction: dict[nn.Parameter, Reduction] = {}
+        # By the instruction that is the last to add to them: parameters, and how many parts of
+        # its chunk read each.
+        self._parts: dict[Instruction, dict[nn.Parameter, int]] = {}
+        held: dict[nn.Parameter, int] = {}
+        for chunk in sorted(last, key=last.__getitem__, reverse=True):
+            mine: dict[nn.Parameter, int] = {}
+            for part in chunks[chunk].parts:
+                reduction = part.engine.reduction
+                if reduction is None:
+                    continue
+                for parameter in part.segment.parameters():
+                    summed = parameter in reduction.parameters
+                    if summed and held.setdefault(parameter, chunk) == chunk:
+                        mine[parameter] = mine.get(parameter, 0) + 1
+                        self._reduction[parameter] = reduction
+            self._parts[instructions[last[chunk]]] = mine
+
+    @contextmanager
+    def during(
+        self, instruction: Instruction, deferred: Mapping[nn.Parameter, int] | None = None
+    ) -> Iterator[Added]:
+        """Around a backward. What it is the last to add to is final as soon as it has: when
+        autograd has accumulated it, or, where what is left are `deferred` additions (so many by
+        parameter), when what this gives has been called as often; at the latest in the end."""
+        parts = self._parts.get(instruction, {})
+        left = {p: n if deferred is None else deferred.get(p, 0) for p, n in parts.items()}
+
+        def added(parameter: nn.Parameter) -> None:
+            if parameter in left:
+                left[parameter] -= 1
+                if not left[parameter]:
+                    final(parameter)
+
+        def final(parameter: nn.Parameter) -> None:
+            del left[parameter]
+            self._reduction[parameter].final(parameter)
+
+        by_autograd = parts if deferred is None else ()
+        hooks = [_on_accumulated(parameter, added) for parameter in by_autograd]
+        try:
+            for parameter in [p for p, count in left.items() if not count]:
+                final(parameter)
+            yield added
+            for parameter in list(left):
+                final(parameter)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _on_accumulated(parameter: nn.Parameter, added: Added) -> RemovableHandle:
+    found: RemovableHandle = parameter.register_post_accumulate_grad_hook(added)  # type: ignore[no-untyped-call]
+    return found

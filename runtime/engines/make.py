@@ -1,0 +1,39 @@
+"""Which engine a TaskGraph gets on a rank."""
+
+from torch import nn
+
+from whale_train.config import Request
+from whale_train.runtime.engines.base import Copies, Engine
+from whale_train.runtime.engines.ddp import TorchEngine
+from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
+from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.process.rank_context import Seat
+from whale_train.strategies.plan.plan import Plan, TaskGraph
+
+
+def make_engine(
+    request: Request,
+    plan: Plan,
+    task_graph: TaskGraph,
+    module: nn.Module,
+    copies: Copies,
+    seat: Seat,
+    *,
+    may_skip_parameters: bool = False,
+    overlap: bool = True,
+) -> Engine:
+    """The engine of `module`, what `seat.rank` holds of `task_graph`: DeepSpeed's where the plan
+    has a configuration for it and there are copies to partition among. The rest is as for
+    TorchEngine."""
+    config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
+    if config is not None and copies.group is not None:
+        return DeepSpeedEngine(module, copies, config, seat.device, plan.precision)
+    return TorchEngine(
+        module,
+        copies,
+        make_optimizer(request.optimizer.name, request.optimizer.arguments()),
+        plan.precision,
+        seat.device,
+        may_skip_parameters=may_skip_parameters,
+        overlap=overlap,
+    )

@@ -1,0 +1,46 @@
+"""The optimizer an engine updates whole parameters with."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim import Optimizer
+
+from whale_train.runtime.engines.base import Copies
+from whale_train.runtime.engines.lamb import Lamb, Shards
+
+
+class MakeOptimizer(Protocol):
+    def __call__(self, parameters: list[nn.Parameter], copies: Copies | None = None) -> Optimizer:
+        """The optimizer of `parameters`, of which this rank has what `copies` says."""
+
+
+def make_optimizer(name: str, options: dict[str, Any]) -> MakeOptimizer:
+    """torch's optimizer of that name, or LAMB, as the plan's config would have it."""
+    kinds: dict[str, Callable[..., Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+
+    def make(parameters: list[nn.Parameter], copies: Copies | None = None) -> Optimizer:
+        if name == "lamb":
+            return Lamb(parameters, **options, shards=_shards(parameters, copies))
+        return kinds[name](parameters, **options)
+
+    return make
+
+
+def _shards(parameters: list[nn.Parameter], copies: Copies | None) -> Shards | None:
+    """Those of `parameters` this rank has a shard of (None: all are whole)."""
+    if copies is None or copies.shard_group is None:
+        return None
+    group = copies.shard_group
+
+    def add_up(vector: Tensor) -> Tensor:
+        dist.all_reduce(vector, group=group)
+        return vector
+
+    return Shards([p for p in parameters if p in copies.sharded], add_up)

@@ -1,0 +1,293 @@
+"""What a failing rank writes, and which of several failing ranks the run failed of.
+
+A rank that fails leaves `logs/rank_N.failure.json`; when it goes, every other rank's collectives
+break, and they fail too. `first_failure` tells the cause from its echoes, and the host writes it
+to `failure.json`, the only one of these files the parent reads. Needs no torch.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from whale_train.runtime.failures.timeouts import Call, Wait, find_hang, stack_text
+
+FAILURE_FILE = "failure.json"
+
+# torch's own type of everything that goes wrong between ranks; gloo raises bare RuntimeErrors,
+# told by their text.
+COMMUNICATION_TYPE = "torch.distributed.DistError"
+COMMUNICATION_TEXTS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "connect timeout",
+    "broken pipe",
+)
+TIMEOUT_TEXTS = ("timed out", "timeout")
+
+
+class CollectiveTimeout(RuntimeError):
+    """This rank waited in vain for others; `wait` says where. Raised from what torch raised."""
+
+    def __init__(self, wait: Wait) -> None:
+        super().__init__(str(wait))
+        self.wait = wait
+
+
+@dataclass(frozen=True)
+class RankError:
+    """The exception a rank failed with (`logs/rank_N.failure.json`).
+
+    `time_s` is seconds since the epoch; `communication` says that another rank's end may have
+    caused it; `step` as in `Failure`; `wait` is given where it waited in vain.
+    """
+
+    rank: int
+    time_s: float
+    type: str
+    message: str
+    communication: bool
+    step: int | None
+    traceback: str
+    wait: Wait | None = None
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank's process ended: `code` is its exit status, or minus the signal that killed it;
+    `time_s` (since the epoch) is when the host noticed."""
+
+    rank: int
+    code: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a run failed of (`failure.json`).
+
+    `rank` is None when the host itself failed. `kind` is `signal` (then `signal` is its name),
+    `exception` (then `type`, `message` and `traceback` are given), `timeout` or `exit` (then
+    `exit_status` is). A `timeout` is a wait of `rank` for the ranks `absent`: `message` says it
+    without its subject, `traceback` is the stack of the first of them where it was seen, else the
+    waiting rank's. `step` is the optimizer step that was being computed, None before the first
+    one is done. `log` is relative to the run directory.
+    """
+
+    rank: int | None
+    kind: str
+    log: str
+    step: int | None = None
+    signal: str | None = None
+    exit_status: int | None = None
+    type: str | None = None
+    message: str | None = None
+    traceback: str | None = None
+    absent: tuple[int, ...] = ()
+
+
+def record_failure(run_dir: Path, rank: int, error: BaseException, step: int | None) -> RankError:
+    """Write a rank's failure to its own file and print its traceback to stderr (its log)."""
+    wait = error.wait if isinstance(error, CollectiveTimeout) else None
+    record = RankError(
+        rank=rank,
+        time_s=time.time(),
+        type=type(error).__qualname__,
+        message=str(error),
+        communication=is_communication_error(error),
+        step=wait.step if wait is not None and wait.step is not None else step,
+        traceback="".join(traceback.format_exception(error)),
+        wait=wait,
+    )
+    write_record(run_dir / "logs" / f"rank_{rank}.failure.json", asdict(record))
+    sys.stderr.write(record.traceback)
+    return record
+
+
+def record_host_failure(run_dir: Path, error: BaseException) -> None:
+    """Write what the host failed of before it had ranks, or outside of them."""
+    text = "".join(traceback.format_exception(error))
+    sys.stderr.write(text)
+    failure = Failure(
+        rank=None,
+        kind="exception",
+        log="logs/host.log",
+        type=type(error).__qualname__,
+        message=str(error),
+        traceback=text,
+    )
+    write_record(run_dir / FAILURE_FILE, asdict(failure))
+
+
+def read_errors(run_dir: Path) -> dict[int, RankError]:
+    """The failures that ranks have recorded so far, by rank."""
+    files = (run_dir / "logs").glob("rank_*.failure.json")
+    records = [json.loads(file.read_text()) for file in files]
+    waits = [Wait.from_json(record["wait"]) if record["wait"] else None for record in records]
+    return {
+        record["rank"]: RankError(**{**record, "wait": wait})
+        for record, wait in zip(records, waits, strict=True)
+    }
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether the error, or one it was raised `from`, may be the echo of another rank's end."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if _is_of_torch(cause) or isinstance(cause, ConnectionError) or is_timeout(cause):
+            return True
+        if type(cause) is RuntimeError and _says(cause, COMMUNICATION_TEXTS):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether the error itself may be the end of a wait for other ranks."""
+    is_candidate = _is_of_torch(error) or type(error) is RuntimeError
+    return is_candidate and _says(error, TIMEOUT_TEXTS)
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    types = {f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__}
+    return COMMUNICATION_TYPE in types
+
+
+def _says(error: BaseException, texts: Sequence[str]) -> bool:
+    said = str(error).lower()
+    return any(text in said for text in texts)
+
+
+def is_decisive(end: RankEnd) -> bool:
+    """Whether nothing that other ranks say could make another rank the cause.
+
+    So is a rank killed by a signal, unless it aborted: communication libraries abort the process
+    when a peer is lost.
+    """
+    return end.code < 0 and -end.code != signal.SIGABRT
+
+
+def first_failure(
+    ends: Iterable[RankEnd],
+    errors: Mapping[int, RankError],
+    step: int | None,
+    stacks: Mapping[int, Sequence[Call]] | None = None,
+) -> Failure:
+    """The failure that caused the others.
+
+    `ends` are the ranks that ended before anyone was told to, at least one of them badly;
+    `errors` what ranks recorded; `step` the step for a rank that could not record its own;
+    `stacks` what those do that have not ended. A decisive signal comes first, then whatever else
+    is not a communication error, then a wait in vain, then other communication errors; the
+    earliest of each.
+    """
+    end_of = {end.rank: end for end in ends}
+    failed = {end.rank for end in end_of.values() if end.code != 0}
+    failed |= errors.keys() - end_of.keys()
+
+    def order(rank: int) -> tuple[int, float, int]:
+        error = errors.get(rank)
+        if error is not None:
+            return (2 if error.communication else 1, error.time_s, rank)
+        end = end_of[rank]
+        return (0 if is_decisive(end) else 1, end.time_s, rank)
+
+    rank = min(failed, key=order)
+    log = f"logs/rank_{rank}.log"
+    error = errors.get(rank)
+    if error is not None:
+        if error.communication and any(found.wait for found in errors.values()):
+            return hang_among(errors, step, stacks or {})
+        return Failure(
+            rank,
+            "exception",
+            log,
+            step=error.step,
+            type=error.type,
+            message=error.message,
+            traceback=error.traceback,
+        )
+    code = end_of[rank].code
+    if code < 0:
+        return Failure(rank, "signal", log, step=step, signal=signal_name(-code))
+    return Failure(rank, "exit", log, step=step, exit_status=code)
+
+
+def hang_among(
+    errors: Mapping[int, RankError],
+    step: int | None,
+    stacks: Mapping[int, Sequence[Call]],
+) -> Failure:
+    """The failure of ranks that waited in vain, at least one of them; arguments as above."""
+    ordered = sorted(errors.values(), key=lambda error: (error.time_s, error.rank))
+    waits = {error.rank: error.wait for error in ordered if error.wait is not None}
+    hang = find_hang(waits, errors.keys() - waits.keys(), stacks, step)
+    witness = errors[hang.rank]
+    stack = next((stacks[rank] for rank in hang.absent if stacks.get(rank)), None)
+    return Failure(
+        hang.rank,
+        "timeout",
+        f"logs/rank_{hang.rank}.log",
+        step=witness.step,
+        type=witness.type,
+        message=hang.message,
+        traceback=stack_text(stack) if stack else witness.traceback,
+        absent=hang.absent,
+    )
+
+
+def failure_among(errors: Mapping[int, RankError], world_size: int) -> Failure:
+    """The failure that caused the others, where no host saw how the ranks ended.
+
+    `errors` is what ranks recorded, at least one of them. When all of them are communication
+    errors, none of them a wait in vain, and a single rank recorded none, that one is the cause: it
+    was killed, or cut off.
+    """
+    silent = set(range(world_size)) - errors.keys()
+    lost_one = all(error.communication and not error.wait for error in errors.values())
+    if len(silent) != 1 or not lost_one:
+        return first_failure([], errors, None)
+    lost = silent.pop()
+    witness = min(errors.values(), key=lambda error: (error.time_s, error.rank))
+    message = "ended without a word: it was killed, or its host was cut off"
+    return Failure(
+        lost,
+        "exception",
+        f"logs/rank_{lost}.log",
+        step=witness.step,
+        type=witness.type,
+        message=message,
+        traceback=f"{message}; what rank {witness.rank} met:\n{witness.traceback}",
+    )
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def step_in_progress(run_dir: Path) -> int | None:
+    """The step after the last one that `metrics.jsonl` has; None when it has none."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return None
+    # What follows the last newline is a line still being written.
+    return int(json.loads(lines[-2])["step"]) + 1 if len(lines) > 1 else None
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader sees all of it or no file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)

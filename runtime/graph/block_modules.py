@@ -1,0 +1,211 @@
+"""A segment's graph in blocks: each gathered, or computed again, on its own.
+
+ZeRO 3 gathers the parameters of a module when it is called, so a segment under it is a module per
+block; recomputation (Chen et al. 2016, arXiv 1604.06174) keeps the inputs of a block and makes the
+rest again for its backward.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from whale_train.runtime.graph.shard_rng import SharedRandom
+
+BLOCK = "block"  # key of a node's meta: the block it belongs to
+
+
+class Block(nn.Module):
+    """Consecutive operations of one block. It holds the tensors that only they read; `random` is
+    given where it is computed again for its backward, and is what its members draw alike."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], random: SharedRandom | None) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+        self._random = random
+        # Not submodules: they own nothing, and an engine must not walk into them.
+        self._graphs: dict[bool, tuple[fx.GraphModule, tuple[str, ...]]] = {}
+
+    def set_graph(self, training: bool, graph: fx.GraphModule, names: tuple[str, ...]) -> None:
+        """`names` are the tensors held here that `graph` reads, its last arguments."""
+        self._graphs[training] = (graph, names)
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        graph, names = self._graphs[self.training]
+        arguments = (*values, *(getattr(self, name) for name in names))
+        if self._random is None or not self.training or not torch.is_grad_enabled():
+            result: tuple[Any, ...] = graph(*arguments)
+            return result
+        random = self._random
+        kept: tuple[Any, ...] = checkpoint(
+            graph, *arguments, use_reentrant=False, context_fn=lambda: _same_draws(random)
+        )
+        return kept
+
+
+def _same_draws(
+    random: SharedRandom,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What members draw alike, drawn again alike. (The rank's own state is torch's to keep.)"""
+    before = random.state
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        now, random.state = random.state, before
+        try:
+            yield
+        finally:
+            random.state = now
+
+    return nullcontext(), again()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One block's part of a graph: which values it reads, what it makes, which tensors it reads
+    (by the name of their placeholder)."""
+
+    name: str
+    graph: fx.GraphModule
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    tensors: tuple[str, ...]
+
+
+def in_runs(module: fx.GraphModule, tensors: Sequence[str]) -> tuple[list[Run], tuple[str, ...]]:
+    """The graph of `module` as runs of consecutive operations of one block, and the names of the
+    values it returns. `tensors` are its placeholders that are parameters and buffers."""
+    parts: list[tuple[str, list[fx.Node]]] = []
+    seen: dict[str, int] = {}
+    last = None
+    output: tuple[fx.Node, ...] = ()
+    for node in module.graph.nodes:
+        if node.op == "output":
+            output = node.args[0]
+        if node.op in ("placeholder", "output"):
+            continue
+        block = node.meta.get(BLOCK, "")
+        if block != last:
+            seen[block] = seen.get(block, -1) + 1
+            parts.append((f"{block}#{seen[block]}", []))
+            last = block
+        parts[-1][1].append(node)
+    runs = [_run(module, name, nodes, set(tensors)) for name, nodes in parts]
+    return runs, tuple(node.name for node in output)
+
+
+def _run(module: fx.GraphModule, name: str, nodes: list[fx.Node], tensors: set[str]) -> Run:
+    inside = set(nodes)
+    read = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside)
+    held = [x for x in read if x.op == "placeholder" and x.name in tensors]
+    takes = [x for x in read if x not in held]
+    gives = [node for node in nodes if any(user not in inside for user in node.users)]
+    graph = fx.Graph()
+    made = {x: graph.placeholder(x.name) for x in (*takes, *held)}
+    for node in nodes:
+        made[node] = graph.node_copy(node, lambda x: made[x])
+    graph.output(tuple(made[node] for node in gives))
+    return Run(
+        name,
+        fx.GraphModule(module, graph),
+        tuple(x.name for x in takes),
+        tuple(x.name for x in gives),
+        tuple(x.name for x in held),
+    )
+
+
+class Blocks(nn.Module):
+    """Graphs of a segment that run block by block. `graphs` are (graph, arguments, tensors) in
+    training and in evaluation: `arguments` name its placeholders, the last of them `tensors`' by
+    the names in `attributes`. What one block alone reads is moved there out of `owner`."""
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        graphs: Mapping[bool, tuple[fx.GraphModule, tuple[str, ...]]],
+        recompute: Callable[[str], SharedRandom | None],
+    ) -> None:
+        super().__init__()
+        self._order: dict[bool, list[tuple[str, Run, tuple[str, ...], frozenset[str]]]] = {}
+        self._arguments: dict[bool, tuple[list[str], tuple[str, ...]]] = {}
+        self._gives: dict[bool, tuple[str, ...]] = {}
+        runs: dict[bool, list[Run]] = {}
+        attribute: dict[bool, dict[str, str]] = {}
+        readers: dict[str, set[str]] = {}
+        for training, (graph, names) in graphs.items():
+            arguments = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
+            placeholders = arguments[len(arguments) - len(names) :]
+            attribute[training] = dict(zip(placeholders, names, strict=True))
+            runs[training], self._gives[training] = in_runs(graph, placeholders)
+            self._arguments[training] = (arguments, names)
+            for run in runs[training]:
+                for placeholder in run.tensors:
+                    readers.setdefault(attribute[training][placeholder], set()).add(run.name)
+        own: dict[str, dict[str, Tensor]] = {}
+        for name, blocks in readers.items():
+            if len(blocks) == 1:
+                own.setdefault(next(iter(blocks)), {})[name] = getattr(owner, name)
+                delattr(owner, name)
+        self._kept = {name for name, blocks in readers.items() if len(blocks) > 1}
+        self.blocks = nn.ModuleDict()
+        for training, listed in runs.items():
+            self._order[training] = []
+            last = {name: number for number, run in enumerate(listed) for name in run.takes}
+            for name in self._gives[training]:
+                last.pop(name, None)
+            for number, run in enumerate(listed):
+                key = run.name.replace(".", "__")
+                if key not in self.blocks:
+                    held = own.get(run.name, {})
+                    self.blocks[key] = Block(held, recompute(run.name.partition("#")[0]))
+                block = self.blocks[key]
+                assert isinstance(block, Block)
+                here = [p for p in run.tensors if attribute[training][p] not in self._kept]
+                passed = [p for p in run.tensors if p not in here]
+                # The tensors held here come last; those several blocks read are passed as values.
+                graph = _reordered(run.graph, (*run.takes, *passed, *here))
+                block.set_graph(training, graph, tuple(attribute[training][p] for p in here))
+                done = frozenset(name for name in run.takes if last.get(name) == number)
+                self._order[training].append((key, run, tuple(passed), done))
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        """`values` are the graph's arguments; of its tensors, those that several blocks read."""
+        arguments, names = self._arguments[self.training]
+        plain = arguments[: len(arguments) - len(names)]
+        known = dict(zip(plain, values[: len(plain)], strict=True))
+        shared = iter(values[len(plain) :])
+        for placeholder, name in zip(arguments[len(plain) :], names, strict=True):
+            if name in self._kept:
+                known[placeholder] = next(shared)
+        for key, run, passed, done in self._order[self.training]:
+            # What nobody reads any more is let go of: an evaluation keeps nothing for a backward.
+            given = self.blocks[key](
+                *(known.pop(name) if name in done else known[name] for name in run.takes),
+                *(known[name] for name in passed),
+            )
+            known |= dict(zip(run.gives, given, strict=True))
+        return tuple(known[name] for name in self._gives[self.training])
+
+    def kept(self, training: bool) -> list[str]:
+        """The attributes of the owner that `forward` wants, in order."""
+        return [name for name in self._arguments[training][1] if name in self._kept]
+
+
+def _reordered(module: fx.GraphModule, arguments: Sequence[str]) -> fx.GraphModule:
+    """The same graph with its placeholders in another order."""
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    by_name = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+    for name in arguments:
+        made[by_name[name]] = graph.placeholder(name)
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            made[node] = graph.node_copy(node, lambda x: made[x])
+    return fx.GraphModule(module, graph)

@@ -1,0 +1,114 @@
+"""One segment of the plan on one rank: a module that owns its parameters and runs graphs.
+
+Which graph, `shard_graph.py` decides; this file owns how it is called, and what evaluation counts.
+"""
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, fx, nn
+
+from whale_train.runtime.graph.block_modules import Blocks
+from whale_train.runtime.graph.shard_rng import SharedRandom
+from whale_train.runtime.kernels.column_parallel import join_products
+from whale_train.runtime.kernels.weight_gradients import WeightGradients
+
+
+class Counts:
+    """What an evaluation graph's cross-entropies saw: right answers and targets, as tensors."""
+
+    def __init__(self) -> None:
+        self.correct: list[Tensor] = []
+        self.targets: list[Tensor] = []
+
+    def add(self, correct: Tensor, targets: Tensor) -> None:
+        self.correct.append(correct)
+        self.targets.append(targets)
+
+    def take(self) -> tuple[float, float]:
+        """(correct, targets) since the last call."""
+        counts = (float(sum(map(float, self.correct))), float(sum(map(float, self.targets))))
+        self.correct.clear()
+        self.targets.clear()
+        return counts
+
+
+class Segment(nn.Module):
+    """One segment of the plan on one rank.
+
+    Call it with the values it takes, then the model inputs it reads (`inputs` names them); it
+    returns the values it gives, as a tuple. Its parameters are attributes of this one module, or
+    of its blocks once it is divided; the graphs get them as arguments.
+    """
+
+    def __init__(
+        self, takes: tuple[str, ...], gives: tuple[str, ...], tensors: dict[str, Tensor]
+    ) -> None:
+        super().__init__()
+        self.takes, self.gives = takes, gives
+        self.tensor_names: dict[str, str] = {}  # path in the model -> attribute
+        for path, tensor in tensors.items():
+            name = path.replace(".", "__")
+            self.tensor_names[path] = name
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+        self.inputs: tuple[str, ...] = ()
+        # Not submodules: they own nothing, and an engine must not walk into them.
+        self._graphs: dict[bool, tuple[fx.GraphModule, tuple[str, ...]]] = {}
+        self.blocks: Blocks | None = None
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers, by their path in the model."""
+        paths = {name: path for path, name in self.tensor_names.items()}
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            yield paths[name.rpartition(".")[2]], tensor
+
+    def divide(
+        self,
+        recompute: Callable[[str], SharedRandom | None] = lambda block: None,
+        *,
+        gathered: bool = False,
+    ) -> None:
+        """Run its graphs block by block. `recompute` gives, for a block to be computed again in
+        its backward, what its members draw alike; None for one whose values are kept. `gathered`:
+        ZeRO 3 gathers a block's weights when it is called, and takes them away meanwhile, so that
+        its products may not keep views of them."""
+        if gathered:
+            WeightGradients().replace(self._graphs[True][0], self._parameter_arguments())
+        self.blocks = Blocks(self, self._graphs, recompute)
+        self._graphs = {}
+
+    def set_graph(
+        self, training: bool, graph: fx.GraphModule, paths: tuple[str, ...], inputs: tuple[str, ...]
+    ) -> None:
+        self._graphs[training] = (graph, tuple(self.tensor_names[path] for path in paths))
+        self.inputs = inputs
+
+    def defer_weight_gradients(self, owner: WeightGradients) -> None:
+        """Let `owner` take over what reads weights in the training graph."""
+        owner.replace(self._graphs[True][0], self._parameter_arguments())
+
+    def overlap_weight_gradients(self, owner: WeightGradients | None = None) -> None:
+        """Compute weights' gradients, in the training graph, while those of entered values are
+        summed. `owner` adds them up, where a step has several backwards."""
+        graph, parameters = self._graphs[True][0], self._parameter_arguments()
+        join_products(graph, parameters, owner or WeightGradients())
+        if owner is not None:
+            owner.replace(graph, parameters)
+
+    def _parameter_arguments(self) -> frozenset[str]:
+        """The training graph's placeholders that get parameters."""
+        graph, names = self._graphs[True]
+        arguments = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        tensors = zip(arguments[len(arguments) - len(names) :], names, strict=True)
+        return frozenset(n for n, attribute in tensors if attribute in self._parameters)
+
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        if self.blocks is not None:
+            shared = (getattr(self, name) for name in self.blocks.kept(self.training))
+            given: tuple[Tensor, ...] = self.blocks(*values, *shared)
+            return given
+        graph, names = self._graphs[self.training]
+        result: tuple[Tensor, ...] = graph(*values, *(getattr(self, name) for name in names))
+        return result

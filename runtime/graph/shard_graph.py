@@ -1,0 +1,378 @@
+"""The exported graph, rewritten for one rank: casts inserted, sizes and parameters sharded.
+
+The plan's `rewrite` says which operations make up each segment, how their values lie and where a
+cast stands; here that is carried out on the very graph it was resolved on. A segment is one
+module that owns its parameters and runs two graphs, the model's training and evaluation one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch import distributed as dist
+
+from whale_train.models.export.export import model_path, module_path
+from whale_train.models.export.op_schemas import in_evaluation
+from whale_train.runtime.comms.layout_collectives import (
+    ShardGroup,
+    enter,
+    gather,
+    gather_enter,
+    once,
+    reduce,
+    reduce_scatter,
+    slice_,
+)
+from whale_train.runtime.graph.block_modules import BLOCK
+from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
+from whale_train.runtime.graph.segment import Counts, Segment
+from whale_train.runtime.graph.shard_ops import Laid, local_call
+from whale_train.runtime.graph.shard_rng import SharedRandom
+from whale_train.runtime.kernels.grouped_experts import split_grouped_mm
+from whale_train.runtime.kernels.rms_norm import join_rms_norms
+from whale_train.runtime.kernels.sync_batch_norm import global_batch_norm
+from whale_train.runtime.kernels.vocab_parallel import (
+    split_cross_entropy,
+    split_embedding,
+    split_top1,
+)
+from whale_train.runtime.loss.graph_losses import (
+    LossScale,
+    ignored,
+    is_mean_over_targets,
+    plain_loss,
+    smoothing,
+    targets_graph,
+    written_value,
+)
+from whale_train.strategies.graph.operation_graph import block_of
+
+__all__ = ["Counts", "Place", "Segment", "targets_graph", "write_segment_graph"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rewritten graph runs: its device, the group its casts span, my index in it and
+    every axis' intervals, in units; `batch_norm_group` synchronises BatchNorm (None: per replica).
+
+    `loss_scale` gives, by the name of its operation, what a loss that is a mean over targets is
+    multiplied by as a sum; without it, it stays the mean over the targets at hand. `seed`, the
+    same on all members of the group and on no others, is for what they draw alike.
+    """
+
+    device: torch.device
+    group: dist.ProcessGroup
+    index: int
+    axes: Mapping[str, tuple[tuple[int, int], ...]]
+    batch_norm_group: dist.ProcessGroup | None
+    loss_scale: LossScale | None = None
+    seed: int = 0
+
+    @cached_property
+    def random(self) -> SharedRandom:
+        """The state of what all members draw alike; one for all segments at this place."""
+        return SharedRandom(self.seed, self.device)
+
+    def pieces(self, laid: Laid) -> tuple[tuple[int, ...], ...]:
+        """Every piece's extents by member, of one repetition of a cut dimension."""
+        intervals = self.axes[laid["axis"]]
+        units = intervals[-1][1]
+        return tuple(
+            tuple(stop * e // units - start * e // units for start, stop in intervals)
+            for e in laid.get("pieces") or (units,)
+        )
+
+    def mine(self, laid: Laid) -> tuple[int, ...]:
+        """My part of each piece."""
+        return tuple(sizes[self.index] for sizes in self.pieces(laid))
+
+    def along(self, laid: Laid) -> ShardGroup:
+        """Who holds how much of a dimension that is cut so."""
+        pieces = self.pieces(laid)
+        sizes = tuple(sum(each) for each in zip(*pieces, strict=True))
+        return ShardGroup(self.group, sizes, self.index, pieces if len(pieces) > 1 else ())
+
+
+def write_segment_graph(
+    segment: Segment,
+    written: dict[str, Any],
+    source: fx.GraphModule,
+    canonical: dict[str, str],
+    place: Place,
+    counts: Counts | None,
+) -> None:
+    """Give `segment` the graph of the plan's `written` segment, out of `source`.
+
+    `canonical` maps a tied parameter's names to the one it is held under. `counts` is given for
+    an evaluation graph and filled when it runs.
+    """
+    writer = _Writer(written, source, canonical, place, counts)
+    graph, paths, inputs = writer.write(segment.takes, segment.gives)
+    join_rms_norms(graph)
+    segment.set_graph(counts is None, graph, paths, inputs)
+
+
+class _Writer:
+    """Copies one segment's nodes into a new graph, changing what its layouts ask for."""
+
+    def __init__(
+        self,
+        written: dict[str, Any],
+        source: fx.GraphModule,
+        canonical: dict[str, str],
+        place: Place,
+        counts: Counts | None,
+    ) -> None:
+        self.written, self.source, self.canonical = written, source, canonical
+        self.place, self.counts = place, counts
+        self.graph = fx.Graph()
+        self.root = nn.Module()
+        self.made: dict[str, fx.Node] = {}
+        self.casts = {(c["user"], c["value"]): c for c in written["casts"]}
+        self.cast_nodes: dict[tuple[Any, ...], fx.Node] = {}
+
+    def write(
+        self, takes: Iterable[str], gives: Iterable[str]
+    ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...]]:
+        """The graph module, the paths of the tensors it reads, and the inputs it reads; its
+        arguments are takes, inputs, tensors."""
+        chosen = set(self.written["operations"])
+        nodes = [node for node in self.source.graph.nodes if node.name in chosen]
+        for name in takes:
+            self.made[name] = self.graph.placeholder(name)
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        for node in inputs:
+            self.made[node.name] = self.graph.placeholder(f"input_{node.name}")
+        held: dict[str, fx.Node] = {}
+        for node in nodes:
+            if node.op == "get_attr" and is_tensor(self.source, node):
+                path = model_path(str(node.target))
+                path = self.canonical.get(path, path)
+                if path not in held:
+                    held[path] = self.graph.placeholder(f"tensor_{node.name}")
+                self.made[node.name] = held[path]
+        for node in nodes:
+            if node.op == "call_function" and not self.is_training_only(node):
+                self.made[node.name] = self.operation(node)
+                self.mark(block_of(module_path(node)))
+                changed = written_value(node)
+                if changed is not None:  # whoever reads it from here on reads the new value
+                    self.made[changed.name] = self.made[node.name]
+                    self.forget(changed.name)
+        self.graph.output(tuple(self.cast("", name) for name in gives))
+        self.graph.lint()
+        module = fx.GraphModule(self.root, self.graph)
+        return module, tuple(held), tuple(str(node.target) for node in inputs)
+
+    def is_training_only(self, node: fx.Node) -> bool:
+        """An update of a buffer nobody reads: BatchNorm counting its batches."""
+        changed = written_value(node)
+        buffer = changed is not None and changed.op == "get_attr"
+        return self.counts is not None and buffer and not node.users
+
+    def mark(self, block: str) -> None:
+        """Say of what was written since the last time to which block it belongs."""
+        for new in reversed(self.graph.nodes):
+            if BLOCK in new.meta or new.op == "placeholder":
+                break
+            new.meta[BLOCK] = block
+
+    def operation(self, node: fx.Node) -> fx.Node:
+        if any(is_graph(self.source, x) for x in node.all_input_nodes):
+            return self.wrapped(node)
+
+        def argument(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return self.cast(node.name, value.name)
+            return self.place.device if isinstance(value, torch.device) else value
+
+        args = list(fx.node.map_aggregate(node.args, argument))
+        kwargs = dict(fx.node.map_aggregate(node.kwargs, argument))
+        becomes = self.written["becomes"].get(node.name)
+        target = str(node.target).removeprefix("aten.")
+        if self.counts is not None:
+            args, kwargs = in_evaluation(node.target, args, kwargs)
+        if becomes is not None:
+            return self.replacement(becomes, node, args)
+        if is_mean_over_targets(node) and (self.place.loss_scale or self.counts is not None):
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            count = self.counts.add if self.counts is not None else None
+            loss = plain_loss(node, self.place.loss_scale, count)
+            return self.call(node, loss, [*args[:2], weight])
+        if target == "batch_norm.default" and self.place.batch_norm_group is not None:
+            function = _batch_norm(self.place.batch_norm_group)
+            return self.call(node, function, args[:8])
+        laid = self.written["layouts"].get(node.name)
+        source = self.laid(node, 0)
+        function, args, kwargs = local_call(node, args, kwargs, laid, source, self.place.mine)
+        if self.is_drawn_alike(node):
+            draw = partial(self.place.random, function)
+            return self.call(node, draw, args, kwargs=kwargs)
+        return self.graph.call_function(function, tuple(args), kwargs)
+
+    def is_drawn_alike(self, node: fx.Node) -> bool:
+        """Whether all members draw the same random numbers in a call."""
+        return bool(self.written.get("random", {}).get(node.name) == "shared")
+
+    def laid(self, node: fx.Node, position: int) -> Laid | None:
+        """How an operand of `node` is cut when it gets there (None: it is not)."""
+        value = node.args[position] if position < len(node.args) else None
+        if not isinstance(value, fx.Node):
+            return None
+        cast = self.casts.get((node.name, value.name))
+        if cast is None:
+            found: Laid | None = self.written["layouts"].get(value.name)
+            return found
+        return cast if cast["kind"] in _CUTTING else None
+
+    def wrapped(self, node: fx.Node) -> fx.Node:
+        """A graph inside the graph, run under another mode: without gradients, or not under
+        autocast. What it is given is whole."""
+        args: list[Any] = list(node.args)
+        number = next(i for i, x in enumerate(args) if is_graph(self.source, x))
+        inner = attribute(self.source, str(args[number].target))
+        in_training = self.counts is None
+        run = runner(str(node.target), inner, args[:number], self.place.device, in_training)
+        if self.is_drawn_alike(node):
+            run = partial(self.place.random, run)
+        return self.call(node, run, [self.cast(node.name, x.name) for x in args[number + 1 :]])
+
+    def cast(self, user: str, value: str) -> fx.Node:
+        """`value` in the layout `user` wants; equal casts of a value are made once."""
+        cast = self.casts.get((user, value))
+        if cast is None:
+            return self.made[value]
+        node = self.made[value]
+        key: tuple[Any, ...] = (value,)
+        for kind, laid in _steps(cast):
+            cut = (laid.get("dim"), laid["axis"], laid["outer"], tuple(laid.get("pieces", ())))
+            key = (*key, kind, *cut)
+            if key not in self.cast_nodes:
+                function = self.collective(kind, laid)
+                self.cast_nodes[key] = self.call(None, function, [node], kind)
+            node = self.cast_nodes[key]
+        return node
+
+    def forget(self, value: str) -> None:
+        """Casts of a value that has been changed in place are of the old one."""
+        for key in [key for key in self.cast_nodes if key[0] == value]:
+            del self.cast_nodes[key]
+
+    def collective(self, kind: str, laid: Laid) -> Callable[..., Tensor]:
+        if kind in ("enter", "reduce", "once"):
+            simple: dict[str, Callable[..., Tensor]]
+            simple = {"enter": enter, "reduce": reduce, "once": once}
+            return partial(simple[kind], group=self.place.group)
+        dim, outer, shards = laid["dim"], laid["outer"], self.place.along(laid)
+        cutting: dict[str, Callable[..., Tensor]] = {
+            "gather": gather,
+            "slice": slice_,
+            "gather_enter": gather_enter,
+            "reduce_scatter": reduce_scatter,
+        }
+        return partial(cutting[kind], dim=dim, outer=outer, shards=shards)
+
+    def replacement(self, becomes: str, node: fx.Node, args: list[Any]) -> fx.Node:
+        """The distributed operation in place of `node`."""
+        if becomes == "split_grouped_mm":
+            laid = self.laid(node, 1)
+            assert laid is not None
+            assert callable(node.target)
+            shards = self.place.along(laid)
+            product = partial(split_grouped_mm, node.target, shards=shards)
+            return self.call(node, product, args[:3])
+        laid = self.laid(node, 0)  # of the logits, of the embedding's table, of what is averaged
+        assert laid is not None
+        shards = self.place.along(laid)
+        if becomes == "split_mean":
+            assert callable(node.target)
+            weight = shards.size / shards.total
+            part = partial(_weighted, node.target, weight)
+            return self.call(node, part, args)
+        if becomes == "split_embedding":
+            padding = args[2] if len(args) > 2 and args[2] >= 0 else None
+            lookup = partial(split_embedding, shards=shards, padding_idx=padding)
+            return self.call(node, lambda weight, ids: lookup(ids, weight), args[:2])
+        assert becomes == "split_cross_entropy", becomes
+        return self.call(node, self.split_loss(node, shards), args[:2])
+
+    def split_loss(self, node: fx.Node, shards: ShardGroup) -> Callable[..., Tensor]:
+        ignore, smooth, counts = ignored(node), smoothing(node), self.counts
+        mean = is_mean_over_targets(node)
+        scale = self.place.loss_scale if mean else None
+        reduction = "mean" if mean and scale is None else "sum"
+
+        def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+            if counts is not None:
+                counts.add(*split_top1(logits, target, shards, ignore))
+            factor = scale(node.name) if scale is not None else None
+            return split_cross_entropy(
+                logits, target, shards, ignore, smooth, reduction, scale=factor
+            )
+
+        return cross_entropy
+
+    def call(
+        self,
+        node: fx.Node | None,
+        function: Callable[..., Any],
+        args: list[Any],
+        name: str = "",
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        """A node that calls `function`: graphs can only name what a module holds."""
+        name = f"{name or (node.name if node else '')}_{len(self.graph.nodes)}"
+        self.root.add_module(name, _Function(function))
+        return self.graph.call_module(name, tuple(args), kwargs or {})
+
+
+# Casts that are two collectives, of which the first may be shared with others of the value.
+_TWO_STEPS = {"reduce_enter": ("reduce", "enter"), "reduce_slice": ("reduce", "slice")}
+_CUTTING = ("slice", "reduce_scatter", "reduce_slice", "reshard")
+_NOT_CUT: Laid = {"axis": "", "outer": 1}
+
+
+def _steps(cast: Mapping[str, Any]) -> list[tuple[str, Laid]]:
+    kind = cast["kind"]
+    if kind == "reshard":
+        return [("gather", cast["from"]), ("slice", cast)]
+    return [
+        (step, cast if step not in ("enter", "reduce", "once") else _NOT_CUT)
+        for step in _TWO_STEPS.get(kind, (kind,))
+    ]
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _weighted(mean: Callable[..., Tensor], weight: float, *args: Any) -> Tensor:
+    return mean(*args) * weight
+
+
+def _batch_norm(group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    """aten.batch_norm's first eight arguments, over the global batch."""
+
+    def batch_norm(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        return global_batch_norm(
+            x, weight, bias, running_mean, running_var, training, momentum, eps, group
+        )
+
+    return batch_norm

@@ -1,0 +1,142 @@
+"""Products that read an entered value: its gradient's all-reduce runs under their weights'.
+
+A replicated value that enters sharded work gets its gradient from every member of the group: a
+sum that the layers before it wait for. What the work's own weights get, nobody waits for. So where
+all that reads an entered value are products with weights (the three projections of an attention,
+the two of a gated MLP, a head), they become one function whose backward begins the sum, computes
+the weights' gradients, and then waits for the sum. Megatron-LM does the same for its column-
+parallel layers (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+"""
+
+from collections.abc import Sequence, Set
+from functools import partial
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+
+from whale_train.runtime.comms.layout_collectives import enter
+from whale_train.runtime.kernels.matmul import Kind, Product, product_of
+from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_product
+
+
+def join_products(graph: fx.GraphModule, parameters: Set[str], owner: WeightGradients) -> None:
+    """Replace, in `graph`, every `enter` that only products read whose weights and biases are
+    placeholders among `parameters`, and these products. `owner` sees to their gradients."""
+    for node in list(graph.graph.nodes):
+        group = _entered_group(graph, node)
+        if group is None:
+            continue
+        products = [product_of(user, parameters) for user in node.users]
+        found = [
+            x
+            for x in products
+            if x is not None and x.input is node and (x.bias is None or x.bias.name in parameters)
+        ]
+        if found and len(found) == len(products):
+            _join(graph, node, found, group, owner)
+    graph.recompile()
+
+
+def _entered_group(graph: fx.GraphModule, node: fx.Node) -> dist.ProcessGroup | None:
+    """The group over which `node` enters its argument, if that is what it does."""
+    if node.op != "call_module":
+        return None
+    called = getattr(graph.get_submodule(str(node.target)), "function", None)
+    if not isinstance(called, partial) or called.func is not enter:
+        return None
+    group: dist.ProcessGroup = called.keywords["group"]
+    return group if group.size() > 1 else None
+
+
+def _join(
+    graph: fx.GraphModule,
+    node: fx.Node,
+    products: Sequence[Product],
+    group: dist.ProcessGroup,
+    owner: WeightGradients,
+) -> None:
+    name = f"products_{node.name}"
+    graph.add_module(name, _Joined([product.kind for product in products], group, owner))
+    operands = [x for product in products for x in (product.weight, product.bias)]
+    with graph.graph.inserting_after(node):
+        made = graph.graph.call_module(name, (node.args[0], *operands))
+    made.meta = dict(node.meta)
+    after = made
+    for number, product in enumerate(products):
+        with graph.graph.inserting_after(after):
+            after = graph.graph.call_function(getitem, (made, number))
+        after.meta = dict(product.node.meta)
+        product.node.replace_all_uses_with(after)
+        graph.graph.erase_node(product.node)
+    graph.graph.erase_node(node)
+
+
+class _Joined(nn.Module):
+    """Called with the value, then each product's weight and bias."""
+
+    def __init__(
+        self, kinds: Sequence[Kind], group: dist.ProcessGroup, owner: WeightGradients
+    ) -> None:
+        super().__init__()
+        self.kinds, self.group, self.owner = tuple(kinds), group, owner
+
+    def forward(self, x: Tensor, *operands: Tensor | None) -> tuple[Tensor, ...]:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        made: tuple[Tensor, ...] = _Products.apply(x, self, dtype, *operands)  # type: ignore[no-untyped-call]
+        return made
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, joined: _Joined, dtype: torch.dtype | None, *operands: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.joined, ctx.dtype = joined, x.dtype
+        ctx.operands = operands  # the very parameters, whose `.grad` is added to
+        if dtype is not None:  # autocast does not look into a Function
+            x = x.to(dtype)
+            operands = tuple(None if t is None else t.to(dtype) for t in operands)
+        weights, biases = operands[::2], operands[1::2]
+        ctx.save_for_backward(x, *weights)
+        with torch.autocast(x.device.type, enabled=False):
+            given = zip(joined.kinds, weights, biases, strict=True)
+            return tuple(kind.value(x, w, b) for kind, w, b in given if w is not None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        joined: _Joined = ctx.joined
+        # a name by which a wait in vain is told (runtime/failures/timeout_frames.py)
+        group = joined.group
+        of_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            of_x = _sum_of_inputs(joined.kinds, grads, weights).to(ctx.dtype)
+            if of_x.numel():
+                work = dist.all_reduce(of_x, group=group, async_op=True)
+        operands, needed = ctx.operands, ctx.needs_input_grad[3:]
+        found: list[Tensor | None] = []
+        for number, (kind, grad) in enumerate(zip(joined.kinds, grads, strict=True)):
+            its = slice(2 * number, 2 * number + 2)  # weight and bias
+            wanted = of_product(kind, operands[its], needed[its], grad, x)
+            found += joined.owner.gradients(wanted)
+        if work is not None:
+            work.wait()
+        return of_x, None, None, *found
+
+
+def _sum_of_inputs(
+    kinds: Sequence[Kind], grads: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Tensor:
+    """What the products give their common input, [.., in], in one buffer."""
+    shape = grads[0].shape[:-1]
+    rows = [grad.flatten(0, -2) for grad in grads]
+    total = rows[0] @ kinds[0].to_input(weights[0])
+    for kind, grad, weight in zip(kinds[1:], rows[1:], weights[1:], strict=True):
+        total.addmm_(grad, kind.to_input(weight))
+    return total.view(*shape, -1)

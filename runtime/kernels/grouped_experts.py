@@ -1,0 +1,30 @@
+"""Products with a stack of experts of which a rank holds some."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from whale_train.runtime.comms.layout_collectives import ShardGroup
+
+
+def split_grouped_mm(
+    function: Callable[..., Tensor], x: Tensor, weight: Tensor, ends: Tensor, shards: ShardGroup
+) -> Tensor:
+    """[rows, out]: the rows of `x` [rows, in] that my experts `weight` [mine, in, out] have, times
+    their weight; zeros elsewhere.
+
+    Rows are sorted by expert, `ends` [experts] says where each one's end; `function` is the
+    product with a whole stack, `function(x, weight, ends)`.
+    """
+    if len(shards.sizes) == 1:
+        return function(x, weight, ends)
+    first, last = shards.start, shards.start + shards.size
+    start = int(ends[first - 1]) if first else 0
+    stop = int(ends[last - 1]) if shards.size else start
+    if stop > start:
+        rows = function(x[start:stop], weight, ends[first:last] - start)
+    else:  # no row is mine: still a product, so that the weight has a gradient
+        rows = x[:0] @ weight.sum(0)
+    before = rows.new_zeros(start, rows.shape[1])
+    return torch.cat([before, rows, rows.new_zeros(len(x) - stop, rows.shape[1])])

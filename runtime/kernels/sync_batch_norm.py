@@ -1,0 +1,204 @@
+"""Batch normalisation over the batch of a whole process group, however unevenly it is shared.
+
+Forward, each rank's count, mean and variance are gathered once and combined by Chan, Golub and
+LeVeque's formula ("Updating formulae and a pairwise algorithm for computing sample variances",
+1979), which needs no sum of raw squares. Backward, two sums per channel are all-reduced once.
+Statistics and gradients are what one process would compute on the whole batch.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from whale_train.errors import ConfigError, Fault
+from whale_train.runtime.comms.layout_collectives import stacked
+
+
+def global_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """`functional.batch_norm` of my part `x` [N, C, ...] of the batch; N may be 0.
+
+    With `training` the statistics are those of the group's whole batch, and the running ones are
+    updated in place (the variance unbiased, by the whole count). Every member calls it, and runs
+    its backward. Raises RuntimeError when the whole batch has one value per channel.
+    """
+    if not training or group.size() == 1:
+        return functional.batch_norm(
+            x, running_mean, running_var, weight, bias, training, momentum, eps
+        )
+    mean, var, count = _whole_statistics(x.detach(), group)
+    torch._assert_async(count > 1, "batch norm needs more than one value per channel to train")
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            unbiased = var * (count / (count - 1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    dtype = _statistics_dtype(x)
+    mean, var = mean.to(dtype), var.to(dtype)
+    weight = None if weight is None else weight.to(dtype)  # the fused kernels want one dtype
+    bias = None if bias is None else bias.to(dtype)
+    arguments = (x, weight, bias, mean, var, count, eps, group)
+    result: Tensor = _Normalise.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _whole_statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean [C], biased variance [C] and count (a scalar) of the whole batch, in fp64."""
+    channels = x.shape[1]
+    mine = x.new_zeros(2 * channels + 1, dtype=torch.float64)
+    if x.numel():
+        # Running statistics of fp32 make the kernel compute those of halves in fp32; momentum 0.
+        scratch = x.new_zeros(2, channels, dtype=_statistics_dtype(x))
+        mean, var = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
+        mine[:channels], mine[channels:-1] = mean, var
+        mine[-1] = x.numel() // channels
+    gathered = stacked(mine, group)
+    means, variances = gathered[:, :channels], gathered[:, channels:-1]
+    counts = gathered[:, -1:]
+    count = counts.sum()
+    mean = (counts * means).sum(0) / count
+    var = (counts * (variances + (means - mean).square())).sum(0) / count
+    return mean, var, count
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(var + eps) * weight + bias, where mean and var depend on every x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        count: Tensor,
+        eps: float,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, var, count)
+        ctx.eps, ctx.group = eps, group
+        return functional.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var, count = ctx.saved_tensors
+        grad = grads[0]
+        sums = mean.new_zeros(2, len(mean))  # of grad * normalised x, and of grad, per channel
+        if x.numel():
+            # The evaluation's backward is the fused kernel for exactly these two sums.
+            _, sums[0], sums[1] = torch.ops.aten.native_batch_norm_backward(
+                grad, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
+            )
+        x_grad = None
+        if ctx.needs_input_grad[0]:
+            whole = sums.clone()
+            dist.all_reduce(whole, group=ctx.group)
+            average, inverse = whole / count.to(whole.dtype), (var + ctx.eps).rsqrt()
+            scale = inverse if weight is None else inverse * weight
+            slope = -scale * inverse * average[0]
+            shift = -scale * average[1] - slope * mean
+            shape = (1, -1, *[1] * (x.dim() - 2))
+            by_x = torch.addcmul(shift.view(shape), x, slope.view(shape))
+            x_grad = by_x.addcmul_(grad, scale.view(shape)).to(x.dtype)
+        weight_grad = sums[0] if ctx.needs_input_grad[1] else None
+        bias_grad = sums[1] if ctx.needs_input_grad[2] else None
+        return x_grad, weight_grad, bias_grad, None, None, None, None, None
+
+
+class GlobalBatchNorm(nn.Module):
+    """A batch norm of torch, made to see the group's whole batch when it trains.
+
+    It holds everything the original held: the same parameters and buffers under the same names,
+    hooks and settings. In evaluation it uses the running statistics, or, where none are tracked,
+    those of the group's whole batch, as in training.
+    """
+
+    _version = 2  # of torch's batch norms: a state dict has `num_batches_tracked`
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    momentum: float | None
+    eps: float
+
+    def __init__(self, original: _BatchNorm, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.__dict__.update(original.__dict__)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` is my part [N, C, ...] of the batch."""
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # the mean over all batches so far
+                factor = 1.0 / float(self.num_batches_tracked)
+        return global_batch_norm(
+            x,
+            self.weight,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            self.training or self.running_mean is None,
+            factor,
+            self.eps,
+            self.group,
+        )
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}, momentum={self.momentum}, ranks={self.group.size()}"
+
+
+_SWAPPED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def synchronise_batch_norm(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
+    """Swaps every batch norm inside `module`, in place; returns their paths.
+
+    Raises ConfigError for one that cannot be swapped: a subclass whose forward does more, or
+    `module` itself.
+    """
+    twins: dict[nn.Module, GlobalBatchNorm] = {}
+    places, faults = [], []
+    for path, found in module.named_modules(remove_duplicate=False):
+        if not isinstance(found, _SWAPPED):
+            continue
+        is_plain = type(found) is nn.SyncBatchNorm or type(found).forward is _BatchNorm.forward
+        if path and is_plain:
+            twins.setdefault(found, GlobalBatchNorm(found, group))
+            places.append((path, found))
+        else:
+            kind = type(found).__qualname__
+            rule = f"asks for statistics of the global batch in {path or 'the model'}, and {kind} "
+            rule += "has a forward of its own" if path else "is the whole model"
+            remedy = "use model.sync_batchnorm=false (statistics of each replica's own batch)"
+            faults.append(Fault("model.sync_batchnorm", "true", rule, remedy))
+    if faults:
+        raise ConfigError(faults)
+    for path, found in places:
+        parent, _, name = path.rpartition(".")
+        module.get_submodule(parent)._modules[name] = twins[found]
+    return [path for path, _ in places]

@@ -1,0 +1,168 @@
+"""What is sharded by class or by vocabulary: the softmax cross-entropy, its top-1, the embedding.
+
+Logits are never gathered: a row's maximum, its sum of exponentials and the logit of its label are
+all that the shards tell each other (the "distributed softmax" of large classifiers). Every
+function takes the same targets or ids on every shard, and numbers classes globally.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from whale_train.runtime.comms.layout_collectives import ShardGroup, stacked
+
+
+def split_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    shards: ShardGroup,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    scale: Tensor | float | None = None,
+) -> Tensor:
+    """Softmax cross-entropy of `logits` [N, my classes] with `target` [N], the same on each shard.
+
+    `reduction` is `mean` (over the targets that are not `ignore_index`; NaN when there is none,
+    as in torch) or `sum`; `scale` multiplies it. That of 16-bit logits is in fp32, as by autocast.
+    The gradient is that of the one loss all shards hold, not of its sum over them. It is written
+    where the forward kept its exponentials: a second backward through the same graph is refused.
+    Raises RuntimeError for a target that is no class (a device-side assertion on CUDA).
+    """
+    if len(shards.sizes) == 1:
+        whole = functional.cross_entropy(
+            logits.to(_accumulator(logits)),
+            target,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+        return whole if scale is None else whole * scale
+    is_class = ((target >= 0) & (target < shards.total)) | (target == ignore_index)
+    torch._assert_async(is_class.all(), "a target is not the number of a class")
+    arguments = (logits, target, shards, ignore_index, label_smoothing, reduction == "mean", scale)
+    loss: Tensor = _SplitCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        shards: ShardGroup,
+        ignore_index: int,
+        label_smoothing: float,
+        is_mean: bool,
+        scale: Tensor | float | None,
+    ) -> Tensor:
+        counted = target != ignore_index
+        column = target - shards.start
+        mine = counted & (column >= 0) & (column < shards.size)
+        column = column.clamp(0, max(shards.size - 1, 0)).unsqueeze(1)
+
+        highest = _row_maximum(logits)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shards.group)
+        shifted = logits - highest.unsqueeze(1)  # fp32 for halves: `highest` promotes it
+        label = highest.new_zeros(len(target))
+        if shards.size:
+            label = torch.where(mine, shifted.gather(1, column).squeeze(1), label)
+        told = [label]
+        if label_smoothing:
+            told.append(shifted.sum(1))
+        exponentials = shifted.exp_()
+        told.append(exponentials.sum(1))
+        sums = torch.stack(told)
+        dist.all_reduce(sums, group=shards.group)
+
+        label, total = sums[0], sums[-1]
+        rows = total.log() - (1 - label_smoothing) * label
+        if label_smoothing:
+            rows -= label_smoothing / shards.total * sums[1]
+        loss = rows.masked_fill_(~counted, 0).sum()
+        row_scale = counted.to(rows.dtype)
+        if is_mean:
+            count = row_scale.sum()
+            loss /= count
+            row_scale /= count.clamp_(min=1)
+        if scale is not None:
+            factor = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
+            loss, row_scale = loss * factor, row_scale * factor
+        ctx.save_for_backward(exponentials, total, column, mine, row_scale)
+        ctx.classes, ctx.label_smoothing, ctx.dtype = shards.total, label_smoothing, logits.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exponentials, total, column, mine, row_scale = ctx.saved_tensors
+        row_scale = row_scale * grads[0]
+        grad = exponentials.mul_((row_scale / total).unsqueeze(1))
+        if grad.shape[1]:
+            at_label = (1 - ctx.label_smoothing) * (row_scale * mine).unsqueeze(1)
+            grad.scatter_(1, column, grad.gather(1, column) - at_label)
+        if ctx.label_smoothing:
+            grad -= (ctx.label_smoothing / ctx.classes * row_scale).unsqueeze(1)
+        return grad.to(ctx.dtype), None, None, None, None, None, None
+
+
+def _accumulator(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _row_maximum(logits: Tensor) -> Tensor:
+    """[N], in fp32 for halves; -inf where I have no class."""
+    dtype = _accumulator(logits)
+    if logits.shape[1] == 0:
+        return logits.new_full((len(logits),), -torch.inf, dtype=dtype)
+    return logits.amax(1).to(dtype)
+
+
+@torch.no_grad()
+def split_top1(
+    logits: Tensor, target: Tensor, shards: ShardGroup, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """How many of `target` [N] are the largest of their row of `logits` [N, my classes], and how
+    many count at all (are not `ignore_index`): two int64 scalars, the same on each shard.
+
+    Of equal logits the first class wins, as in `torch.argmax`.
+    """
+    best = logits.new_zeros(2, len(logits), dtype=torch.float64)  # holds class numbers exactly
+    best[0], best[1] = -torch.inf, shards.start
+    if shards.size:
+        value, index = logits.max(1)
+        best[0], best[1] = value, index + shards.start
+    gathered = stacked(best, shards.group)
+    winner = gathered[:, 0].argmax(0, keepdim=True)
+    predicted = gathered[:, 1].gather(0, winner).squeeze(0)
+    counted = target != ignore_index
+    return ((predicted == target) & counted).sum(), counted.sum()
+
+
+def split_embedding(
+    ids: Tensor, weight_shard: Tensor, shards: ShardGroup, padding_idx: int | None = None
+) -> Tensor:
+    """My part [*ids, D] of the embedding of `ids`: rows of other shards are zero, so that the sum
+    over the shards is the embedding. `weight_shard` is [my vocabulary, D].
+
+    The row `padding_idx` gets no gradient; None or a negative number (ATen's default) means no
+    such row. Raises RuntimeError for an id outside the vocabulary (an assertion on CUDA).
+    """
+    padding = None if padding_idx is None or padding_idx < 0 else padding_idx
+    if len(shards.sizes) == 1:
+        return functional.embedding(ids, weight_shard, padding)
+    torch._assert_async(((ids >= 0) & (ids < shards.total)).all(), "an id is not in the vocabulary")
+    if shards.size == 0:  # zeros that still belong to the graph: casts after it have a backward
+        return weight_shard.new_zeros(*ids.shape, weight_shard.shape[1]) + weight_shard.sum()
+    local = ids - shards.start
+    elsewhere = (local < 0) | (local >= shards.size)
+    if padding is not None:
+        padding -= shards.start
+        padding = padding if 0 <= padding < shards.size else None
+    rows = functional.embedding(local.masked_fill_(elsewhere, 0), weight_shard, padding)
+    return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)  # the embedding keeps only the ids

@@ -1,0 +1,218 @@
+"""What reads weights sees to their gradients: adds them to what there is, or leaves them.
+
+In a rewritten graph what reads weights (linear, addmm, embedding) is replaced by functions whose
+backward gives the input's gradient and sees to the weight's itself:
+
+* Under a zero-bubble schedule (Qi et al. 2023, arXiv 2401.10241) it notes what that needs, as the
+  stage before waits for the gradient of its output, and nobody for a weight's.
+* Where a step has several backwards it adds to the weight's `.grad` as it makes it. Autograd makes
+  it first and adds it then: as much memory again, and for a table that is looked up the gradient
+  of all its rows, every time.
+* They keep the weights themselves and no views of them, as is wanted where ZeRO 3 takes weights
+  away meanwhile.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+
+from whale_train.runtime.kernels.matmul import Kind, lookup_of, of_table, product_of
+
+Key = tuple[int, int]  # chunk, micro-batch
+Added = Callable[[nn.Parameter], None]
+# A parameter and what makes its gradient, added to the one that is known.
+_Make = Callable[[Tensor | None], Tensor]
+_Addition = tuple[nn.Parameter, _Make]
+
+
+class Wanted(NamedTuple):
+    """A gradient: of which operand, whether autograd needs it, and what makes it."""
+
+    operand: Tensor | None
+    needed: bool
+    make: _Make
+
+
+class WeightGradients:
+    """What backwards do with weights' gradients, or have left to do, by chunk and micro-batch."""
+
+    def __init__(self) -> None:
+        self._left: dict[Key, list[_Addition]] = {}
+        self._now: Key | None = None
+        self._adds = False
+
+    @contextmanager
+    def deferring(self, key: Key) -> Iterator[None]:
+        """Inside it, backwards leave weight gradients for `accumulate(key)`."""
+        self._now = key
+        self._left[key] = []
+        try:
+            yield
+        finally:
+            self._now = None
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside it, backwards add weight gradients into `.grad` themselves. Autograd, which gets
+        none, still calls its hooks of a parameter when all that reads it is done."""
+        self._adds = True
+        try:
+            yield
+        finally:
+            self._adds = False
+
+    def left(self, key: Key) -> Mapping[nn.Parameter, int]:
+        """How many gradients `accumulate(key)` will add to each weight."""
+        return Counter(parameter for parameter, _ in self._left[key])
+
+    @torch.no_grad()  # or each gradient would keep what it was made of for a backward of its own
+    def accumulate(self, key: Key, added: Added) -> None:
+        """Add what was left into the weights' `.grad`, and call `added` after every addition."""
+        for parameter, make in self._left.pop(key):
+            _add(parameter, make)
+            added(parameter)
+
+    def take(self, additions: Sequence[_Addition]) -> Set[nn.Parameter]:
+        """Add `additions`, or leave them for later; the parameters whose gradients are no more
+        autograd's to add."""
+        if self._now is not None:
+            self._left[self._now] += additions
+        elif self._adds:
+            for parameter, make in additions:
+                _add(parameter, make)
+        else:
+            additions = ()
+        return {parameter for parameter, _ in additions}
+
+    def gradients(self, wanted: Sequence[Wanted]) -> list[Tensor | None]:
+        """What a backward returns to autograd for each: None for what nobody wants or is taken."""
+        needed = [(x.operand, x.make) for x in wanted if x.needed and x.operand is not None]
+        # A bias that is made of a parameter has a backward of its own to hand its gradient to.
+        taken = self.take([(p, make) for p, make in needed if isinstance(p, nn.Parameter)])
+        left = {id(p): make(None).to(p.dtype) for p, make in needed if p not in taken}
+        return [left.get(id(x.operand)) for x in wanted]
+
+    def replace(self, graph: fx.GraphModule, parameters: Set[str]) -> None:
+        """Replace the products and lookups of `graph` whose weight is one of its placeholders
+        `parameters`."""
+        for node in list(graph.graph.nodes):
+            product, lookup = product_of(node, parameters), lookup_of(node, parameters)
+            owned: nn.Module
+            args: tuple[fx.Node | None, ...]
+            if product is not None:
+                owned = _OwnedProduct(self, product.kind)
+                args = (product.input, product.weight, product.bias)
+            elif lookup is not None:
+                owned = _OwnedLookup(self, lookup.padding)
+                args = (lookup.weight, lookup.indices)
+            else:
+                continue
+            name = f"owned_{node.name}"
+            graph.add_module(name, owned)
+            with graph.graph.inserting_before(node):
+                new = graph.graph.call_module(name, args)
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            graph.graph.erase_node(node)
+        graph.recompile()
+
+
+def of_product(
+    kind: Kind,
+    operands: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    grad: Tensor,
+    x: Tensor,
+) -> tuple[Wanted, Wanted]:
+    """The gradients of a product's weight and bias, its `operands`, as far as they are `needed`.
+    The product was of `x`, and its value's gradient is `grad`."""
+    weight, bias = operands
+    return (
+        Wanted(weight, needed[0], lambda known: kind.of_weight(grad, x, known)),
+        Wanted(bias, needed[1], lambda known: kind.of_bias(grad, known)),
+    )
+
+
+class _OwnedProduct(nn.Module):
+    """One product, the gradient of whose weight is its owner's to see to."""
+
+    def __init__(self, owner: WeightGradients, kind: Kind) -> None:
+        super().__init__()
+        self.owner, self.kind = owner, kind
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        result: Tensor
+        if not torch.is_autocast_enabled(x.device.type):
+            result = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+            return result
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # it does not look into a Function
+        with torch.autocast(x.device.type, enabled=False):
+            result = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owned: _OwnedProduct
+    ) -> Tensor:
+        ctx.owned = owned
+        ctx.operands = weight, bias  # the very parameters, whose `.grad` is added to
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        return owned.kind.value(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        owned: _OwnedProduct = ctx.owned
+        (grad,), kind = grads, owned.kind
+        of_x = kind.of_input(grad, weight) if ctx.needs_input_grad[0] else None
+        needed = ctx.needs_input_grad[1:3]
+        wanted = of_product(kind, ctx.operands, needed, grad, x)
+        return of_x, *owned.owner.gradients(wanted), None
+
+
+class _OwnedLookup(nn.Module):
+    """One lookup, the gradient of whose weight is its owner's to see to."""
+
+    def __init__(self, owner: WeightGradients, padding: int) -> None:
+        super().__init__()
+        self.owner, self.padding = owner, padding
+
+    def forward(self, weight: Tensor, indices: Tensor) -> Tensor:
+        result: Tensor = _Lookup.apply(weight, indices, self)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, indices: Tensor, owned: _OwnedLookup) -> Tensor:
+        ctx.owned, ctx.weight, ctx.rows = owned, weight, len(weight)
+        ctx.save_for_backward(indices)
+        return torch.embedding(weight, indices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (indices,) = grads, ctx.saved_tensors
+        rows, padding = ctx.rows, ctx.owned.padding
+
+        def make(known: Tensor | None) -> Tensor:
+            return of_table(grad, indices, rows, padding, known)
+
+        wanted = [Wanted(ctx.weight, ctx.needs_input_grad[0], make)]
+        return *ctx.owned.owner.gradients(wanted), None, None
+
+
+def _add(parameter: nn.Parameter, make: _Make) -> None:
+    if parameter.grad is None:
+        parameter.grad = make(None).to(parameter.grad_dtype)
+    else:
+        make(parameter.grad)

@@ -1,0 +1,200 @@
+"""Losses that are means over targets, inside a rewritten graph.
+
+A micro-batch or a replica holds only some of a step's targets: the mean over all of them is the
+sum over those at hand times a scale that the caller knows. `counting_graph` is the part of a
+model's graph that counts the targets, so that a whole step's can be known before its first
+micro-batch.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from whale_train.models.export.export import model_path
+
+LossScale = Callable[[str], Tensor | float]
+
+# Position of the reduction argument, and what a mean is called there.
+_CROSS_ENTROPY = "cross_entropy_loss.default"
+_NEGATIVE_LOG = ("nll_loss.default", "nll_loss_nd.default", "nll_loss2d.default")
+_MEAN, _SUM = 1, 2
+
+
+def is_mean_over_targets(node: fx.Node) -> bool:
+    """Whether `node` is a cross-entropy or negative log-likelihood that is a mean."""
+    kind = str(node.target).removeprefix("aten.")
+    known = kind == _CROSS_ENTROPY or kind in _NEGATIVE_LOG
+    return known and _option(node, 3, "reduction", _MEAN) == _MEAN
+
+
+def ignored(node: fx.Node) -> int:
+    """The target that counts for nothing."""
+    found = _option(node, 4, "ignore_index", -100)
+    assert isinstance(found, int)
+    return found
+
+
+def smoothing(node: fx.Node) -> float:
+    """The label smoothing of a cross-entropy."""
+    return float(_option(node, 5, "label_smoothing", 0.0))
+
+
+def _option(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def plain_loss(
+    node: fx.Node,
+    scale: LossScale | None,
+    count: Callable[[Tensor, Tensor], None] | None,
+) -> Callable[..., Tensor]:
+    """The loss `node` on whole logits: as a sum times its scale (None: the mean it is), telling
+    `count` of right answers and targets."""
+    kind = str(node.target).removeprefix("aten.")
+    ignore, smooth = ignored(node), smoothing(node) if kind == _CROSS_ENTROPY else 0.0
+
+    def loss(logits: Tensor, target: Tensor, weight: Tensor | None = None, *rest: Any) -> Tensor:
+        if count is not None and not target.is_floating_point():
+            dim = min(logits.dim() - 1, 1)
+            counted = target != ignore
+            count(((logits.argmax(dim) == target) & counted).sum(), counted.sum())
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # as by autocast
+        reduction = "sum" if scale else "mean"
+        if kind == _CROSS_ENTROPY:
+            total = functional.cross_entropy(
+                wide, target, weight, ignore_index=ignore, reduction=reduction,
+                label_smoothing=smooth,
+            )  # fmt: skip
+        else:
+            total = functional.nll_loss(
+                wide, target, weight, ignore_index=ignore, reduction=reduction
+            )
+        return total * scale(node.name) if scale else total
+
+    return loss
+
+
+def divisor(logits_dim: int, target: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
+    """What a mean over `target` divides by, a fp64 scalar: the targets that count, or the sum of
+    their class weights; the rows, where targets are probabilities of logits of `logits_dim`
+    dimensions."""
+    if target.is_floating_point():
+        rows = target.select(min(logits_dim - 1, 1), 0)
+        return torch.tensor(float(rows.numel()), dtype=torch.float64, device=target.device)
+    counted = target != ignore
+    if weight is None:
+        return counted.sum(dtype=torch.float64)
+    weights = weight[target.clamp(0, len(weight) - 1)]
+    return (weights * counted).sum(dtype=torch.float64)
+
+
+def targets_graph(
+    source: fx.GraphModule,
+    device: torch.device | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> fx.GraphModule | None:
+    """The part of `source` that computes, from the model's inputs alone, what every loss that is
+    a mean over targets divides by: a tuple of fp64 scalars, one for each name in the graph's
+    `meta["losses"]`.
+
+    Its placeholders are named after the inputs it is called with, in order. It runs on `device`
+    (the CPU if not said); `tensors` are what training leaves as it is and it may read, by path in
+    the model. None when a parameter has a part in a target. Raises KeyError for a tensor that is
+    read, is not given and has no values in `source`.
+    """
+    place = device or torch.device("cpu")
+    trained = {
+        name for name, p in source.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
+    losses = [n for n in source.graph.nodes if n.op == "call_function" and is_mean_over_targets(n)]
+    wanted = [x for n in losses for x in (n.args[1], _option(n, 2, "weight", None))]
+    needed = _needed(source, [x for x in wanted if isinstance(x, fx.Node)])
+    if any(n.op == "get_attr" and str(n.target) in trained for n in needed):
+        return None
+    graph, root = fx.Graph(), nn.Module()
+    made: dict[fx.Node, fx.Node] = {}
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return made[value]
+        return place if isinstance(value, torch.device) else value
+
+    for node in source.graph.nodes:
+        if node not in needed:
+            continue
+        if node.op == "placeholder":
+            made[node] = graph.placeholder(str(node.target))
+        elif node.op == "get_attr":
+            path = model_path(str(node.target))
+            name = path.replace(".", "__")
+            root.register_buffer(name, _constant(source, str(node.target), path, tensors).to(place))
+            made[node] = graph.get_attr(name)
+        else:
+            args = fx.node.map_aggregate(node.args, argument)
+            kwargs = fx.node.map_aggregate(node.kwargs, argument)
+            made[node] = graph.call_function(node.target, tuple(args), dict(kwargs))
+    counts = []
+    for node in losses:
+        weight, logits = _option(node, 2, "weight", None), node.args[0]
+        dims = logits.meta["val"].dim()
+        given = (dims, made[node.args[1]], argument(weight), ignored(node))
+        counts.append(graph.call_function(divisor, given))
+    graph.output(tuple(counts))
+    graph.lint()
+    module = fx.GraphModule(root, graph)
+    module.meta["losses"] = tuple(node.name for node in losses)
+    return module
+
+
+def _constant(
+    source: fx.GraphModule, target: str, path: str, tensors: Mapping[str, Tensor] | None
+) -> Tensor:
+    if tensors and path in tensors:
+        return tensors[path].detach()
+    value: Any = source
+    for part in target.split("."):
+        value = getattr(value, part)
+    if not isinstance(value, Tensor) or value.device.type == "meta":
+        raise KeyError(path)
+    return value.detach()
+
+
+def _needed(source: fx.GraphModule, of: list[fx.Node]) -> set[fx.Node]:
+    """Everything `of` is computed from, with what is written into any of it."""
+    needed: set[fx.Node] = set()
+    while of:
+        stack = list(of)
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        of = [n for n in source.graph.nodes if n not in needed and _writes_into(n, needed)]
+    return needed
+
+
+def _writes_into(node: fx.Node, values: set[fx.Node]) -> bool:
+    """Whether `node` changes the memory of one of `values` in place, perhaps through a view."""
+    written = written_value(node)
+    while written is not None:
+        if written in values:
+            return True
+        views = str(written.target).removeprefix("aten.").split(".")[0] in _VIEWS
+        first = written.args[0] if written.args else None
+        written = first if views and isinstance(first, fx.Node) else None
+    return False
+
+
+_VIEWS = ("slice", "select", "view", "transpose", "unsqueeze", "squeeze", "expand", "permute", "t")
+
+
+def written_value(node: fx.Node) -> fx.Node | None:
+    """What `node` changes in place, or None."""
+    parts = str(node.target).split(".")
+    in_place = node.op == "call_function" and parts[0] == "aten" and parts[1].endswith("_")
+    if not in_place or parts[1].endswith("__") or not node.args:
+        return None
+    return node.args[0] if isinstance(node.args[0], fx.Node) else None

@@ -1,0 +1,93 @@
+"""The loss of a step whose micro-batches several ranks compute."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from whale_train.runtime.loss.global_mean import TargetCounter
+from whale_train.runtime.pipeline.chunk import Batch
+from whale_train.runtime.train.evaluation import Evaluation
+from whale_train.runtime.train.step_programs import PendingLoss
+from whale_train.strategies.plan.loss_weights import LossWeights
+
+
+class LossOfPieces:
+    """The loss of the global batch, of which every rank of a last stage has pieces.
+
+    `weights` say what a micro-batch of n samples counts: n / N of the global batch's N, where its
+    loss is a mean. A cross-entropy is a mean over targets, of which micro-batches hold different
+    numbers: it becomes a sum, scaled so that the weighted pieces add up to the mean over all
+    targets. They are counted before the first forward (`counter`; None where one piece is all there
+    is). An evaluation is a step of all its batches: N are the held-back samples.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[tuple[int, int]],
+        weights: LossWeights,
+        counter: TargetCounter | None,
+        device: torch.device,
+    ) -> None:
+        self._samples, self._weights = samples, weights
+        self._held: int | None = None  # samples of the evaluation, if it is one
+        self._counter, self._device = counter, device
+        self._pending: tuple[Tensor, dist.Work | None] | None = None
+        self._now = 0
+        losses = counter.losses if counter is not None else ()
+        self._numbers = {name: i for i, name in enumerate(losses)}
+
+    def begin(self, batches: Iterable[Batch]) -> None:
+        """Count the targets of the step; `batches` are those whose loss is counted here."""
+        self._held = None
+        self._count((1.0, batch) for batch in batches)
+
+    def begin_evaluation(self, batches: Iterable[tuple[float, Batch]], samples: int) -> None:
+        """Count the targets of an evaluation of `samples`; `batches` are those whose loss is
+        counted here, with their weights."""
+        self._held = samples
+        self._count(batches)
+
+    def _count(self, batches: Iterable[tuple[float, Batch]]) -> None:
+        if self._counter is None or not self._numbers:
+            return
+        total = torch.zeros(len(self._numbers), dtype=torch.float64, device=self._device)
+        for weight, batch in batches:
+            total += weight * self._counter.mine(batch)
+        self._pending = (total, dist.all_reduce(total, async_op=True))
+
+    def enter(self, micro_batch: int) -> None:
+        """What runs next is a piece of this micro-batch."""
+        self._now = micro_batch
+
+    def weight(self, micro_batch: int) -> float:
+        start, stop = self._samples[micro_batch]
+        if self._held is not None:
+            return self._weights.of_evaluation(stop - start, self._held)
+        return self._weights.of_step(stop - start)
+
+    def scale(self, name: str) -> Tensor:
+        """What the sum of the cross-entropy `name` over the current micro-batch is multiplied by
+        to be its mean, weighted against the others."""
+        assert self._pending is not None
+        total, work = self._pending
+        if work is not None:
+            work.wait()
+            self._pending = (total, None)
+        return 1.0 / (total[self._numbers[name]] * self.weight(self._now))
+
+    def total(self, losses: Mapping[int, Tensor]) -> PendingLoss:
+        """The loss of the global batch, on every rank; `losses` are this rank's pieces, if it is
+        one that counts."""
+        value = torch.zeros((), device=self._device)
+        for m, loss in losses.items():
+            value += loss.float() * self.weight(m)
+        return PendingLoss(value, dist.all_reduce(value, async_op=True))
+
+    def evaluation(self, sums: Tensor) -> Evaluation:
+        """Return the means of an evaluation, on every rank; `sums` are the loss, right answers and
+        targets of this rank's pieces, fp64 [3]."""
+        sums = sums.to(self._device)
+        dist.all_reduce(sums)
+        return Evaluation(*sums.tolist())

@@ -1,0 +1,167 @@
+"""A part of the model that one rank runs in one go: segments, each on its TaskGraph's engine.
+
+Values are detached where they cross from one segment to the next, and where they cross to another
+rank's chunk; backward hands their gradients across.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from whale_train.runtime.comms.layout_collectives import ShardGroup, gather, slice_
+from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.graph.shard_graph import Segment
+
+Batch = Mapping[str, Tensor]
+
+
+class Segments(nn.Module):
+    """The segments one TaskGraph runs, in order, under one engine."""
+
+    def __init__(self, parts: Sequence[Segment]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, number: int, *values: Tensor) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = self.parts[number](*values)
+        return result
+
+
+@dataclass(frozen=True)
+class Part:
+    """A segment, the engine that runs it, and its number among that engine's."""
+
+    segment: Segment
+    engine: Engine
+    number: int
+
+
+def parts_of(
+    chunks: Sequence[Sequence[tuple[int, Segment]]], engines: Mapping[int, Engine]
+) -> list[list[Part]]:
+    """The parts of each of `chunks`, given by their TaskGraph and in the order in which that
+    TaskGraph's engine of `engines` has its segments."""
+    seen = dict.fromkeys(engines, 0)
+    found = []
+    for segments in chunks:
+        parts = []
+        for owner, segment in segments:
+            parts.append(Part(segment, engines[owner], seen[owner]))
+            seen[owner] += 1
+        found.append(parts)
+    return found
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a forward leaves to its backward: every value made or taken, and, per segment, those it
+    took, detached."""
+
+    made: dict[str, Tensor]
+    taken: tuple[dict[str, Tensor], ...]
+
+
+class Chunk:
+    """Segments in forward order. `gives` are the values others want, or the loss alone."""
+
+    def __init__(self, parts: Sequence[Part], gives: Sequence[str]) -> None:
+        self.gives = tuple(gives)
+        self.parts = tuple(parts)
+
+    def of(self, micro_batch: int) -> "Chunk":
+        """Return what runs a micro-batch of a step: all are run alike here."""
+        return self
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        return tuple({id(part.engine): part.engine for part in self.parts}.values())
+
+    def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> Passed:
+        """Run all segments; `taken` are the values of earlier chunks, which require a gradient
+        where one is wanted."""
+        made = dict(taken)
+        detached = []
+        for part in self.parts:
+            segment = part.segment
+            values = {name: made[name].detach() for name in segment.takes}
+            for name, value in values.items():
+                value.requires_grad_(made[name].requires_grad)
+            detached.append(values)
+            inputs = (batch[name] for name in segment.inputs)
+            given = part.engine(part.number, *values.values(), *inputs)
+            made |= dict(zip(segment.gives, given, strict=True))
+        return Passed(made, tuple(detached))
+
+    def backward(self, passed: Passed, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Accumulate the parameters' gradients, given those of the values of `gives` that have
+        one; the gradients of what was taken from other chunks, by name."""
+        known = dict(gradients)
+        for part, values in zip(reversed(self.parts), reversed(passed.taken), strict=True):
+            names = [
+                name
+                for name in part.segment.gives
+                if name in known and passed.made[name].requires_grad
+            ]
+            if names:
+                outputs = [passed.made[name] for name in names]
+                part.engine.backward(outputs, [known[name] for name in names])
+            for name, value in values.items():
+                found = part.engine.input_gradient(value) if value.requires_grad else None
+                if found is not None:
+                    known[name] = known[name] + found if name in known else found
+        return known
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside it, forwards are those of evaluation and keep nothing for a backward."""
+        for engine in self.engines:
+            engine.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for engine in self.engines:
+                engine.module.train()
+
+
+class SharingChunk(Chunk):
+    """A chunk whose group shares the samples of a micro-batch: every member has a batch of its own,
+    takes its part of what other chunks give, and hands back the gradients of all (a split head
+    beside copies of the rest)."""
+
+    def __init__(self, parts: Sequence[Part], gives: Sequence[str], members: ShardGroup) -> None:
+        super().__init__(parts, gives)
+        self._members = members
+        self._made = {name for part in parts for name in part.segment.gives}
+
+    def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> Passed:
+        own = {name: self._mine(value.detach()) for name, value in taken.items()}
+        for name, value in own.items():
+            value.requires_grad_(taken[name].requires_grad)
+        return super().forward(own, batch)
+
+    def backward(self, passed: Passed, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        known = super().backward(passed, gradients)
+        for part in self.parts:
+            for name in part.segment.takes:
+                if name in known and name not in self._made:
+                    known[name] = gather(known[name], 0, 1, self._members)
+        return known
+
+    def _mine(self, value: Tensor) -> Tensor:
+        return slice_(value, 0, 1, self._members)
+
+
+class VariedChunk(Chunk):
+    """A chunk of which every micro-batch of a step has the variant that is given for it: they share
+    engines and parameters, and differ in how many samples each member takes."""
+
+    def __init__(self, variants: Sequence[Chunk]) -> None:
+        super().__init__(variants[0].parts, variants[0].gives)
+        self._variants = tuple(variants)
+
+    def of(self, micro_batch: int) -> Chunk:
+        return self._variants[micro_batch]

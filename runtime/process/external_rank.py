@@ -1,0 +1,188 @@
+"""A rank that torchrun or srun started: it finds its job and takes its place.
+
+    python -m whale_train.runtime.process.external_rank [--run-dir DIR --parent PID | --refused]
+
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where it is,
+WHALE_TRAIN_JOB_KEY whom it believes. Rank 0 is started with the run directory by the `whale-train`
+that composes the job, waits for its plan, and tells the others, who see it through a shared file
+system; `--refused` tells them that there is none. Exit status: 0 done; 1 failed; 2 the request was
+refused.
+"""
+
+import argparse
+import hmac
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from whale_train.errors import LaunchError
+from whale_train.runtime.failures.failure import (
+    FAILURE_FILE,
+    failure_among,
+    read_errors,
+    record_failure,
+    step_in_progress,
+    write_record,
+)
+from whale_train.runtime.process.fork_server import (
+    POLL_S,
+    SETTLE_S,
+    end_with_parent,
+    log_to,
+    num_threads,
+    preload,
+    set_num_threads,
+    wait_until_ready,
+)
+from whale_train.runtime.process.job_message import Job, JobKey
+
+LEAVING = timedelta(seconds=60)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command of this module; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m whale_train.runtime.process.external_rank")
+    parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--parent", type=int, help="end with this process")
+    parser.add_argument("--refused", action="store_true", help="tell the others there is no job")
+    options = parser.parse_args(arguments)
+    # A rank waits for the others outside of Python, where no handler of Python's would run.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if options.parent is not None:
+        end_with_parent(options.parent, signal.SIGTERM)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run_dir: Path | None = options.run_dir
+    if not options.refused:
+        _prepare_for_any_job(silent=run_dir is None)
+    if run_dir is not None:
+        wait_until_ready(run_dir, options.parent)
+    try:
+        key = JobKey.from_environment()
+        store = _meet(rank, key)
+        if rank == 0:
+            sealed = key.sealed(None if run_dir is None else Job.read(run_dir))
+            store.set("job", sealed)  # type: ignore[arg-type]  # torch's stub has str alone
+        job = key.opened(store.get("job"))
+    except Exception as error:
+        if run_dir is None:  # no job that would have a place for it
+            sys.stderr.write(f"error: rank {rank} did not meet the others: {error}\n")
+        else:
+            _fail(run_dir, rank, world_size, error)
+        return 1
+    status = 2 if job is None else _train(job, rank, world_size, store)
+    if status != 1:
+        _leave(store, rank, world_size)
+    return status
+
+
+def _prepare_for_any_job(silent: bool) -> None:
+    """Import what a job will need, while rank 0 resolves its plan; `silent` before there is a
+    log for what DeepSpeed then says on stdout."""
+    if silent:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+    preload()
+
+
+def _meet(rank: int, key: JobKey) -> Store:
+    """Return the store of this job, whose keys begin with its nonce. Raises LaunchError where it
+    cannot be had, is another job's, or is said to be by somebody."""
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        world_store, _, _ = next(rendezvous("env://"))
+    except dist.DistError as error:
+        rule = f"MASTER_PORT: {where} cannot be used ({str(error).splitlines()[0]})"
+        raise LaunchError(f"{rule}; set MASTER_PORT to a free port of rank 0's host") from None
+    public = PrefixStore("whale_train", world_store)
+    if rank == 0:
+        public.set("key", key.fingerprint)
+    elif not hmac.compare_digest(public.get("key"), key.fingerprint.encode()):
+        rule = f"MASTER_PORT: the job at {where} has another key than rank {rank}"
+        remedy = "give all ranks the same WHALE_TRAIN_SECRET and run id"
+        raise LaunchError(f"{rule}; {remedy}, or set MASTER_PORT to a port of their own")
+    store = PrefixStore(key.nonce, public)
+    if store.add(f"here/{rank}", 1) > 1:
+        rule = f"MASTER_PORT: another rank {rank} is at {where}, so that port is another job's"
+        raise LaunchError(f"{rule}; set MASTER_PORT to a free port of rank 0's host")
+    return store
+
+
+def _train(job: Job, rank: int, world_size: int, store: Store) -> int:
+    run_dir = job.run_dir
+    if not (run_dir / "ready").exists():
+        sys.stderr.write(
+            f"error: rank {rank} does not see the run directory {run_dir}; "
+            "put it on a file system all hosts share (hydra.run.dir=...)\n"
+        )
+        return 1
+    unlike = job.unlike()
+    if unlike is not None:
+        sys.stderr.write(
+            f"error: {run_dir / unlike} is not on this host what rank 0 sent rank {rank}; "
+            "put the run directory on a file system all hosts share (hydra.run.dir=...)\n"
+        )
+        return 1
+    log_to(run_dir / "logs" / f"rank_{rank}.log")
+    set_num_threads(num_threads(int(os.environ["LOCAL_WORLD_SIZE"])))
+    try:
+        # Imported here: to say that there is no job takes none of it.
+        from whale_train.config import Request
+        from whale_train.runtime.process import rank_main as worker
+
+        request = Request.from_json(job.texts["request.json"])
+        prepared = worker.compile_kernels(run_dir, worker.prepare(request))
+        worker.run(run_dir, rank, world_size, PrefixStore("world", store), prepared)
+    except Exception as error:
+        _fail(run_dir, rank, world_size, error)
+        return 1
+    return 0
+
+
+def _fail(run_dir: Path, rank: int, world_size: int, error: Exception) -> None:
+    """Record a failure, and, once the others had their time to say what they failed of, what
+    the run failed of."""
+    record_failure(run_dir, rank, error, step_in_progress(run_dir))
+    deadline = time.monotonic() + SETTLE_S
+    errors = read_errors(run_dir)
+    while all(found.communication for found in errors.values()) and len(errors) < world_size:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+        errors = read_errors(run_dir)
+    if not (run_dir / FAILURE_FILE).exists():
+        write_record(run_dir / FAILURE_FILE, asdict(failure_among(errors, world_size)))
+
+
+def _leave(store: Store, rank: int, world_size: int) -> None:
+    """Leave together, rank 0 last: the store may live in it, and the first that leaves with a
+    status other than 0 may have the others ended."""
+    others = range(1, world_size)
+    with suppress(dist.DistError):  # somebody does not come
+        if rank:
+            store.set(f"done/{rank}", "")
+            store.wait(["all_done"], LEAVING)
+            store.set(f"left/{rank}", "")
+        elif others:
+            store.wait([f"done/{other}" for other in others], LEAVING)
+            store.set("all_done", "")
+            store.wait([f"left/{other}" for other in others], LEAVING)
+
+
+if __name__ == "__main__":
+    status = main()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # As the ranks of a host leave: after a failure, threads of the communication still run, and
+    # would abort an interpreter that is taken down in order.
+    os._exit(status)

@@ -1,0 +1,386 @@
+"""The fork server of one host: imports once, forks the host's ranks, ends them together.
+
+    python -m whale_train.runtime.process.fork_server --run-dir DIR --parent PID
+
+Started by the parent as soon as it knows there will be a run, so that importing overlaps with
+resolving the plan. Once the parent has put `ready` into the run directory, it forks the ranks,
+each logging to `logs/rank_N.log`, and waits for them. The first that ends badly ends all.
+
+Exit status: 0 all ranks done; 1 failed (`failure.json` says what of); 130 told to stop by
+SIGTERM, SIGINT or its parent's death. Ranks never outlive it.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, TypeVar
+
+from whale_train.limits import cores
+from whale_train.runtime.failures.failure import (
+    FAILURE_FILE,
+    RankEnd,
+    RankError,
+    first_failure,
+    is_decisive,
+    read_errors,
+    record_failure,
+    record_host_failure,
+    step_in_progress,
+    write_record,
+)
+from whale_train.runtime.failures.timeouts import Call, read_stack, read_watchdog
+from whale_train.strategies.plan.plan import Plan
+
+Prepared = TypeVar("Prepared")
+
+# What `torch.optim`, `deepspeed.initialize`, `backward` and `step` import lazily, which every rank
+# would otherwise import for itself. Found by comparing sys.modules before and after them under
+# ZeRO 0 to 3; none of them starts a thread or a process. A version that lacks one needs it not.
+LAZILY_IMPORTED = (
+    "torch._dynamo",
+    "torch._subclasses.schema_check_mode",
+    "torch.utils.cpp_extension",
+    "distutils.ccompiler",
+    "distutils.sysconfig",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.utils.pin_memory",
+)
+
+READY_DEADLINE_S = 3600.0
+POLL_S = 0.02
+# How long the others' failures may take to arrive before the cause is named.
+SETTLE_S = 1.0
+# Between SIGTERM and SIGKILL.
+GRACE_S = 2.0
+
+# A rank that gets this writes to its log what it is at, even where Python cannot run.
+STACK_SIGNAL = signal.SIGUSR1
+STACK_S = 0.5
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOPPED = 130
+
+# From Linux's <sys/prctl.h>.
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+
+
+class StopRequest:
+    """Remembers that a signal, or the death of the process `parent`, asked the host to stop."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+        self._signalled = False
+
+    def signalled(self, number: int, frame: FrameType | None) -> None:
+        """The handler of STOP_SIGNALS."""
+        self._signalled = True
+
+    @property
+    def made(self) -> bool:
+        return self._signalled or os.getppid() != self._parent
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command of this module; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m whale_train.runtime.process.fork_server")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--parent", type=int, required=True, help="end with this process")
+    options = parser.parse_args(arguments)
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop_before_ranks)
+    end_with_parent(options.parent, signal.SIGTERM)
+    run_dir: Path = options.run_dir
+    try:
+        preload()
+        from whale_train.config import Request
+        from whale_train.runtime.process import rank_main as worker
+
+        request = Request.from_json((run_dir / "request.json").read_text())
+        prepared = worker.prepare(request)
+        wait_until_ready(run_dir, options.parent)
+        world_size = json.loads((run_dir / "plan.json").read_text())["world_size"]
+        return serve(
+            run_dir,
+            world_size,
+            lambda: worker.compile_kernels(run_dir, prepared),
+            worker.run_rank,
+            options.parent,
+            worker.forget,
+        )
+    except Exception as error:
+        record_host_failure(run_dir, error)
+        return 1
+
+
+def stop_before_ranks(number: int, frame: FrameType | None) -> None:
+    """Leave at once, with the compilers that may be running: they are all this process has."""
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(os.getpid(), signal.SIGTERM)
+    os._exit(STOPPED)
+
+
+def preload() -> None:
+    """Import torch, DeepSpeed and LAZILY_IMPORTED, leaving the process free to fork."""
+    # CUDA must be initialised in no process that forks: with this, asking whether there is a
+    # GPU (DeepSpeed does when imported) does not. See torch.cuda.is_available.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # Large CPU tensors in huge pages, where the kernel leaves that to programs: a gradient of
+    # 100 MB, new every step, otherwise takes longer to be mapped than to be computed.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # An OpenMP pool made before the fork would be broken after it; one thread has none.
+    set_num_threads(1)
+    importlib.import_module("deepspeed")
+    for name in LAZILY_IMPORTED:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+
+
+def wait_until_ready(run_dir: Path, parent: int) -> None:
+    """Return once the run directory has the file `ready`; exits when the parent ends.
+
+    Raises TimeoutError after READY_DEADLINE_S.
+    """
+    deadline = time.monotonic() + READY_DEADLINE_S
+    while not (run_dir / "ready").exists():
+        if os.getppid() != parent:
+            sys.exit(STOPPED)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no plan was ready within {READY_DEADLINE_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+def serve(
+    run_dir: Path,
+    world_size: int,
+    prepare: Callable[[], Prepared],
+    entry: Callable[[Path, int, int, Prepared], None],
+    parent: int,
+    forget: Callable[[Prepared], None] | None = None,
+) -> int:
+    """Fork `world_size` ranks, wait for them, and return the host's exit status.
+
+    `prepare()` is called once, here, and every rank inherits its result, which is `forget`
+    here: `entry(run_dir, rank, world_size, prepared)`. `run_dir/rendezvous` is theirs for a file
+    store. A rank leaves by `os._exit`: an entry closes what it opens, no atexit handler does.
+    """
+    prepared = prepare()
+    # Ranks share the host's memory until somebody writes to it, as the garbage collector does.
+    gc.freeze()
+    rendezvous = run_dir / "rendezvous"
+    rendezvous.unlink(missing_ok=True)
+    stop = StopRequest(parent)
+    living: dict[int, int] = {}
+    # A stop that arrives while forking is delivered when all ranks exist and are known.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop.signalled)
+    try:
+        host = os.getpid()
+        for rank in range(world_size):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pid = os.fork()
+            if pid == 0:
+                become_rank(run_dir, rank, world_size, prepared, entry, host)
+            living[pid] = rank
+        if forget is not None:
+            forget(prepared)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        ends = watch(living, stop)
+        if any(end.code != 0 for end in ends):
+            step = step_in_progress(run_dir)
+            errors = read_errors(run_dir) | aborted_waits(run_dir, ends, step)
+            hung = any(error.wait for error in errors.values())
+            stacks = ask_for_stacks(run_dir, living) if hung else {}
+            failure = first_failure(ends, errors, step, stacks)
+            write_record(run_dir / FAILURE_FILE, asdict(failure))
+            return 1
+        return STOPPED if living else 0
+    finally:
+        end_ranks(living)
+        rendezvous.unlink(missing_ok=True)
+
+
+def watch(living: dict[int, int], stop: StopRequest) -> list[RankEnd]:
+    """Wait until all ranks ended, one ended badly, or a stop is asked for.
+
+    `living` maps pids to ranks; those that ended are taken out of it and returned. After a bad
+    end the others have SETTLE_S to say what they failed of, unless that cannot matter.
+    """
+    ends: list[RankEnd] = []
+    deadline: float | None = None
+    while living:
+        ended = reap(living)
+        ends += ended
+        if any(is_decisive(end) for end in ended):
+            break
+        if deadline is None and any(end.code != 0 for end in ended):
+            deadline = time.monotonic() + SETTLE_S
+        if stop.made or (deadline is not None and time.monotonic() > deadline):
+            break
+        if living:
+            time.sleep(POLL_S)
+    return ends
+
+
+def ask_for_stacks(run_dir: Path, living: dict[int, int]) -> dict[int, tuple[Call, ...]]:
+    """What each living rank is at, the innermost call first: empty for one that is not able to
+    say it within STACK_S."""
+    logs = {rank: run_dir / "logs" / f"rank_{rank}.log" for rank in living.values()}
+    read = {rank: log.stat().st_size for rank, log in logs.items()}
+    for pid in living:
+        os.kill(pid, STACK_SIGNAL)  # not reaped, so it is still that rank's
+    time.sleep(STACK_S)
+    said = {rank: log.read_bytes()[read[rank] :] for rank, log in logs.items()}
+    return {rank: read_stack(text.decode(errors="replace")) for rank, text in said.items()}
+
+
+def aborted_waits(run_dir: Path, ends: Sequence[RankEnd], step: int | None) -> dict[int, RankError]:
+    """The errors of ranks that NCCL's watchdog aborted, told from what it wrote to their logs."""
+    found = {}
+    for end in ends:
+        if end.code != -signal.SIGABRT:
+            continue
+        plan = Plan.from_json((run_dir / "plan.json").read_text())
+        log = (run_dir / "logs" / f"rank_{end.rank}.log").read_text(errors="replace")
+        wait = read_watchdog(log, plan, end.rank, step)
+        if wait is not None:
+            said = (str(wait), True, step, str(wait))
+            found[end.rank] = RankError(end.rank, end.time_s, "CollectiveTimeout", *said, wait)
+    return found
+
+
+def reap(living: dict[int, int]) -> list[RankEnd]:
+    """Take the ranks that have ended out of `living`, without waiting."""
+    ends = []
+    for pid in list(living):
+        reaped, status = os.waitpid(pid, os.WNOHANG)
+        if reaped:
+            code = os.waitstatus_to_exitcode(status)
+            ends.append(RankEnd(living.pop(pid), code, time.time()))
+    return ends
+
+
+def end_ranks(living: dict[int, int]) -> None:
+    """SIGTERM, GRACE_S to finish, SIGKILL; returns when none is left."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        # A pid in `living` is not reaped, so it is still that rank's.
+        for pid in living:
+            os.kill(pid, number)
+        deadline = time.monotonic() + GRACE_S
+        while living and (number == signal.SIGKILL or time.monotonic() < deadline):
+            reap(living)
+            time.sleep(POLL_S)
+
+
+def become_rank(
+    run_dir: Path,
+    rank: int,
+    world_size: int,
+    prepared: Prepared,
+    entry: Callable[[Path, int, int, Prepared], None],
+    host: int,
+) -> NoReturn:
+    """Be rank `rank` of the host, in the process just forked for it; never returns."""
+    status = 1
+    try:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        end_with_parent(host, signal.SIGKILL)
+        name_process(f"whale-rank-{rank}")
+        log_to(run_dir / "logs" / f"rank_{rank}.log")
+        faulthandler.register(STACK_SIGNAL, file=2)
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
+        }
+        set_num_threads(num_threads(world_size))
+        entry(run_dir, rank, world_size, prepared)
+        status = 0
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            sys.stderr.write(f"{leaving.code}\n")
+        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException as error:
+        # This function's own frame says nothing about the failure.
+        below = error.__traceback__ and error.__traceback__.tb_next
+        try:
+            step = step_in_progress(run_dir)
+            record_failure(run_dir, rank, error.with_traceback(below), step)
+        except BaseException:
+            traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def log_to(path: Path) -> None:
+    """Send stdout and stderr, and those of every child and C library, to `path`."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    # The stream objects stay: loggers made before the fork hold them. Line by line, so that a
+    # rank killed at any moment has said what it said.
+    for stream_object in (sys.stdout, sys.stderr):
+        stream_object.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def num_threads(local_world_size: int) -> int:
+    """A rank's share of the cores, or what OMP_NUM_THREADS asks for."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return max(1, cores() // local_world_size)
+
+
+def set_num_threads(count: int) -> None:
+    """Give torch `count` threads. Imported here: this module must start in a moment."""
+    import torch
+
+    torch.set_num_threads(count)
+
+
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send this process `number` when its parent ends; exits if it has.
+
+    Off Linux the kernel cannot; the host then looks for itself while it waits.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(STOPPED)
+
+
+def name_process(name: str) -> None:
+    """Show as `name` (15 bytes at most) in ps and top."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

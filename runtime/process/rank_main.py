@@ -1,0 +1,209 @@
+"""A rank: what its host prepares for it, and what it does from its first to its last line."""
+
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import fx
+from torch.distributed.distributed_c10d import Store
+
+from whale_train.config import Request
+from whale_train.data.dataset import Dataset
+from whale_train.data.open import open_dataset
+from whale_train.limits import memory_bytes
+from whale_train.models.export.export import export_model
+from whale_train.models.export.lifted_constants import with_constants
+from whale_train.models.loss_module import LossModule
+from whale_train.runtime.assembly.build_program import assemble
+from whale_train.runtime.calibrate.calibrate import calibrate
+from whale_train.runtime.comms.process_groups import (
+    file_rendezvous,
+    join,
+    leave,
+    limit_waits,
+    make_channels,
+    make_groups,
+)
+from whale_train.runtime.cpu.malloc_trim import give_back
+from whale_train.runtime.emulate.emulated_links import Links
+from whale_train.runtime.emulate.throttle import Pace
+from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.failures.timeout_frames import named_waits
+from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
+from whale_train.runtime.process.fork_server import num_threads
+from whale_train.runtime.process.rank_context import Seat
+from whale_train.runtime.process.shared_init import build_shared, let_go
+from whale_train.runtime.train.loop import Batches, Metrics, peak_memory_bytes, train
+from whale_train.runtime.train.recorder import verify
+from whale_train.runtime.train.step_programs import Program
+from whale_train.runtime.train.timeline import Trace, merge
+from whale_train.strategies.grammar.form import needs_graph
+from whale_train.strategies.memory.malloc_headroom import has_room
+from whale_train.strategies.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Made once a host and inherited by its ranks: the request, the model with its weights in
+    shared memory, the exported graph where the strategy cuts one, and the data."""
+
+    request: Request
+    module: LossModule
+    graph: fx.GraphModule | None
+    dataset: Dataset
+
+
+def prepare(request: Request) -> Prepared:
+    """Make all that needs no plan, so that it overlaps with resolving it."""
+    dataset = open_dataset(request.data)
+    module = build_shared(request.model, request.seed)
+    graph = None
+    strategy = request.strategy_graph()
+    # It is what ranks run, or what they count targets by; of a strategy yet to be found, it may be.
+    if strategy.is_auto or needs_graph(strategy) or request.train.accumulate > 1:
+        graph, _ = export_model(request.model, dataset.fields)
+        if graph is not None:
+            graph = with_constants(graph, module, dataset.fields)
+    return Prepared(request, module, graph, dataset)
+
+
+def compile_kernels(run_dir: Path, prepared: Prepared) -> Prepared:
+    """Compile what DeepSpeed would compile at first use: once, here, instead of in every rank."""
+    plan = Plan.from_json((run_dir / "plan.json").read_text())
+    if prepared.request.optimizer.name != "sgd" and any(
+        task_graph.offload["optimizer"] == "cpu" for task_graph in plan.task_graphs
+    ):
+        load_cpu_adam()
+    return prepared
+
+
+def forget(prepared: Prepared) -> None:
+    """Let go of the initial weights, in a process that has no more use for them."""
+    let_go(prepared.module)
+
+
+def run_rank(run_dir: Path, rank: int, world_size: int, prepared: Prepared) -> None:
+    """Be rank `rank` of the host that forked this process, from joining the others to leaving."""
+    run(run_dir, rank, world_size, file_rendezvous(run_dir), prepared)
+
+
+def run(
+    run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, prepared: Prepared
+) -> None:
+    """Join the others, train as the plan says, and leave."""
+    with named_waits(run_dir, rank):
+        # The program is let go of first: a reducer freed after its group was left joins gloo's
+        # threads while holding the GIL they wait for.
+        if prepared.request.mode == "calibrate":
+            measure(run_dir, rank, world_size, rendezvous, prepared.request)
+        else:
+            train_as_planned(run_dir, rank, world_size, rendezvous, prepared)
+        leave()
+
+
+def measure(
+    run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, request: Request
+) -> None:
+    """Measure this machine together with the other ranks, still joined afterwards."""
+    device, _ = _joined(run_dir, rank, world_size, rendezvous, request)
+    optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments())
+    precision = request.train.precision or "fp32"
+    alone = request.launcher.threads or num_threads(1)
+    has_others = device.type == "cpu" and alone != torch.get_num_threads()
+    calibrate(run_dir, device, precision, optimizer, alone if has_others else None)
+
+
+def _joined(
+    run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, request: Request
+) -> tuple[torch.device, Links | None]:
+    """This rank's device and the links it emulates, if it does, once all ranks have met."""
+    if request.launcher.threads is not None:
+        torch.set_num_threads(request.launcher.threads)
+    device = _device(run_dir)
+    timeout = timedelta(seconds=request.launcher.timeout_s)
+    links = _links(run_dir)
+    join(rendezvous, rank, world_size, device, timeout, _pace(run_dir, rank), links)
+    return device, links
+
+
+def train_as_planned(
+    run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, prepared: Prepared
+) -> Program:
+    """Train (or verify) as the plan says, still joined; the program, its engines holding what
+    was learned. Rank 0 writes the metrics and the summary."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed")
+    request = prepared.request
+    plan = Plan.from_json((run_dir / "plan.json").read_text())
+    assert world_size == plan.world_size, (world_size, plan.world_size)
+    timeout = timedelta(seconds=request.launcher.timeout_s)
+    device, links = _joined(run_dir, rank, world_size, rendezvous, request)
+    if device.type == "cpu" and not has_room(plan, _here(rank), memory_bytes()):
+        give_back()
+    seat = Seat(
+        rank, device, make_groups(plan, rank, timeout), make_channels(plan, rank, device, timeout)
+    )
+    # Dropout differs from rank to rank and is the same in every run.
+    torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
+    program = assemble(request, plan, prepared.module, prepared.graph, seat)
+    forget(prepared)
+    limit_waits(timeout)
+    batches = Batches(request, plan, prepared.dataset, rank, device)
+    metrics = Metrics(run_dir, request.train.tensorboard, device) if rank == 0 else None
+    if request.mode == "verify":
+        summary = verify(run_dir, request, plan, program, batches, metrics, rank)
+    else:
+        trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
+        summary = train(request, plan, program, batches, metrics, trace)
+        if trace is not None:
+            trace.write(run_dir)
+    peaks: list[int] = [0] * world_size
+    dist.all_gather_object(peaks, peak_memory_bytes(device))
+    if rank == 0 and request.train.trace:
+        merge(run_dir, world_size)
+    if metrics is not None:
+        metrics.close()
+        summary["peak_memory_bytes"] = peaks
+        if links is not None:
+            summary["full_bandwidth_bytes_s"] = links.full_bytes_s
+        path = run_dir / "summary.json"
+        path.with_suffix(".partial").write_text(json.dumps(summary, indent=1) + "\n")
+        path.with_suffix(".partial").replace(path)
+    return program
+
+
+def _here(rank: int) -> range:
+    """The ranks of this machine."""
+    first = rank - int(os.environ["LOCAL_RANK"])
+    return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+def _pace(run_dir: Path, rank: int) -> Pace | None:
+    """That of the device this rank stands for, where it keeps one."""
+    paces = json.loads((run_dir / "launch.json").read_text())["paces"]
+    return None if paces is None else Pace(paces[rank])
+
+
+def _links(run_dir: Path) -> Links | None:
+    """Those this rank stands behind, where they are slowed."""
+    relative = json.loads((run_dir / "launch.json").read_text())["links"]
+    return None if relative is None else Links(relative)
+
+
+def _device(run_dir: Path) -> torch.device:
+    """The device the launcher gave this rank. Raises RuntimeError when it is not there."""
+    kind = json.loads((run_dir / "launch.json").read_text())["device"]
+    if kind == "cpu":
+        return torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if local_rank >= torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise RuntimeError(f"the plan puts a rank on GPU {local_rank}, and this host has {there}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

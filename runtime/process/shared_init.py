@@ -1,0 +1,90 @@
+"""Initial weights that do not depend on the plan, in one copy per host.
+
+The host builds the whole model once, as one process would with the same seed, and moves it into
+files mapped into memory; the ranks it forks inherit the mappings. A rank that reads only its
+shard touches only those pages, so its own memory stays near its shard. A file is gone when its
+last reader has let go of it.
+"""
+
+import tempfile
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from whale_train.models.build import build_model
+from whale_train.models.loss_module import LossModule
+from whale_train.models.options import ModelOptions
+
+_ALIGNMENT = 64  # bytes; what vectorised kernels like
+# Bytes from which a tensor has a file of its own: what is taken of the model tensor by tensor,
+# as copies and ZeRO 3 do, is given back tensor by tensor. Smaller ones share.
+_OWN_FILE_BYTES = 2**20
+
+
+def build_shared(options: ModelOptions, seed: int) -> LossModule:
+    """The model `torch.manual_seed(seed); build()` gives, its tensors in mapped memory."""
+    torch.manual_seed(seed)
+    module = LossModule(build_model(options), options)
+    small: list[Tensor] = []
+    for tensor in {
+        id(t): t for t in (*module.parameters(), *module.buffers()) if t.numel()
+    }.values():
+        if tensor.nbytes < _OWN_FILE_BYTES:
+            small.append(tensor)
+        else:
+            _share([tensor])
+    _share(small)
+    return module
+
+
+def let_go(module: nn.Module) -> None:
+    """Take out of `module` what is still in a file: this process has read what it needs of it."""
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.untyped_storage().filename is not None:
+                    held[name] = None
+
+
+def places_of(module: nn.Module) -> dict[int, list[tuple[dict[str, nn.Parameter | None], str]]]:
+    """Where `module` has each of its parameters, by its id: several places of a tied one."""
+    found: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            found.setdefault(id(parameter), []).append((part._parameters, name))
+    return found
+
+
+def _share(tensors: list[Tensor]) -> None:
+    """Move them into one mapped file."""
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    if not end:
+        return
+    with tempfile.NamedTemporaryFile(prefix="whale-train-") as file:
+        file.truncate(end)
+        storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=end)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        shared = torch.empty(0, dtype=tensor.dtype).set_(
+            storage,  # type: ignore[arg-type]
+            offset // tensor.element_size(),
+            tensor.shape,
+            tensor.stride(),
+        )
+        shared.copy_(tensor.detach())
+        tensor.data = shared
+
+
+def own_copy(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Give each of a module's parameters or buffers memory of its own on `device`, ties kept."""
+    for tensor in {id(t): t for t in tensors}.values():
+        tensor.data = _copied(tensor.detach(), device)
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == tensor.device.type:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous().to(device)

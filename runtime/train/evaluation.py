@@ -1,0 +1,128 @@
+"""What an evaluation is: the means over all held-back samples, computed in batches.
+
+A batch has a step's size, for which ranks have their shares and graphs. A last one that would be
+smaller is filled with samples that were seen, and what these add is taken off again: every batch
+has a weight, with which all that adds up over samples comes out as its sum over all of them, once
+each (`data/order.py`). A mean over samples adds up over samples once it is divided by how many
+there are in all, and a mean over targets by the targets of all batches, which are counted first.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.loss.global_mean import GlobalMeans, TargetCounter, Targets
+from whale_train.runtime.pipeline.chunk import Batch
+from whale_train.strategies.plan.loss_weights import LossWeights
+
+
+class HeldBack(Protocol):
+    """The held-back samples. Iterating over them gives, every time, each batch's weight with this
+    rank's micro-batches of it."""
+
+    @property
+    def samples(self) -> int:
+        """How many there are, over all ranks and each once."""
+
+    def __iter__(self) -> Iterator[tuple[float, Sequence[Batch]]]: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The mean loss over all held-back samples, right answers, targets."""
+
+    loss: float
+    correct: float
+    targets: float
+
+
+class EvaluatedCopies:
+    """The unmodified model on every rank of `group`, which evaluate their parts of every batch.
+
+    `sizes` are the samples of this rank's micro-batches; `weights` say what their losses count.
+    Where there are several, `counter` counts their targets.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        group: dist.ProcessGroup,
+        sizes: Sequence[int],
+        weights: LossWeights,
+        counter: TargetCounter | None,
+    ) -> None:
+        self._engine, self._group, self._sizes = engine, group, sizes
+        self._weights, self._counter = weights, counter
+
+    def evaluate(self, held: HeldBack) -> Evaluation:
+        """Return the means over `held`; all members of the group call it."""
+        counter = self._counter
+        if counter is None:
+            return self._uncounted(held)
+        return self._counted(held, counter.whole(held), lambda _, batch: counter.mine(batch))
+
+    def _counted(
+        self, held: HeldBack, whole: Tensor, targets: Callable[[int, Batch], Tensor]
+    ) -> Evaluation:
+        """Return the means over `held`, whose losses have `whole` targets in all, fp64 [losses];
+        `targets` tells how many a micro-batch of the batch of a number has."""
+        sums = torch.zeros(3, dtype=torch.float64, device=whole.device)
+        for number, (weight, batches) in enumerate(held):
+            for size, batch in zip(self._sizes, batches, strict=True):
+                share = self._weights.of_evaluation(size, held.samples)
+                with self._means(share, Targets(targets(number, batch), whole)) as means:
+                    loss = self._engine(**batch)
+                sums += weight * _row(loss * share, means)
+        dist.all_reduce(sums, group=self._group)
+        return Evaluation(*sums.tolist())
+
+    def _uncounted(self, held: HeldBack) -> Evaluation:
+        """Return the means over `held`, of which nobody knows the targets before they are run.
+
+        They are run with each batch's own means, which say how many targets every batch has. Where
+        all have as many, or the loss is one mean over targets and nothing else, that is enough.
+        Else they are run again, with the targets counted.
+        """
+        (size,), batch = self._sizes, self._weights.global_batch
+        share = self._weights.of_evaluation(size, batch)
+        weights, listed, counted = [], [], []
+        alone = True
+        for weight, (inputs,) in held:
+            with self._means(share) as means:
+                loss = self._engine(**inputs)
+            row = _row(loss * share, means)
+            divisors = [x.to(row) for x in means.divisors]
+            alone = alone and len(means.made) == 1 and torch.equal(means.made[0], loss)
+            weights.append(weight)
+            counted.append(torch.stack(divisors) if divisors else row[:0])
+            listed.append(torch.cat([row, counted[-1]]))
+        if len({len(row) for row in listed}) > 1:
+            raise RuntimeError("the model calls more losses in some evaluated batches than others")
+        rows = torch.stack(listed)
+        others = torch.tensor(float(not alone), dtype=rows.dtype, device=rows.device)
+        dist.all_reduce(rows, group=self._group)
+        dist.all_reduce(others, group=self._group)
+        weight_of = torch.tensor(weights, dtype=rows.dtype, device=rows.device)
+        losses, divisors_of = rows[:, 0], rows[:, 3:]
+        whole = weight_of @ divisors_of
+        _, correct, targets = (weight_of @ rows[:, :3]).tolist()
+        if torch.equal(divisors_of, divisors_of[:1].expand_as(divisors_of)):
+            return Evaluation(float(weight_of @ losses) * batch / held.samples, correct, targets)
+        if not others:
+            total = torch.where(divisors_of[:, 0] > 0, losses * divisors_of[:, 0], 0.0)
+            return Evaluation(float(weight_of @ total / whole[0]), correct, targets)
+        return self._counted(held, whole, lambda number, _: counted[number])
+
+    def _means(self, weight: float, targets: Targets | None = None) -> GlobalMeans:
+        return GlobalMeans(self._group, weight, targets, accuracy=True)
+
+
+def _row(loss: Tensor, means: GlobalMeans) -> Tensor:
+    """Return [loss, right answers, targets], fp64, on the loss's device."""
+    seen = (loss, means.correct, means.targets)
+    return torch.stack([torch.as_tensor(x, device=loss.device).double() for x in seen])

@@ -1,0 +1,255 @@
+"""A rank of a verification: it trains the first steps and leaves what it holds under `verify/`.
+
+`rank_N.safetensors` has, by the parameter's path in the user's model, its `initial` and `final`
+value and the first step's `gradient` (of the mean loss, before clipping), in fp32; `rank_N.json`
+says which part of the whole tensor that is. A rank that trains alone adds what the comparison is
+judged by (`Yardstick`). Comparing is launcher/compare_runs.py's.
+
+Dropout is off: its masks differ from plan to plan, so with it no two plans compute the same.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from whale_train.config import OptimizerOptions, Request
+from whale_train.models.batch_parts.dropout_off import DropoutOff
+from whale_train.models.export.export import model_path
+from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.engines.ddp import TorchEngine
+from whale_train.runtime.graph.shard_graph import Segment
+from whale_train.runtime.pipeline.chunk import Batch
+from whale_train.runtime.train.evaluation import Evaluation, HeldBack
+from whale_train.runtime.train.loop import Batches, Loop, Metrics
+from whale_train.runtime.train.lr_schedule import learning_rate
+from whale_train.runtime.train.step_programs import PendingLoss, Program
+from whale_train.runtime.train.timeline import Trace
+from whale_train.strategies.plan.plan import Plan
+
+
+def verify(
+    run_dir: Path,
+    request: Request,
+    plan: Plan,
+    program: Program,
+    batches: Batches,
+    metrics: Metrics | None,
+    rank: int,
+) -> dict[str, Any]:
+    """Train the first `verify.steps` steps of the run and write `rank`'s part of what came of
+    them; what `summary.json` holds of it."""
+    yardstick = Yardstick(request) if plan.world_size == 1 else None
+    without = _WithoutDropout(program)
+    loop = Loop(request, plan, without, batches, metrics)
+    recorder = _Recorder(program, plan, rank, yardstick)
+    recorder.keep_values("initial")
+    before = _random_states()
+    for number in range(request.verify.steps):
+        recorder.step = number
+        loop.step(number)
+        if yardstick is not None:
+            rate = learning_rate(request.optimizer, number, request.train.steps)
+            yardstick.add_step(program, rate)
+    loop.settle()
+    said = {
+        "parts": recorder.parts,
+        "dropout_off": without.mode.met,
+        "drew_random": not all(map(torch.equal, before, _random_states())),
+        "largest": yardstick.largest if yardstick is not None else {},
+    }
+    recorder.keep_values("final")
+    if yardstick is not None:
+        recorder.tensors |= {f"sensitivity/{k}": x for k, x in yardstick.sensitivity.items()}
+    folder = run_dir / "verify"
+    folder.mkdir(exist_ok=True)
+    save_file(recorder.tensors, folder / f"rank_{rank}.safetensors")
+    (folder / f"rank_{rank}.json").write_text(json.dumps(said, indent=1) + "\n")
+    return {"final_loss": loop.final_loss, "steps": request.verify.steps}
+
+
+# --- What a rank holds ---------------------------------------------------------------------------
+
+
+class _Recorder:
+    """Collects a rank's tensors as its engines go through their steps; `step` counts from 0."""
+
+    def __init__(
+        self, program: Program, plan: Plan, rank: int, yardstick: "Yardstick | None"
+    ) -> None:
+        self.step = 0
+        self.tensors: dict[str, Tensor] = {}
+        self.parts: dict[str, dict[str, Any]] = {}
+        self._program, self._plan, self._rank, self._yardstick = program, plan, rank, yardstick
+        for engine in program.engines:
+            engine.on_gradients = partial(self._see_gradients, engine)
+
+    def keep_values(self, kind: str) -> None:
+        for engine in self._program.engines:
+            for path, value in _by_path(engine, engine.values()):
+                self.tensors[f"{kind}/{path}"] = _kept(value)
+                self.parts[path] = part_of(self._plan, self._rank, path, tuple(value.shape))
+
+    def _see_gradients(self, engine: Engine) -> None:
+        if self.step and self._yardstick is None:
+            return
+        found = dict(_by_path(engine, engine.gradients()))
+        if self._yardstick is not None:
+            self._yardstick.see_gradients(found)
+        if self.step == 0:
+            self.tensors |= {f"gradient/{path}": _kept(x) for path, x in found.items()}
+
+
+def part_of(plan: Plan, rank: int, path: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Where a tensor of `shape` that `rank` holds of parameter `path` lies in the whole one: the
+    `shape` of that, and an `index`: per dimension the [start, stop) intervals held, one after
+    another, or None for all of it."""
+    whole = list(shape)
+    index: list[list[tuple[int, int]] | None] = [None] * len(shape)
+    for number in plan.ranks[rank].task_graphs:
+        task_graph = plan.task_graphs[number]
+        if path in task_graph.shards:
+            ranks = next(ranks for ranks in task_graph.replicas if rank in ranks)
+            units = max(stop for _, stop in task_graph.shards[path])
+            start, stop = task_graph.shards[path][ranks.index(rank)]
+            layout = task_graph.shard_layouts.get(path, {"outer": 1})
+            held, offset = [], 0
+            for extent in tuple(layout.get("pieces", (units,))) * layout["outer"]:
+                held.append((offset + start * extent // units, offset + stop * extent // units))
+                offset += extent
+            dim = task_graph.shard_dims[path]
+            index[dim], whole[dim] = held, offset
+    return {"shape": whole, "index": index}
+
+
+def _by_path(
+    engine: Engine, read: Iterable[tuple[nn.Parameter, Tensor | None]]
+) -> Iterator[tuple[str, Tensor]]:
+    """What this rank is to report of `read`, by the paths of the user's model."""
+    paths: dict[int, str] = {}
+    for owner in engine.module.modules():
+        if isinstance(owner, Segment):
+            paths |= {id(tensor): path for path, tensor in owner.held()}
+    if not paths:
+        paths = {id(p): model_path(name) for name, p in engine.module.named_parameters()}
+    for parameter, value in read:
+        if value is not None:
+            yield paths[id(parameter)], value
+
+
+def _kept(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+
+# --- What is judged by ---------------------------------------------------------------------------
+
+
+class Yardstick:
+    """What one process finds out about the sizes of things.
+
+    `largest` is a parameter's largest gradient element in any step. `sensitivity` bounds, element
+    by element, how far all steps' updates move when the gradient of every step is off by one unit:
+    a sum over steps of the learning rate times the optimizer's own slope. For Adam that slope
+    is steep where gradients are near 0: there it divides one small number by another.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.largest: dict[str, float] = {}
+        self.sensitivity: dict[str, Tensor] = {}
+        self._options = request.optimizer
+        self._clip = request.train.grad_clip or 0.0
+        self._left_by_clipping = 1.0
+        self._steps = 0
+
+    def see_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """All gradients of a step, before clipping."""
+        for path, gradient in gradients.items():
+            largest = float(gradient.abs().max()) if gradient.numel() else 0.0
+            # One that is no number says nothing of sizes, and must not allow any difference.
+            largest = largest if math.isfinite(largest) else 0.0
+            self.largest[path] = max(self.largest.get(path, 0.0), largest)
+        norm = sum(float(x.double().square().sum()) for x in gradients.values()) ** 0.5
+        self._left_by_clipping = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0
+
+    def add_step(self, program: Program, rate: float) -> None:
+        """The update at learning rate `rate` has been made."""
+        self._steps += 1
+        for engine in program.engines:
+            assert isinstance(engine, TorchEngine)
+            assert engine.optimizer is not None
+            slopes = [
+                slope_of(self._options, self._steps, engine.optimizer.state.get(p, {}), p.detach())
+                for p in engine.parameters
+            ]
+            for path, slope in _by_path(engine, zip(engine.parameters, slopes, strict=True)):
+                grown = rate * self._left_by_clipping * slope.detach().float().cpu()
+                before = self.sensitivity.get(path)
+                self.sensitivity[path] = grown if before is None else before + grown
+
+
+def slope_of(
+    options: OptimizerOptions, steps: int, state: Mapping[str, Any], parameter: Tensor
+) -> Tensor:
+    """How far an update, in learning rates, moves at most with an error of 1 in all gradients.
+
+    SGD adds errors up as it does gradients. For Adam (Kingma and Ba, 2015, algorithm 1), m / d
+    with d = sqrt(v) + eps, both bias-corrected: m is a mean of gradients and sqrt(v) a weighted
+    norm of them, so an error of 1 moves either by at most 1, and the quotient by
+    1 / d + |m| / d^2 to first order. It is 0 where every gradient was exactly 0: no term reached
+    that element, and none is rounded. LAMB's is that of its direction r, as Adam's, and of
+    |r|, times the trust ratio |x| / |r| (runtime/engines/lamb.py).
+    """
+    if options.name == "sgd":
+        return torch.tensor(sum(options.momentum**k for k in range(steps)))
+    if not state:  # no gradient yet
+        return torch.zeros(())
+    first, second = options.betas
+    count = float(state["step"])
+    mean = state["exp_avg"].double() / (1 - first**count)
+    square = state["exp_avg_sq"].double() / (1 - second**count)
+    divisor = square.sqrt() + options.eps
+    slope: Tensor = (1 + mean.abs() / divisor) / divisor
+    if options.name == "lamb":
+        direction = mean / divisor + options.weight_decay * parameter
+        weight, length = parameter.double().norm(), direction.norm()
+        if weight > 0 and length > 0:
+            stretched = (direction.abs() * slope).sum() / length**2  # of |r|, relatively
+            slope = weight / length * (slope + direction.abs() * stretched)
+    return slope.masked_fill((mean == 0) & (square == 0), 0.0)
+
+
+# --- Nothing random ------------------------------------------------------------------------------
+
+
+class _WithoutDropout:
+    """A program whose steps are under `DropoutOff`, recomputed forwards included."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.mode = DropoutOff()
+        self.trace: Trace | None = None  # the loop says None as well
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        return self._program.engines
+
+    def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
+        with self.mode:
+            return self._program.forward_backward(batches, loss_scale)
+
+    def evaluate(self, held: HeldBack) -> Evaluation:
+        return self._program.evaluate(held)
+
+
+def _random_states() -> list[Tensor]:
+    """Of torch's default generators: equal before and after where nothing random was drawn."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return states

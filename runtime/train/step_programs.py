@@ -1,0 +1,116 @@
+"""What one rank does with a batch: forward, backward, and the same for evaluation.
+
+Programs have one contract. `WholeModel` runs the model as it is on this rank's share;
+`runtime/pipeline/executor.py`'s a rewritten graph of which every rank has a part.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.loss.global_mean import GlobalMeans, TargetCounter, Targets
+from whale_train.runtime.pipeline.chunk import Batch
+from whale_train.runtime.train.evaluation import EvaluatedCopies, Evaluation, HeldBack
+from whale_train.runtime.train.timeline import Trace, span
+from whale_train.strategies.plan.loss_weights import LossWeights
+from whale_train.strategies.schedule.instructions import Instruction, Kind
+
+
+@dataclass(frozen=True)
+class PendingLoss:
+    """The step's loss, the mean over the global batch, perhaps still on its way."""
+
+    value: Tensor
+    work: dist.Work | None
+
+    def item(self) -> float:
+        if self.work is not None:
+            self.work.wait()
+        return float(self.value)
+
+
+class Program(Protocol):
+    """`engines` hold all of this rank's parameters; `forward_backward` leaves their gradients, and
+    writes what it does to `trace`, if there is one."""
+
+    trace: Trace | None
+
+    @property
+    def engines(self) -> Sequence[Engine]: ...
+
+    def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
+        """Gradients of `loss_scale` times the global batch's mean loss, of which `batches` are
+        this rank's micro-batches; the loss itself."""
+
+    def evaluate(self, held: HeldBack) -> Evaluation:
+        """The means over all held-back samples."""
+
+
+class WholeModel:
+    """The unmodified model, copied; each copy's loss weighted by its part of the batch.
+
+    `sizes` are the samples of this copy's micro-batches, `weights` say what their losses count in
+    the step's. With more than one, `counter` counts the
+    targets of a step before the first.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        group: dist.ProcessGroup,
+        sizes: Sequence[int],
+        weights: LossWeights,
+        counter: TargetCounter | None = None,
+    ) -> None:
+        self._engine, self._group = engine, group
+        self._sizes, self._weights = sizes, weights
+        self._counter = counter
+        self.trace: Trace | None = None
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        return (self._engine,)
+
+    def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
+        engine, parts = self._engine, []
+        for number, (batch, targets) in enumerate(self._counted(batches)):
+            last = number == len(batches) - 1
+            with nullcontext() if last else engine.accumulating():
+                weight = self._weights.of_step(self._sizes[number])
+                means = GlobalMeans(self._group, weight, targets)
+                with span(self.trace, Instruction(Kind.FORWARD, 0, number)), means:
+                    part = engine(**batch) * weight
+                with (
+                    span(self.trace, Instruction(Kind.BACKWARD, 0, number)),
+                    means.made_again.in_backward(),
+                ):
+                    engine.backward([part], [torch.full_like(part, loss_scale)])
+            parts.append(part.detach().float())
+        engine.finish_backward()
+        value = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+        if self._group.size() == 1:
+            return PendingLoss(value, None)
+        return PendingLoss(value, dist.all_reduce(value, group=self._group, async_op=True))
+
+    @torch.no_grad()
+    def evaluate(self, held: HeldBack) -> Evaluation:
+        module = self._engine.module
+        copies = EvaluatedCopies(
+            self._engine, self._group, self._sizes, self._weights, self._counter
+        )
+        module.eval()
+        try:
+            return copies.evaluate(held)
+        finally:
+            module.train()
+
+    def _counted(self, batches: Sequence[Batch]) -> list[tuple[Batch, Targets | None]]:
+        if self._counter is None:
+            return [(batch, None) for batch in batches]
+        return list(zip(batches, self._counter.count(batches), strict=True))

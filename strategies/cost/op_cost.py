@@ -1,0 +1,73 @@
+"""What pieces of the model take on a device: the seconds of a chunk's operations, priced once.
+
+A piece is some operations and which part of their values a rank has. Its price is a sum over kinds
+of equal operations (`op_work.py`), kept for every device and number of samples it was asked for.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from whale_train.strategies.cost.op_work import Part, Work, Works, whole
+from whale_train.strategies.cost.roofline import Times, work_times
+from whale_train.strategies.graph.operation_graph import OperationGraph
+from whale_train.strategies.hardware.cluster import Device
+from whale_train.strategies.layouts.propagation import Assignment, Shard
+
+Intervals = Mapping[str, Sequence[tuple[int, int]]]
+
+
+@dataclass
+class Prices:
+    """Prices of the pieces of one graph at one precision. Pieces are told apart by the keys they
+    are asked for with."""
+
+    graph: OperationGraph
+    precision: str
+    _works: dict[Hashable, Counter[Work]] = field(default_factory=dict)
+    _times: dict[tuple[Hashable, int, float], Times] = field(default_factory=dict)
+    _devices: dict[int, Device] = field(default_factory=dict)  # keeps what ids stand for
+
+    @cached_property
+    def works(self) -> Works:
+        return Works(self.graph)
+
+    def times(
+        self,
+        key: Hashable,
+        operations: Iterable[str],
+        device: Device,
+        samples: float,
+        part: Callable[[], Part] = lambda: whole,
+        added_to: Callable[[], Container[str]] = tuple,
+    ) -> Times:
+        """Seconds of `operations` for `samples` samples. `key` stands for the operations, their
+        `part`, and the parameters they are `added_to` of (see `Works.of`)."""
+        asked = (key, id(device), samples)
+        if asked not in self._times:
+            self._devices[id(device)] = device
+            if key not in self._works:
+                self._works[key] = self.works.of(operations, part(), added_to())
+            self._times[asked] = work_times(self._works[key], samples, device, self.precision)
+        return self._times[asked]
+
+
+def part_of(assignment: Assignment | None, axes: Intervals, index: int) -> Part:
+    """Which part of each value member `index` of a group has; what is cast on its way into an
+    operation is read as it then is."""
+    if assignment is None:
+        return whole
+    fractions = {
+        axis: (intervals[index][1] - intervals[index][0]) / intervals[-1][1]
+        for axis, intervals in axes.items()
+        if index < len(intervals) and intervals[-1][1]
+    }
+    cast = {(each.user, each.value): each.target for each in assignment.casts}
+
+    def part(name: str, reader: str | None) -> float:
+        lies = assignment.layouts.get(name)
+        layout = lies if reader is None else cast.get((reader, name), lies)
+        return fractions.get(layout.axis, 1.0) if isinstance(layout, Shard) else 1.0
+
+    return part

@@ -1,0 +1,294 @@
+"""What the operations of the graph ask of a device: FLOPs and bytes, forward and backward.
+
+Operations of one kind share a roofline (`roofline.py`); which kind, and how many bytes it moves, is
+decided here from targets and shapes alone. Views move nothing, and what is read through one counts
+as what lies in memory. Equal operations are one entry with a count, so that ninety-six equal blocks
+are priced as one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from whale_train.strategies.graph.operation_graph import Operation, OperationGraph, Ref
+from whale_train.strategies.layouts.propagation import RULES, differentiable, reshape
+
+
+class Kind(StrEnum):
+    """What limits an operation."""
+
+    PRODUCT = "product"  # matrix products
+    CONVOLUTION = "convolution"
+    ATTENTION = "attention"  # softmax(Q K) V as one operation
+    POINTWISE = "pointwise"  # one element at a time, a few instructions each
+    FUNCTION = "function"  # one element at a time, by an approximation: exp, sine, SiLU
+    GELU = "gelu"
+    TANH = "tanh"
+    RANDOM = "random"  # a random number for every element: dropout
+    NORM = "norm"  # rows brought to mean 0 and variance 1, of which BatchNorm's are channels
+    SOFTMAX = "softmax"
+    SUM = "sum"  # much into little
+    LOOKUP = "lookup"  # rows of a table by number
+    LOSS = "loss"  # the cross-entropy of logits
+    COPY = "copy"  # elements moved
+    VIEW = "view"  # nothing moved
+    UPDATE = "update"  # the optimizer's, of all parameters at once
+    PARTITION = "partition"  # what ZeRO 1 and 2 do in a step with what they send
+    GATHER = "gather"  # what ZeRO 3 does with what it sends, a module at a time
+
+
+BY_FLOPS = frozenset((Kind.PRODUCT, Kind.CONVOLUTION, Kind.ATTENTION))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes read and written, in fp32: `fixed` whatever the batch, and `each` sample's."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+
+    def at(self, samples: float) -> float:
+        return self.fixed + self.each * samples
+
+    def times(self, factor: float) -> "Traffic":
+        return Traffic(factor * self.fixed, factor * self.each)
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.fixed + other.fixed, self.each + other.each)
+
+
+_NONE = Traffic()
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operation on one device: its forward's `flops` per sample (2 a multiply-add) and
+    traffic; the traffic of its `backward`, where what that does is not its kind's to say; and
+    which parts that has, of its inputs and of its weight. Equal where the price is."""
+
+    kind: Kind
+    flops: float
+    forward: Traffic
+    backward: Traffic | None
+    input_gradient: bool
+    weight_gradient: bool
+
+
+# Which part of a value this rank has, by the value's name: as it lies, or, where an operation is
+# named, as that reads it.
+Part = Callable[[str, str | None], float]
+
+
+def whole(value: str, reader: str | None = None) -> float:
+    """Of a value that is not cut."""
+    return 1.0
+
+
+class Works:
+    """The operations of one graph as work. What is the same for every stage and split is found
+    once: who has a gradient, whose memory a view is of, which values lie as a transpose left
+    them."""
+
+    def __init__(self, graph: OperationGraph) -> None:
+        self.graph = graph
+        self.with_gradient = differentiable(graph)
+        self._transposed: dict[str, bool] = {}
+        self._memory: dict[str, str] = {}
+        for operation in graph:
+            self._note(operation)
+
+    def of(
+        self, names: Iterable[str], part: Part = whole, added_to: Container[str] = ()
+    ) -> Counter[Work]:
+        """The work of the operations `names`, of whose values this rank has `part`, and how often
+        there is each. The parameters `added_to` have a gradient that lookups only add to."""
+        found: Counter[Work] = Counter()
+        for name in names:
+            operation = self.graph[name]
+            if operation.target in _NO_WORK:
+                continue
+            found[self._work(operation, part, added_to)] += 1
+            if name in self.with_gradient and self._has_bias(operation):
+                summed = self._traffic(name, part)
+                found[Work(Kind.SUM, 0.0, _NONE, summed, False, True)] += 1
+            readers = sum(user in self.with_gradient for user in self.graph.users[name])
+            if name in self.with_gradient and readers > 1 and operation.shape is not None:
+                summed = self._traffic(name, part).times(3)
+                added = Work(Kind.POINTWISE, 0.0, _NONE, summed, True, False)
+                found[added] += readers - 1
+        return found
+
+    def _note(self, operation: Operation) -> None:
+        name = operation.name
+        before = operation.inputs[0] if operation.inputs else ""
+        turned = self._transposed.get(before, False)
+        is_view = _short(operation) in _VIEWS and not self._copies(operation)
+        if kind_of(operation) is Kind.ATTENTION:
+            turned = True  # its result lies as projections want it, the heads of a token together
+        elif _short(operation) in _TURNING:
+            turned = not turned
+        elif not is_view:
+            turned = False
+        self._transposed[name] = turned
+        self._memory[name] = self._memory.get(before, before) if is_view and before else name
+
+    def _copies(self, operation: Operation) -> bool:
+        """Whether what may be a view moves its elements: to another type, or to join dimensions
+        that a transpose has parted."""
+        name = _short(operation)
+        before = operation.inputs[0] if operation.inputs else ""
+        if name in _CASTS:
+            return bool(before) and self.graph[before].dtype != operation.dtype
+        joins = name == "contiguous" or RULES.get(operation.target) is reshape
+        return joins and name not in ("view", "unflatten") and self._transposed.get(before, False)
+
+    def _work(self, operation: Operation, part: Part, added_to: Container[str]) -> Work:
+        gradient = operation.name in self.with_gradient
+        kind = kind_of(operation)
+        is_view = _short(operation) in _VIEWS and not self._copies(operation)
+        if is_view or (kind is Kind.RANDOM and not operation.random):
+            if gradient and _takes_part(operation):
+                return self._put(operation, part)
+            return Work(Kind.VIEW, 0.0, _NONE, _NONE, gradient, False)
+        result = self._traffic(operation.name, part)
+        traffic = result
+        for name in operation.inputs:
+            held = self._held(name)
+            traffic += self._traffic(held, part, operation.name if held == name else None)
+        weights = [name for name in operation.inputs if self._is_weight(name)]
+        others = [
+            name for name in operation.inputs
+            if name in self.with_gradient and name not in weights
+        ]  # fmt: skip
+        of_input, of_weight = gradient and bool(others), gradient and bool(weights)
+        back: Traffic | None = None
+        share = 1.0
+        if kind in BY_FLOPS:
+            read = (part(name, operation.name) for name in operation.inputs)
+            share = min(part(operation.name, None), *read)
+            if kind is Kind.PRODUCT and not weights:
+                of_weight = gradient and len(others) > 1  # the other factor's, which costs as much
+            elif _short(operation) in _RECURRENT:
+                of_input = gradient  # of the hidden states, whoever reads what it was given
+        elif kind is Kind.LOOKUP:
+            traffic = result.times(2)
+            if gradient:  # of the whole table, most of it nothing
+                table = operation.inputs[0]
+                made = _NONE if table in added_to else self._traffic(table, part)
+                back = result.times(2) + made
+        elif kind is Kind.POINTWISE:
+            back = self._pointwise_backward(operation, part, gradient)
+        return Work(kind, operation.flops * share, traffic, back, of_input, of_weight)
+
+    def _put(self, operation: Operation, part: Part) -> Work:
+        """A part of a value, whose gradient is put into one of the whole's size: of all parts of a
+        split at once, or of this one between zeros."""
+        whole = self._traffic(operation.inputs[0], part)
+        read = whole if operation.shape is None else self._traffic(operation.name, part)
+        return Work(Kind.COPY, 0.0, _NONE, whole + read, True, False)
+
+    def _pointwise_backward(self, operation: Operation, part: Part, gradient: bool) -> Traffic:
+        """A pass for each input that a gradient is computed for; sums hand theirs through, but to
+        what was spread over them."""
+        if not gradient:
+            return _NONE
+        back, result = _NONE, self._traffic(operation.name, part)
+        for name in operation.inputs:
+            if name not in self.with_gradient and not self._is_weight(name):
+                continue
+            spread = self._traffic(name, part) != result
+            passes = _short(operation) not in _SUMS
+            back += result.times(3.0 * passes) + (result if spread else _NONE)
+        return back
+
+    def _has_bias(self, operation: Operation) -> bool:
+        """Whether a product adds one, whose gradient is a sum over all rows of its result's. To
+        add it takes nothing that counts: it is in the result before the product is."""
+        shapes = (
+            self.graph[name].shape
+            for name in operation.inputs
+            if kind_of(operation) in _WITH_BIAS and self._is_weight(name)
+        )
+        return any(shape is not None and len(shape) == 1 for shape in shapes)
+
+    def _is_weight(self, name: str) -> bool:
+        """Whether it is a parameter, perhaps seen through a view."""
+        return self.graph[self._memory[name]].target == "parameter"
+
+    def _held(self, name: str) -> str:
+        """The value whose memory is read where `name` is, which may show it many times."""
+        return self._memory[name] if _short(self.graph[name]) in _SPREADING else name
+
+    def _traffic(self, name: str, part: Part, reader: str | None = None) -> Traffic:
+        operation = self.graph[name]
+        if operation.shape is None:
+            return _NONE
+        num_bytes = _WIDTHS.get(operation.dtype, 4) * part(name, reader)
+        follows = any(size.per_sample for size in operation.shape)
+        for size in operation.shape:
+            num_bytes *= size.per_sample or size.fixed
+        return Traffic(0.0, num_bytes) if follows else Traffic(num_bytes)
+
+
+def kind_of(operation: Operation) -> Kind:
+    """What limits `operation`; an unknown one is taken for one that works element by element."""
+    return _KINDS.get(_short(operation), Kind.POINTWISE)
+
+
+def _short(operation: Operation) -> str:
+    """`add` for `aten.add_.Tensor`."""
+    if operation.target == "<built-in function getitem>":
+        return "getitem"
+    parts = operation.target.split(".")
+    return parts[1].rstrip("_") if len(parts) > 1 else operation.target
+
+
+def _takes_part(operation: Operation) -> bool:
+    """Whether its value is less than what it reads, so that a gradient is put into one of the
+    whole's size; those of the parts of a split are joined once, at the split."""
+    name = _short(operation)
+    if name == "slice":
+        start, stop = (*operation.args[2:4], None, None)[:2]
+        everything = start in (None, 0) and (not isinstance(stop, int) or stop >= 2**62)
+        return not everything and not isinstance(stop, Ref)
+    return name in _TAKING_PART
+
+
+def _names(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_NO_WORK = frozenset(("input", "parameter", "buffer", "graph", "output"))
+_TURNING = _names("transpose permute t numpy_T mT mH movedim")
+_CASTS = _names("to _to_copy type_as float")
+_SPREADING = _names("expand expand_as broadcast_to")
+_TAKING_PART = _names("split split_with_sizes chunk tensor_split unbind select narrow expand")
+_SUMS = _names("add sub rsub")
+_VIEWS = _TURNING | _CASTS | _SPREADING | _TAKING_PART | _names(
+    "getitem view reshape _unsafe_view flatten unflatten slice squeeze unsqueeze detach alias "
+    "contiguous sym_size"
+)  # fmt: skip
+_WIDTHS = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
+_WITH_BIAS = (Kind.PRODUCT, Kind.CONVOLUTION)
+# Products with what they made of the step before, all steps and layers as one operation.
+_RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
+_OF_KIND = {
+    Kind.PRODUCT: "linear addmm matmul mm bmm baddbmm einsum _grouped_mm grouped_mm "
+                  "grouped_mm_fallback " + " ".join(_RECURRENT),
+    Kind.CONVOLUTION: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
+    Kind.ATTENTION: "scaled_dot_product_attention",
+    Kind.FUNCTION: "silu sigmoid softplus mish elu hardswish exp log log1p erf sin cos",
+    Kind.GELU: "gelu",
+    Kind.TANH: "tanh",
+    Kind.RANDOM: "dropout alpha_dropout feature_dropout native_dropout bernoulli rand rand_like "
+                 "randn randn_like rrelu",
+    Kind.NORM: "layer_norm rms_norm group_norm batch_norm",
+    Kind.SOFTMAX: "softmax _softmax log_softmax _log_softmax logsumexp",
+    Kind.SUM: "sum mean amax amin var std linalg_vector_norm argmax argmin any all",
+    Kind.LOOKUP: "embedding index index_select gather take_along_dim",
+    Kind.LOSS: "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d",
+    Kind.COPY: "cat stack clone repeat repeat_interleave pad constant_pad_nd flip roll contiguous "
+               "reshape _unsafe_view flatten to _to_copy type_as float",
+}  # fmt: skip
+_KINDS = {name: kind for kind, names in _OF_KIND.items() for name in names.split()}

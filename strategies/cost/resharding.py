@@ -1,0 +1,63 @@
+"""The seconds of the casts between layouts that a split puts into a piece of the model."""
+
+from collections.abc import Iterable, Mapping
+
+from whale_train.strategies.cost.collectives import all_reduce_time_s, gather_time_s
+from whale_train.strategies.cost.roofline import Times
+from whale_train.strategies.graph.operation_graph import OperationGraph
+from whale_train.strategies.graph.saved_tensors import View
+from whale_train.strategies.hardware.cluster import Link
+from whale_train.strategies.layouts.propagation import Assignment
+
+
+def cast_times(
+    graph: OperationGraph,
+    assignment: Assignment,
+    precision: str,
+    members: int,
+    samples: float,
+    link: Link,
+) -> Times:
+    """Of the collectives of a shard group of so many members, each once a value, for `samples`."""
+    total = Times()
+    for value, kind, _ in dict.fromkeys((c.value, c.kind, c.target) for c in assignment.casts):
+        num_bytes = moved_bytes(graph, value, samples, precision)
+        gather = gather_time_s(num_bytes, members, link)
+        reduce = all_reduce_time_s(num_bytes, members, link)
+        price = {"g": gather, "r": reduce, "-": 0.0}
+        forward, backward = _COLLECTIVES[kind]
+        total += Times(price[forward], price[backward])
+    return total
+
+
+def moved_bytes(graph: OperationGraph, value: str, samples: float, precision: str) -> float:
+    """Return the bytes of a value that a shard group's collective moves, for `samples` samples:
+    what products read and give travels in their 16 bits (`runtime/kernels/column_parallel.py`)."""
+    num_bytes = 4.0 if precision == "fp32" else 2.0
+    for size in graph[value].shape or ():
+        num_bytes *= size.fixed + size.per_sample * samples
+    return num_bytes
+
+
+def bridge_time_s(
+    view: View, names: Iterable[str], samples: float, members: int, link: Link
+) -> float:
+    """Return the seconds in which the values `names` cross to a split head, or their gradients come
+    back: each is gathered over the `members` that share the samples."""
+    return sum(gather_time_s(view.crossing_bytes(name, samples), members, link) for name in names)
+
+
+# Design §7's table: what each cast is forward and backward; an all-reduce, a gather (or a
+# reduce-scatter, which moves as much), nothing.
+_COLLECTIVES: Mapping[str, tuple[str, str]] = {
+    "enter": ("-", "r"),
+    "reduce": ("r", "-"),
+    "gather": ("g", "-"),
+    "slice": ("-", "g"),
+    "gather_enter": ("g", "g"),
+    "reduce_scatter": ("g", "g"),
+    "reduce_enter": ("r", "r"),
+    "reduce_slice": ("r", "g"),
+    "reshard": ("g", "g"),
+    "once": ("-", "-"),
+}

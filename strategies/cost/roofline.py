@@ -1,0 +1,153 @@
+"""How long work takes on a device: rooflines of kinds of operations.
+
+A device that was calibrated (`mode=calibrate`) has rooflines of its own for every kind; of any
+other they are the catalogue's peaks times what is commonly reached of them. Transfers are
+`collectives.py`'s.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from whale_train.strategies.cost.op_work import BY_FLOPS, Kind, Work
+from whale_train.strategies.hardware.cluster import Device, HostShare, Kernel, Roofline
+
+# Of the peaks: nominal, the same for every device nobody measured. Large products come near the
+# peak of ordinary units and reach about two thirds of tensor cores', which wait for memory; streams
+# over memory reach four fifths of its bandwidth. An operation started from Python takes some
+# microseconds.
+_OF_PEAK = {"fp32": 0.85, "bf16": 0.65, "fp16": 0.65}
+_OF_BANDWIDTH = 0.8
+_OVERHEAD_S = 5e-6
+_VIEW_OVERHEAD_S = 0.0  # hidden behind the device's queue
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a piece of work: forward, and the two parts of its backward."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward_input + self.backward_weight
+
+    def scaled(self, factor: float) -> "Times":
+        return Times(
+            factor * self.forward, factor * self.backward_input, factor * self.backward_weight
+        )
+
+    def __add__(self, other: "Times") -> "Times":
+        return Times(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+        )
+
+
+def work_times(works: Mapping[Work, int], samples: float, device: Device, precision: str) -> Times:
+    """What so many of each of `works` take for `samples` samples."""
+    forward = of_input = of_weight = 0.0
+    kernels = {kind: kernel_of(device, precision, kind) for kind in Kind}
+    for work, count in works.items():
+        kernel = kernels[work.kind]
+        flops, moved = work.flops * samples, work.forward.at(samples)
+        if flops or moved or work.kind is Kind.VIEW:
+            forward += count * kernel.forward.seconds(flops, moved)
+        parts = work.input_gradient + work.weight_gradient
+        if not parts:
+            continue
+        back = work.backward.at(samples) if work.backward is not None else moved
+        each = count * kernel.backward.seconds(flops, back)
+        if work.kind in BY_FLOPS and work.kind is not Kind.ATTENTION:
+            each /= 2  # a backward has two products, of which there may be one
+            of_input += each * work.input_gradient
+            of_weight += each * work.weight_gradient
+        elif work.input_gradient:
+            of_input += each
+        else:
+            of_weight += each
+    return Times(forward, of_input, of_weight)
+
+
+def kernel_of(device: Device, precision: str, kind: Kind) -> Kernel:
+    """The rooflines of `kind` on `device`: measured, or from its peaks. KeyError where it has no
+    unit for `precision`."""
+    measured = device.kernels.get(precision, {}).get(kind)
+    if measured is not None:
+        return measured
+    rate = _OF_PEAK[precision] * flops_rate(device, precision)
+    narrower = 1.0 if precision == "fp32" else 0.5
+    bandwidth = _OF_BANDWIDTH * device.memory_bandwidth_bytes_s / narrower
+    overhead = _VIEW_OVERHEAD_S if kind is Kind.VIEW else _OVERHEAD_S
+    forward = Roofline(overhead, rate, bandwidth)
+    if kind in BY_FLOPS:  # two products where the forward has one
+        return Kernel(forward, Roofline(2 * overhead, rate / 2, bandwidth / 2))
+    return Kernel(forward, forward)
+
+
+def flops_rate(device: Device, precision: str) -> float:
+    """Peak FLOP/s of `device` at `precision`; KeyError where it has no unit for it."""
+    return device.flops[precision]
+
+
+def whole_times(flops: float, device: Device, precision: str) -> Times:
+    """Of a model whose operations nobody knows: `flops` of products."""
+    kernel = kernel_of(device, precision, Kind.PRODUCT)
+    half = kernel.backward.seconds(flops, 0.0) / 2
+    return Times(kernel.forward.seconds(flops, 0.0), half, half)
+
+
+def accumulation_time_s(elements: float, parameters: int, device: Device, precision: str) -> float:
+    """Of a backward's gradients where there are some already: so many `elements` of so many
+    `parameters` are added to these, in fp32, two read and one written. (Autograd keeps those of the
+    first backward as they are made.)"""
+    roofline = kernel_of(device, precision, Kind.POINTWISE).forward
+    width = 4 if precision == "fp32" else 8  # traffic of 16-bit values is counted as if of fp32
+    return parameters * roofline.overhead_s + 3 * width * elements / roofline.bytes_s
+
+
+def zeros_time_s(elements: float, device: Device, precision: str) -> float:
+    """Of a lookup's backward that makes the gradient of its table: so many `elements` are zeros
+    before those of the rows are added, in fp32."""
+    return 4 * elements / kernel_of(device, precision, Kind.LOOKUP).backward.bytes_s
+
+
+def update_time_s(elements: float, states: int, device: Device) -> float:
+    """An optimizer's update: every fp32 state and weight read and written, the gradient read for it
+    and once before for the norm."""
+    measured = [kinds[Kind.UPDATE] for kinds in device.kernels.values() if Kind.UPDATE in kinds]
+    bandwidth = _OF_BANDWIDTH * device.memory_bandwidth_bytes_s
+    roofline = measured[0].forward if measured else Roofline(_OVERHEAD_S, inf, bandwidth)
+    return roofline.seconds(0.0, 4 * elements * (2 * states + 4))
+
+
+# Nominal, of a host nobody describes: what its memory gives to each of its devices' optimizers, and
+# the PCI Express link (3.0, 16 lanes) that gradients and parameters take to and from it.
+_HOST = HostShare(memory_bytes_s=15e9, link_bytes_s=12e9)
+
+
+def fetch_time_s(num_bytes: float, devices: Iterable[Device], on_cpu: bool) -> float:
+    """Of what each of `devices` keeps on its host and needs, on its way to the slowest."""
+    if on_cpu:
+        return 0.0
+    hosts = {id(device): _host_of(device) for device in devices}
+    return num_bytes / min(host.link_bytes_s for host in hosts.values())
+
+
+def offloaded_update_time_s(elements: float, states: int, device: Device, on_cpu: bool) -> float:
+    """The update of state kept on the host: gradients down, the update there, parameters up."""
+    if on_cpu:
+        return update_time_s(elements, states, device)
+    host = _host_of(device)
+    moved = 2 * 4 * elements / host.link_bytes_s
+    return moved + 4 * elements * (2 * states + 4) / host.memory_bytes_s
+
+
+def _host_of(device: Device) -> HostShare:
+    host = device.host
+    if host is None:
+        return _HOST
+    return HostShare(_OF_BANDWIDTH * host.memory_bytes_s, host.link_bytes_s)

@@ -1,0 +1,46 @@
+"""The seconds that copies spend in the collectives of a synchronised BatchNorm.
+
+What these exchange is runtime/kernels/sync_batch_norm.py's: forward, every copy's counts, means and
+variances of its channels, in fp64, are gathered; backward, two fp32 sums a channel are all-reduced,
+unless what was normalised has no gradient.
+"""
+
+from collections.abc import Iterable
+
+from whale_train.strategies.cost.collectives import all_reduce_time_s, gather_time_s
+from whale_train.strategies.cost.op_work import Part, whole
+from whale_train.strategies.cost.roofline import Times
+from whale_train.strategies.graph.operation_graph import Operation, OperationGraph
+from whale_train.strategies.hardware.cluster import Link
+
+_GATHERED, _SUMMED = 8, 4  # bytes of a number, forward and backward
+
+
+def batch_norm_times(
+    graph: OperationGraph,
+    operations: Iterable[str],
+    members: int,
+    link: Link,
+    channels: Part = whole,
+) -> Times:
+    """Of one forward and one backward of `operations` on each of `members` copies that `link`
+    joins; each copy has the part `channels` of a norm's channels."""
+    if members == 1:
+        return Times()
+    forward = backward = 0.0
+    for name in operations:
+        operation = graph[name]
+        if not _takes_statistics(operation):
+            continue
+        assert operation.shape is not None
+        count = operation.shape[1].fixed * channels(name, None)
+        forward += gather_time_s(_GATHERED * (2 * count + 1) * members, members, link)
+        if operation.inputs[0] in graph.trained:
+            backward += all_reduce_time_s(_SUMMED * 2 * count, members, link)
+    return Times(forward, backward)
+
+
+def _takes_statistics(operation: Operation) -> bool:
+    """Whether it is a BatchNorm of the batch it is given, as all are that train."""
+    is_norm = operation.target == "aten.batch_norm.default"
+    return is_norm and (operation.args + (None,) * 6)[5] is True

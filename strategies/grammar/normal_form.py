@@ -1,0 +1,207 @@
+"""A strategy read into its one form (`form.py`): which node asked for what, and what cannot be."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from whale_train.errors import Fault
+from whale_train.strategies.grammar.degrees import OpenStage, settled, settled_by_kind
+from whale_train.strategies.grammar.form import Form
+from whale_train.strategies.grammar.nodes import (
+    Node,
+    Pipeline,
+    Replicate,
+    Split,
+    Stage,
+    Strategy,
+)
+
+
+def read_form(
+    strategy: Strategy,
+    devices: int | Mapping[str, int],
+    per_node: int,
+    hardware: str,
+    faults: list[Fault],
+) -> Form | None:
+    """The form of a strategy over `devices` devices (so many, or so many of each kind) in nodes of
+    `per_node` (0: of unlike size); None when `faults` grew."""
+    before = len(faults)
+    outer, inner = _outer(strategy.graph, faults)
+    pipeline = inner[0] if inner and isinstance(inner[0], Pipeline) else None
+    listed: list[OpenStage | None]
+    if not inner:
+        listed = [OpenStage(outer[-1].path, 1, 1, None, None)]
+    elif pipeline is None:
+        listed = [_stage(inner, faults)]
+    elif isinstance(pipeline.stages, int):
+        one = OpenStage(f"{pipeline.path}.stages", None, 1, None, None)
+        listed = [one for _ in range(pipeline.stages)]
+    else:
+        listed = [_stage((node,), faults) for node in pipeline.stages]
+    stages = [stage for stage in listed if stage is not None]
+    copies = (node for s in stages for node in (s.copy, s.body) if node)
+    keeper = _keeper([*outer, *copies], pipeline, faults)
+    if len(faults) > before:
+        return None
+    kinds = {} if isinstance(devices, int) else devices
+    total = devices if isinstance(devices, int) else sum(devices.values())
+    if any(stage.device for stage in stages):
+        form = settled_by_kind(outer, stages, kinds, per_node, hardware, faults)
+    else:
+        form = settled(outer, stages, total, per_node, hardware, faults)
+    if form is None:
+        return None
+    if pipeline is None:  # copies of the whole are copies of the whole, whoever asked for them
+        (stage,) = form.stages
+        both = form.copies * stage.copies
+        filled = _filled_node(outer, stages[0])
+        form = replace(form, copies=both, stages=(replace(stage, copies=1),), filled=filled)
+    form = replace(form, pipeline=pipeline, keeper=keeper)
+    _refuse_without_effect(form, keeper, faults)
+    return form if len(faults) == before else None
+
+
+def _outer(
+    nodes: tuple[Node, ...], faults: list[Fault]
+) -> tuple[list[Replicate], tuple[Node, ...]]:
+    """The replicates around everything, and what they copy; nothing where that is the model."""
+    outer: list[Replicate] = []
+    while len(nodes) == 1:
+        (node,) = nodes
+        if not isinstance(node, Replicate):
+            break
+        outer.append(node)
+        _refuse_modules(node, faults)
+        nodes = node.of
+    return outer, nodes
+
+
+def _filled_node(outer: Sequence[Replicate], stage: OpenStage) -> str | None:
+    """Return the path of the node of a lone stage whose open degree takes the devices."""
+    if stage.body is not None:
+        return stage.body.path if stage.shards is None else None
+    return next((node.path for node in outer if node.degree is None), None)
+
+
+def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
+    """One stage: (stage of) (replicate of) split, or a replicate beside a split of the head; each
+    of which may be missing."""
+    path, around = nodes[0].path, Stage("")
+    if isinstance(nodes[0], Stage):
+        around, nodes = nodes[0], nodes[0].of
+    copies: int | None = 1
+    copy: Replicate | None = None
+    while len(nodes) == 1:
+        (inner,) = nodes
+        if not isinstance(inner, Replicate):
+            break
+        _refuse_modules(inner, faults)
+        both = copies is not None and inner.degree is not None
+        copies = copies * inner.degree if both and copies and inner.degree else None
+        copy, nodes = inner, inner.of
+    split: Split | None = None
+    body: Replicate | None = None
+    shards: int | None = 1
+    sized: str | None = None
+    match nodes:
+        case ():
+            pass
+        case (Split(of=()) as split,):
+            shards, sized = split.degree, split.path
+        case (Split() as inside,):
+            rule = "cuts again what a split has cut"
+            faults.append(Fault(f"{inside.path}.of", "", rule, "multiply the degrees into one"))
+            return None
+        case (Replicate() as body, Split() as split):
+            said = next((node for node in (body, split) if node.degree), body)
+            shards, sized = said.degree, said.path
+            if not _is_head_beside_copies(body, split, path, faults):
+                return None
+        case _:
+            faults.append(_colocated(nodes))
+            return None
+    return OpenStage(
+        path, copies, shards, split, copy, around.modules, around.recompute, body, around.device,
+        sized,
+    )  # fmt: skip
+
+
+def _is_head_beside_copies(body: Replicate, split: Split, path: str, faults: list[Fault]) -> bool:
+    """Whether the list is one that is executed inside another node; else a fault says why not."""
+    if body.of or split.of:
+        rule = "is not a replicate of all beside a split of the head, over the same devices"
+        remedy = "use [{replicate: {}}, {split: {modules: head}}]"
+        faults.append(Fault(path.rpartition("[")[0], "", rule, remedy))
+        return False
+    if body.modules != ("*",):
+        named = ", ".join(body.modules)
+        rule = "must cover what the split leaves"
+        faults.append(Fault(f"{body.path}.modules", named, rule, 'use "*"'))
+        return False
+    if body.degree and split.degree and body.degree != split.degree:
+        rule = f"differs from {body.path}.degree={body.degree}, though nodes of a list share their "
+        key, value = f"{split.path}.degree", str(split.degree)
+        faults.append(Fault(key, value, f"{rule}devices", "give both the same, or auto"))
+        return False
+    return True
+
+
+def _colocated(nodes: tuple[Node, ...]) -> Fault:
+    path = nodes[0].path.rpartition("[")[0]
+    rule = "has parts that share devices, which are executed as a replicate and a split of the head"
+    remedy = "use strategy=hybrid_split_dp, or one node"
+    return Fault(path, f"{len(nodes)} nodes", rule, remedy)
+
+
+def _refuse_modules(node: Replicate, faults: list[Fault]) -> None:
+    if node.modules != ("*",):
+        rule = "names a part of the model, and nothing in the strategy covers the rest"
+        remedy = 'use "*", or a list with a node for the rest'
+        faults.append(Fault(f"{node.path}.modules", ", ".join(node.modules), rule, remedy))
+
+
+def _keeper(
+    copies: list[Replicate], pipeline: Pipeline | None, faults: list[Fault]
+) -> Replicate | None:
+    """The replicate that says how copies keep what they have in common: one set of engines has
+    one way."""
+    ways = [(c.zero, c.offload_optimizer, c.offload_parameters) for c in copies]
+    asked = [c for c, way in zip(copies, ways, strict=True) if way != (0, "none", "none")]
+    first = asked[0] if asked else (copies[0] if copies else None)
+    for other in asked[1:]:
+        if ways[copies.index(other)] != ways[copies.index(asked[0])]:
+            rule = f"differs from {asked[0].path}.zero={asked[0].zero}: all copies keep alike"
+            remedy = "give both the same"
+            faults.append(Fault(f"{other.path}.zero", str(other.zero), rule, remedy))
+    if first is None:
+        return None
+    if first.zero > 1 and pipeline is not None:
+        does = {2: "reduces gradients with all copies at every backward",
+                3: "gathers parameters with all copies at every forward"}[first.zero]  # fmt: skip
+        rule = f"{does}, and in a pipeline copies take different micro-batches at different times"
+        remedy = "use 1 (a stage's optimizer state is what is largest), or no pipeline"
+        faults.append(Fault(f"{first.path}.zero", str(first.zero), rule, remedy))
+    return first
+
+
+def _refuse_without_effect(form: Form, keeper: Replicate | None, faults: list[Fault]) -> None:
+    devices = form.copies * form.width
+    for stage in form.stages[:-1]:
+        if stage.body:
+            rule = "splits the head in a stage that is not the last, where the loss is"
+            faults.append(Fault(stage.path, "", rule, "move the list to the last stage"))
+    for stage in form.stages:
+        if stage.split and stage.shards == 1:
+            remedy = "use strategy=single, or more devices"
+            if devices > 1:
+                remedy = "use a degree of at least 2, or no split"
+            rule = "has nothing to divide over 1 device"
+            faults.append(Fault(stage.split.path, "", rule, remedy))
+    copied = (form.copies * s.copies * (s.shards if s.body else 1) for s in form.stages)
+    if keeper and keeper.zero and max(copied) == 1:
+        rule = "partitions over the copies, and 1 device has only one"
+        remedy = "use strategy=single, or more devices"
+        if devices > 1:
+            rule = "partitions over the copies, and there is only one"
+            remedy = "use 0, or more devices"
+        faults.append(Fault(f"{keeper.path}.zero", str(keeper.zero), rule, remedy))

@@ -1,0 +1,105 @@
+"""A ModelProfile as JSON and back, exactly: what is read equals what was written.
+
+An operation is a list of its fields, in their order; of its arguments, an object is what JSON has
+no word for, and a list a tuple.
+"""
+
+import json
+from typing import Any
+
+from whale_train.strategies.graph.operation_graph import (
+    Argument,
+    InputField,
+    ModelProfile,
+    Operation,
+    OperationGraph,
+    Parameter,
+    Ref,
+    Size,
+)
+
+
+def profile_to_json(profile: ModelProfile) -> str:
+    """In one line."""
+    mapping = {
+        "name": profile.name,
+        "parameters": [
+            [p.path, p.shape, p.bytes_per_element, p.aliases] for p in profile.parameters
+        ],
+        "inputs": [[f.name, f.shape, f.dtype, f.upper_bound] for f in profile.inputs],
+        "forward_flops": profile.forward_flops,
+        "activation_bytes": profile.activation_bytes,
+        "buffer_bytes": profile.buffer_bytes,
+        "graph": None if profile.graph is None else [_written(op) for op in profile.graph],
+        "export_error": profile.export_error,
+        "batch_norm_modules": profile.batch_norm_modules,
+        "unused_parameters": profile.unused_parameters,
+        "perhaps_unused": profile.perhaps_unused,
+    }
+    return json.dumps(mapping, separators=(",", ":"))
+
+
+def profile_from_json(text: str) -> ModelProfile:
+    """Raises ValueError for what `profile_to_json` did not write."""
+    try:
+        mapping: dict[str, Any] = json.loads(text)
+        parameters, inputs, graph = (mapping.pop(x) for x in ("parameters", "inputs", "graph"))
+        rest: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in mapping.items()
+        }
+        return ModelProfile(
+            parameters=tuple(
+                Parameter(path, tuple(shape), size, tuple(aliases))
+                for path, shape, size, aliases in parameters
+            ),
+            inputs=tuple(
+                InputField(name, tuple(shape), dtype, bound) for name, shape, dtype, bound in inputs
+            ),
+            graph=None if graph is None else OperationGraph(tuple(map(_read, graph))),
+            **rest,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"is no profile ({type(error).__name__}: {error})") from error
+
+
+def _written(operation: Operation) -> list[Any]:
+    op = operation
+    return [
+        *(op.name, op.target, _plain(op.args), [[key, _plain(x)] for key, x in op.kwargs]),
+        None if op.shape is None else [[size.fixed, size.per_sample] for size in op.shape],
+        *(op.dtype, op.module, op.path, op.flops, op.saved, op.memory, op.after, op.random),
+        op.writes,
+    ]
+
+
+def _read(written: list[Any]) -> Operation:
+    name, target, args, kwargs, shape, dtype, module, path, flops, saved, *rest = written
+    memory, after, random, writes = rest
+    return Operation(
+        name,
+        target,
+        tuple(map(_argument, args)),
+        tuple((key, _argument(x)) for key, x in kwargs),
+        None if shape is None else tuple(Size(*size) for size in shape),
+        *(dtype, module, path, flops, tuple((at, num_bytes) for at, num_bytes in saved)),
+        *(memory, tuple(after), random, tuple(writes)),
+    )
+
+
+def _plain(argument: Argument) -> Any:
+    if isinstance(argument, Ref):
+        return {"ref": argument.name}
+    if isinstance(argument, Size):
+        return {"size": [argument.fixed, argument.per_sample]}
+    if isinstance(argument, tuple):
+        return [_plain(part) for part in argument]
+    return argument
+
+
+def _argument(plain: Any) -> Argument:
+    if isinstance(plain, list):
+        return tuple(map(_argument, plain))
+    if isinstance(plain, dict):
+        return Ref(plain["ref"]) if "ref" in plain else Size(*plain["size"])
+    return plain  # type: ignore[no-any-return]

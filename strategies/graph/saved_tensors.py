@@ -1,0 +1,143 @@
+"""What autograd keeps of a graph's values, on one rank and in its precision.
+
+Bytes are per sample; a value without a batch counts with every sample. A value is known by the
+operation in whose memory it lies, so that views of one are one. Which part of a value a rank holds
+is the caller's; when anything is let go of, `liveness.py`'s.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from whale_train.strategies.graph.operation_graph import (
+    INSIDE,
+    LOWERED,
+    OWN,
+    Operation,
+    OperationGraph,
+    kind_of,
+    value_bytes,
+)
+
+
+def whole(name: str) -> float:
+    """The part of a value that one holds who holds all of it."""
+    return 1.0
+
+
+@dataclass(frozen=True)
+class View:
+    """How much of every value of `graph` one rank has, as a part of its bytes in fp32: `part_of`
+    it, and half of those of `halves`. Where `casts`, products make halves of what they read. The
+    values `joined` are not there at all: what makes and reads them runs as one."""
+
+    graph: OperationGraph
+    part_of: Callable[[str], float] = whole
+    halves: frozenset[str] = frozenset()
+    casts: bool = False
+    joined: frozenset[str] = frozenset()
+
+    @classmethod
+    def at(cls, graph: OperationGraph, precision: str) -> "View":
+        """Return the view of a rank that trains in `precision`, of which 16 bits are autocast."""
+        if precision == "fp32":
+            return cls(graph)
+        return cls(graph, halves=halves(graph), casts=True)
+
+    def held_by(self, part_of: Callable[[str], float]) -> "View":
+        return replace(self, part_of=part_of)
+
+    def rewritten(self) -> "View":
+        """As ranks run it that rewrite the graph, which joins the operations of RMSNorms."""
+        return replace(self, joined=joined_norms(self.graph))
+
+    def part(self, name: str) -> float:
+        if name in self.joined:
+            return 0.0
+        return self.part_of(name) * (0.5 if name in self.halves else 1.0)
+
+    def num_bytes(self, name: str) -> float:
+        return self.graph.num_bytes[name] * self.part(name)
+
+    def crossing_bytes(self, name: str, samples: float) -> float:
+        """Return the bytes of all of a value, or of its gradient, where it crosses to another part
+        of the model: it is sent, or gathered for a split head, in the dtype it was made in."""
+        return value_bytes(self.graph[name], samples) * (0.5 if name in self.halves else 1.0)
+
+    def inside(self, operation: Operation) -> float:
+        """The part it has of what an operation makes on the way: as cut as the most cut value
+        it reads or gives."""
+        names = (operation.name, *(x for x in operation.inputs if x in self.graph.trained))
+        return min(self.part_of(x) for x in names) * (0.5 if operation.name in self.halves else 1)
+
+
+def halves(graph: OperationGraph) -> frozenset[str]:
+    """Return the values that are of 16 bits under autocast: those of products, and what is computed
+    of such values alone."""
+    found: set[str] = set()
+    for operation in graph:
+        kind = kind_of(operation)
+        if operation.name not in graph.trained or operation.target == "parameter":
+            continue
+        if kind in _WIDE:
+            continue
+        read = [x for x in operation.inputs if x in graph.trained]
+        values = [x for x in read if graph[x].target != "parameter"]
+        if kind in LOWERED or (values and found.issuperset(values)):
+            found.add(operation.name)
+    return frozenset(found)
+
+
+def joined_norms(graph: OperationGraph) -> frozenset[str]:
+    """Of every weight * (x * rsqrt(..)), the product in brackets, which is not made where it runs
+    as one (`runtime/kernels/rms_norm.py`)."""
+    found: set[str] = set()
+    for operation in graph:
+        if operation.target == _TIMES and any(
+            graph[x].target == "parameter" for x in operation.inputs
+        ):
+            normed = (graph[memory_of(graph, x)] for x in operation.inputs)
+            found |= {
+                each.name
+                for each in normed
+                if each.target == _TIMES
+                and any(graph[x].target == "aten.rsqrt.default" for x in each.inputs)
+            }
+    return frozenset(found)
+
+
+_TIMES = "aten.mul.Tensor"
+# What autocast, or a model that is careful, runs in fp32.
+_WIDE = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+_CAST = -3  # of `kept`: the 16-bit copy that a product has made of a wider value
+
+
+def memory_of(graph: OperationGraph, name: str) -> str:
+    """The operation whose memory a value lies in."""
+    while graph[name].memory != OWN:
+        name = graph[name].inputs[graph[name].memory]
+    return name
+
+
+def kept(view: View, operations: Iterable[str]) -> dict[tuple[str, int], float]:
+    """Bytes of a sample that autograd keeps of `operations`, in their order, each once: by the
+    operation in whose memory they are (`OWN`) or inside of which they were made (`INSIDE`)."""
+    found: dict[tuple[str, int], float] = {}
+    for name in operations:
+        for key, num_bytes in saved_by(view, view.graph[name]):
+            found.setdefault(key, num_bytes)
+    return found
+
+
+def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int], float]]:
+    """What `operation` has autograd keep, as `kept` names it, and bytes of a sample."""
+    lowers = view.casts and kind_of(operation) in LOWERED
+    for place, num_bytes in operation.saved:
+        if place == INSIDE:
+            yield (operation.name, INSIDE), num_bytes * view.inside(operation)
+            continue
+        source = operation.name if place == OWN else operation.inputs[place]
+        source = memory_of(view.graph, source)
+        if lowers and place != OWN and source not in view.halves:
+            yield (source, _CAST), num_bytes * view.part(source) / 2
+        else:
+            yield (source, OWN), num_bytes * view.part(source)

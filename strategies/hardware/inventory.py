@@ -1,0 +1,355 @@
+"""Reads a hardware inventory: from the mapping a user writes to a Cluster.
+
+Three forms: `nodes:` with `network:` (any cluster), `kind: cpu` (equal CPU processes on one
+host) and `kind: local` (what this machine has). Nothing here looks at the machine: its facts
+are passed in. All faults are collected and none is raised.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from whale_train.errors import Fault, nearest
+from whale_train.strategies.hardware.catalogue import DEVICES, HOSTS, LINKS
+from whale_train.strategies.hardware.cluster import (
+    CPU_PROCESS,
+    Cluster,
+    Device,
+    Host,
+    HostShare,
+    Link,
+    Node,
+)
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+# YAML 1.1 reads 15.7e12 as text (it wants 15.7e+12), so numbers are also read from text.
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_INTEGER = re.compile(r"[+-]?\d{1,18}")
+
+# What to write for a key that is missing.
+_EXAMPLES = {
+    "nodes": "[{devices: 8, device: a100_sxm_80gb, link: nvlink3}]",
+    "network": "ethernet_50g",
+    "devices": "8",
+    "device": "a100_sxm_80gb",
+    "link": "nvlink3",
+    "name": "my_device",
+    "flops": "{fp32: 15.7e12}",
+    "memory_bytes": "32e9",
+    "memory_bandwidth_bytes_s": "9e11",
+    "bandwidth_bytes_s": "6.25e9",
+    "latency_s": "1e-5",
+}
+
+_Entry = TypeVar("_Entry", Device, Link, Host)
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """This machine: CPU cores, bytes of memory for ranks, GPUs in order, and the link that
+    joins them (None when it is not known)."""
+
+    cores: int
+    memory_bytes: int
+    gpus: tuple[Device, ...]
+    gpu_link: Link | None
+
+
+@dataclass(frozen=True)
+class _NodeEntry:
+    """One item of `nodes`: `count` hosts of `devices` equal devices."""
+
+    count: int
+    devices: int
+    device: Device
+    link: Link
+    host: Host | None = None
+
+
+def read_inventory(
+    mapping: Mapping[str, object], name: str, faults: list[Fault], machine: MachineFacts
+) -> Cluster | None:
+    """The cluster that `mapping` (the config's `hardware`) describes, called `name`.
+
+    CPU processes named from the catalogue share `machine`'s memory equally. A cluster of one
+    node needs no `network`; its link then stands in for it. Appends every fault found to
+    `faults`; None when there is any.
+    """
+    found: list[Fault] = []
+    if "kind" in mapping:
+        cluster = _short_form(mapping, name, machine, found)
+    else:
+        cluster = _long_form(mapping, name, machine, found)
+    faults += found
+    return None if found else cluster
+
+
+def _short_form(
+    mapping: Mapping[str, object], name: str, machine: MachineFacts, faults: list[Fault]
+) -> Cluster | None:
+    kind = mapping["kind"]
+    if kind not in ("cpu", "local"):
+        remedy = nearest(str(kind), ["cpu", "local"])
+        faults.append(Fault("hardware.kind", str(kind), "is no kind of inventory", remedy))
+        return None
+    _check_keys(mapping, "hardware", f"kind={kind}", (), ("kind", "devices"), faults)
+    wanted = mapping.get("devices", "auto")
+    gpus = machine.gpus if kind == "local" else ()
+    available = len(gpus) or machine.cores
+    count = available if wanted == "auto" else _count(wanted, "hardware.devices", faults)
+    if count is None:
+        return None
+    if kind == "local" and count > available:
+        what = "GPUs" if gpus else "cores"
+        remedy = f"use 1 to {available}, or hardware=cpu hardware.devices={count}"
+        rule = f"is more than the {available} {what} of this machine"
+        faults.append(Fault("hardware.devices", str(count), rule, remedy))
+        return None
+    if gpus:
+        # An unknown link is taken for the slowest that GPUs of the catalogue are joined by.
+        link = machine.gpu_link or LINKS["pcie3_x16"]
+        return Cluster(name, (Node(gpus[:count], link),), link)
+    entry = _NodeEntry(1, count, DEVICES[CPU_PROCESS], LINKS["shared_memory"])
+    return _cluster(name, [entry], entry.link, machine)
+
+
+def _long_form(
+    mapping: Mapping[str, object], name: str, machine: MachineFacts, faults: list[Fault]
+) -> Cluster | None:
+    _check_keys(mapping, "hardware", "the inventory", ("nodes",), ("network", "kind"), faults)
+    nodes = mapping.get("nodes", [])
+    if isinstance(nodes, str) or not isinstance(nodes, Sequence):
+        remedy = f"write nodes: {_EXAMPLES['nodes']}"
+        faults.append(Fault("hardware.nodes", _text(nodes), "is not a list", remedy))
+        return None
+    if not nodes and "nodes" in mapping:
+        remedy = f"name at least one node, for instance {_EXAMPLES['nodes']}"
+        faults.append(Fault("hardware.nodes", "[]", "has no devices", remedy))
+    entries = [
+        _node_entry(node, f"hardware.nodes[{index}]", faults) for index, node in enumerate(nodes)
+    ]
+    network = None
+    if "network" in mapping:
+        network = _link(mapping["network"], "hardware.network", faults)
+    elif sum(entry.count if entry else 1 for entry in entries) > 1:
+        faults.append(_missing("hardware", "network"))
+    complete = [entry for entry in entries if entry]
+    if faults or not complete:
+        return None
+    return _cluster(name, complete, network or complete[0].link, machine)
+
+
+def _node_entry(value: object, key: str, faults: list[Fault]) -> _NodeEntry | None:
+    fields = _mapping(
+        value, key, "a node", ("devices", "device", "link"), ("count", "host"), faults
+    )
+    fields = {"count": 1, **fields}
+    count = _field(fields, key, "count", _count, faults)
+    devices = _field(fields, key, "devices", _count, faults)
+    device = _field(fields, key, "device", _device, faults)
+    link = _field(fields, key, "link", _link, faults)
+    host = _field(fields, key, "host", _host, faults)
+    if device == DEVICES[CPU_PROCESS] and "host" in fields:
+        rule = "is of CPU processes, whose memory is the machine's"
+        faults.append(Fault(f"{key}.host", _text(fields["host"]), rule, "leave it out"))
+    if count is None or devices is None or device is None or link is None:
+        return None
+    return _NodeEntry(count, devices, device, link, host)
+
+
+def _cluster(
+    name: str, entries: Iterable[_NodeEntry], network: Link, machine: MachineFacts
+) -> Cluster:
+    """Nodes in order; the machine's memory divided among the catalogue's CPU processes."""
+    entries = list(entries)
+    nominal = DEVICES[CPU_PROCESS]
+    processes = sum(entry.count * entry.devices for entry in entries if entry.device == nominal)
+    nodes: list[Node] = []
+    for entry in entries:
+        device = entry.device
+        if device == nominal:
+            device = replace(device, memory_bytes=machine.memory_bytes / processes)
+        if entry.host is not None:
+            memory_bytes_s = entry.host.memory_bandwidth_bytes_s / entry.devices
+            share = HostShare(memory_bytes_s, entry.host.link.bandwidth_bytes_s)
+            device = replace(device, host=share)
+        nodes += [Node((device,) * entry.devices, entry.link, entry.host)] * entry.count
+    return Cluster(name, tuple(nodes), network)
+
+
+def _device(value: object, key: str, faults: list[Fault]) -> Device | None:
+    return _named_or_inline(value, key, "device", DEVICES, _inline_device, faults)
+
+
+def _link(value: object, key: str, faults: list[Fault]) -> Link | None:
+    return _named_or_inline(value, key, "link", LINKS, _inline_link, faults)
+
+
+def _host(value: object, key: str, faults: list[Fault]) -> Host | None:
+    return _named_or_inline(value, key, "host", HOSTS, _inline_host, faults)
+
+
+def _named_or_inline(
+    value: object,
+    key: str,
+    what: str,
+    catalogue: Mapping[str, _Entry],
+    inline: Callable[[object, str, list[Fault]], _Entry | None],
+    faults: list[Fault],
+) -> _Entry | None:
+    if isinstance(value, Mapping):
+        return inline(value, key, faults)
+    name = _text(value)
+    if name not in catalogue:
+        rule = f"is no {what} of the catalogue"
+        remedy = f"{nearest(name, catalogue)}; or give its figures as a mapping"
+        faults.append(Fault(key, name, rule, remedy))
+    return catalogue.get(name)
+
+
+def _inline_device(value: object, key: str, faults: list[Fault]) -> Device | None:
+    required = ("name", "flops", "memory_bytes", "memory_bandwidth_bytes_s")
+    fields = _mapping(value, key, "a device", required, (), faults)
+    name = _field(fields, key, "name", _name, faults)
+    flops = _field(fields, key, "flops", _flops, faults)
+    memory = _field(fields, key, "memory_bytes", _positive, faults)
+    bandwidth = _field(fields, key, "memory_bandwidth_bytes_s", _positive, faults)
+    if name is None or flops is None or memory is None or bandwidth is None:
+        return None
+    return Device(name, flops, memory, bandwidth)
+
+
+def _inline_host(value: object, key: str, faults: list[Fault]) -> Host | None:
+    required = ("memory_bytes", "memory_bandwidth_bytes_s", "link")
+    fields = _mapping(value, key, "a host", required, ("name",), faults)
+    memory = _field(fields, key, "memory_bytes", _positive, faults)
+    bandwidth = _field(fields, key, "memory_bandwidth_bytes_s", _positive, faults)
+    link = _field(fields, key, "link", _link, faults)
+    name = _field(fields, key, "name", _name, faults)
+    if memory is None or bandwidth is None or link is None:
+        return None
+    return Host(name or "host", memory, bandwidth, link)
+
+
+def _flops(value: object, key: str, faults: list[Fault]) -> dict[str, float] | None:
+    fields = _mapping(value, key, "flops", (), PRECISIONS, faults)
+    if value == {}:
+        faults.append(Fault(key, "{}", "has no precision", f"write flops: {_EXAMPLES['flops']}"))
+    figures = {p: _field(fields, key, p, _positive, faults) for p in PRECISIONS}
+    return {p: figure for p, figure in figures.items() if figure is not None} or None
+
+
+def _inline_link(value: object, key: str, faults: list[Fault]) -> Link | None:
+    required = ("bandwidth_bytes_s", "latency_s")
+    fields = _mapping(value, key, "a link", required, ("name",), faults)
+    bandwidth = _field(fields, key, "bandwidth_bytes_s", _positive, faults)
+    latency = _field(fields, key, "latency_s", _not_negative, faults)
+    name = _field(fields, key, "name", _name, faults)
+    if bandwidth is None or latency is None:
+        return None
+    return Link(name or f"{bandwidth / 1e9:g} GB/s", bandwidth, latency)
+
+
+def _field(
+    fields: Mapping[str, object],
+    key: str,
+    name: str,
+    read: Callable[[object, str, list[Fault]], _Value | None],
+    faults: list[Fault],
+) -> _Value | None:
+    """The field `name` as `read` understands it; None when it is missing or wrong."""
+    return read(fields[name], f"{key}.{name}", faults) if name in fields else None
+
+
+def _mapping(
+    value: object,
+    key: str,
+    what: str,
+    required: Sequence[str],
+    optional: Sequence[str],
+    faults: list[Fault],
+) -> Mapping[str, object]:
+    """`value` as a mapping whose keys were checked; empty when it is none."""
+    if not isinstance(value, Mapping):
+        keys = ", ".join((*required, *optional))
+        remedy = f"write a mapping with the keys {keys}"
+        faults.append(Fault(key, _text(value), "is not a mapping", remedy))
+        return {}
+    _check_keys(value, key, what, required, optional, faults)
+    return value
+
+
+def _check_keys(
+    mapping: Mapping[str, object],
+    key: str,
+    what: str,
+    required: Sequence[str],
+    optional: Sequence[str],
+    faults: list[Fault],
+) -> None:
+    known = (*required, *optional)
+    for name, value in mapping.items():
+        if name not in known:
+            remedy = nearest(str(name), known)
+            faults.append(Fault(f"{key}.{name}", _text(value), f"is no key of {what}", remedy))
+    faults += [_missing(key, name) for name in required if name not in mapping]
+
+
+def _missing(key: str, name: str) -> Fault:
+    return Fault(
+        f"{key}.{name}", "", "is missing", f"add it, for instance {name}: {_EXAMPLES[name]}"
+    )
+
+
+def _name(value: object, key: str, faults: list[Fault]) -> str | None:
+    if isinstance(value, str) and value:
+        return value
+    faults.append(Fault(key, _text(value), "is not a name", f"use text, as {_EXAMPLES['name']}"))
+    return None
+
+
+def _count(value: object, key: str, faults: list[Fault]) -> int | None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole and not (isinstance(value, str) and _INTEGER.fullmatch(value)):
+        faults.append(Fault(key, _text(value), "is not a whole number", "use 1 or more"))
+        return None
+    number = int(str(value))
+    if number < 1:
+        faults.append(Fault(key, _text(value), "is not positive", "use 1 or more"))
+        return None
+    return number
+
+
+def _positive(value: object, key: str, faults: list[Fault]) -> float | None:
+    number = _number(value, key, faults)
+    if number is None or number > 0:
+        return number
+    faults.append(Fault(key, _text(value), "is not positive", "use a number above 0"))
+    return None
+
+
+def _not_negative(value: object, key: str, faults: list[Fault]) -> float | None:
+    number = _number(value, key, faults)
+    if number is None or number >= 0:
+        return number
+    faults.append(Fault(key, _text(value), "is below 0", "use 0 or more"))
+    return None
+
+
+def _number(value: object, key: str, faults: list[Fault]) -> float | None:
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    if numeric or (isinstance(value, str) and _NUMBER.fullmatch(value)):
+        number = float(str(value))
+        if math.isfinite(number):
+            return number
+    faults.append(Fault(key, _text(value), "is not a number", "write it as 32e9 or 15.7e12"))
+    return None
+
+
+def _text(value: object) -> str:
+    """A value as the user wrote it, near enough."""
+    return "null" if value is None else str(value)

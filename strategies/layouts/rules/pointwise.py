@@ -1,0 +1,138 @@
+"""Rules for operations on one element at a time: how cuts and partial sums pass through them."""
+
+from whale_train.strategies.graph.operation_graph import Shape
+from whale_train.strategies.layouts.types import (
+    ENTERED,
+    Layout,
+    Owned,
+    P,
+    PartialSum,
+    R,
+    Replicated,
+    Shard,
+    Typed,
+    Typing,
+    product,
+)
+
+# What a sum may be taken after instead of before, by what it does to a partial sum.
+_SUMS = ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor")
+_SCALES = ("mul.Tensor", "mul_.Tensor", "div.Tensor", "div_.Tensor", "mul.Scalar", "div.Scalar")
+_COPIES = (
+    "neg.default", "contiguous.default", "clone.default", "alias.default", "detach.default",
+    "lift_fresh_copy.default",
+)  # fmt: skip
+_CASTS = ("to.dtype", "to.dtype_layout", "to.device", "_to_copy.default", "float.default")
+# What leaves zeros zero, beside the above.
+_KEEPS_ZERO = (
+    "silu.default", "gelu.default", "relu.default", "tanh.default", "abs.default",
+    "dropout.default", "leaky_relu.default", "sin.default", "square.default",
+)  # fmt: skip
+
+
+def pointwise(typed: Typed) -> Typing | None:
+    """One element at a time: every tensor of the result's shape is cut alike; a tensor that does
+    not have the cut dimension (or has another extent there: 1) enters whole. A partial sum is
+    passed on where that is exact, else summed first."""
+    if typed.operation.target == "aten.type_as.default":  # the model lends its dtype only
+        return _like_first(typed)
+    if any(isinstance(x, Shard) for x in typed.layouts.values()):
+        return _cut(typed)
+    if any(isinstance(x, PartialSum) for x in typed.layouts.values()):
+        return _owned(typed) or _partial(typed)
+    return None
+
+
+def _cut(typed: Typed) -> Typing | None:
+    shapes = typed.shapes
+    cuts = {
+        (layout.dim - len(shapes[name]), shapes[name][layout.dim], layout.outer, layout.pieces)
+        for name, layout in typed.layouts.items()
+        if isinstance(layout, Shard)
+    }
+    if len(cuts) != 1:
+        return None
+    ((from_end, extent, outer, pieces),) = cuts
+    axes = [x.axis for x in typed.layouts.values() if isinstance(x, Shard)]
+
+    def has_cut(shape: Shape) -> bool:
+        return len(shape) >= -from_end and shape[from_end] == extent
+
+    if not has_cut(typed.operation.shape or ()):
+        return None
+    wants: dict[str, Layout] = {}
+    for name, layout in typed.layouts.items():
+        if not isinstance(layout, Shard) and name in shapes:
+            cut = Shard(len(shapes[name]) + from_end, axes[0], outer, pieces)
+            wants[name] = cut if has_cut(shapes[name]) else ENTERED
+    unite = tuple((axes[0], axis) for axis in axes[1:] if axis != axes[0])
+    return Typing(wants, Shard(typed.rank + from_end, axes[0], outer, pieces), unite=unite)
+
+
+def _partial(typed: Typed) -> Typing | None:
+    """Sums of partial sums, and what scales or copies one. A parameter that is added (a bias)
+    joins the sum once."""
+    kind = typed.operation.target.removeprefix("aten.")
+    sums = {name for name, x in typed.layouts.items() if isinstance(x, PartialSum)}
+    others = [name for name in typed.shapes if name not in sums]
+    passes = Typing(dict.fromkeys(others, ENTERED), P)
+    if kind in _COPIES or (kind in _CASTS and _same_dtype(typed)) or _is_idle_dropout(typed):
+        return Typing({}, P)
+    if kind in _SUMS and _grows(typed, sums):
+        return None
+    if kind in _SUMS and len(typed.shapes) == len(typed.operation.args):
+        if not others:
+            return passes
+        if all(typed.graph[name].target == "parameter" for name in others):
+            return Typing(dict.fromkeys(others, P), P)
+    if kind in _SCALES and sums == {typed.value(0)} and typed.value(1) != typed.value(0):
+        small = all(_fewer(typed, name, typed.value(0)) for name in others)
+        return passes if small and not _grows(typed, sums) else None
+    if kind.startswith("mul") and sums == {typed.value(1)} and typed.value(0) != typed.value(1):
+        small = all(_fewer(typed, name, typed.value(1)) for name in others)
+        return passes if small and not _grows(typed, sums) else None
+    return None
+
+
+def _owned(typed: Typed) -> Typing | None:
+    """Rows that are zero on all ranks but one stay so under whatever leaves zeros zero."""
+    kind = typed.operation.target.removeprefix("aten.")
+    layouts = {x for x in typed.layouts.values() if not isinstance(x, Replicated)}
+    (layout,) = layouts if len(layouts) == 1 else (R,)
+    if not isinstance(layout, Owned):
+        return None
+    whole = [name for name, x in typed.layouts.items() if x == R and name in typed.shapes]
+    divides = kind.startswith("div") and len(typed.shapes) > 1  # zeros by zeros, perhaps
+    kinds = (*_KEEPS_ZERO, *_COPIES, *_CASTS, *_SCALES)
+    if kind in kinds and typed.layout(0) == layout and not divides:
+        return Typing(dict.fromkeys(whole, ENTERED), layout)
+    return None
+
+
+def _like_first(typed: Typed) -> Typing | None:
+    layout = typed.layout(0)
+    return Typing({}, layout if not isinstance(layout, PartialSum) else P)
+
+
+def _same_dtype(typed: Typed) -> bool:
+    return typed.operation.dtype == typed.graph[typed.value(0)].dtype
+
+
+def _is_idle_dropout(typed: Typed) -> bool:
+    return typed.operation.target == "aten.dropout.default" and typed.argument(1) == 0.0
+
+
+def _grows(typed: Typed, names: set[str]) -> bool:
+    """Whether the result is larger than each of the sums it is made of."""
+    result = product(typed.operation.shape or ())
+    return all(product(typed.graph[name].shape or ()) != result for name in names)
+
+
+def _fewer(typed: Typed, name: str, than: str) -> bool:
+    """Whether `name` needs no gradient or has at most half the elements of `than`: then summing
+    its gradient costs less than summing `than` at once."""
+    if name not in typed.gradients:
+        return True
+    mine, power = product(typed.graph[name].shape or ())
+    other, other_power = product(typed.graph[than].shape or ())
+    return power < other_power or (power == other_power and 2 * mine <= other)

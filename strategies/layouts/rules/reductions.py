@@ -1,0 +1,154 @@
+"""Rules for operations along some dimensions that repeat over all others: norms, softmax, sums,
+pooling; and for tables and losses, which are cut by row and by class."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from whale_train.strategies.layouts.types import (
+    ENTERED,
+    Layout,
+    P,
+    PartialSum,
+    R,
+    Rule,
+    Shard,
+    Typed,
+    Typing,
+    dimensions,
+)
+
+
+def along(dims: Callable[[Typed], tuple[int, ...]]) -> Rule:
+    """The rule of an operation whose result has the shape of its first argument (or a list of
+    such) and which mixes elements along `dims` only. What else it reads enters whole."""
+
+    def rule(typed: Typed) -> Typing | None:
+        layout = typed.only
+        if not isinstance(layout, Shard) or layout.dim in dims(typed):
+            return None
+        others = (name for name in typed.shapes if name != typed.value(0))
+        if any(isinstance(typed.layouts[name], Shard) for name in others):
+            return None
+        others = (name for name in typed.shapes if name != typed.value(0))
+        return Typing(dict.fromkeys(others, ENTERED), layout)
+
+    return rule
+
+
+def second(typed: Typed) -> tuple[int, ...]:
+    """The dimension that the second argument names."""
+    return dimensions(typed.argument(1, -1, "dim"), len(typed.shape(0)))
+
+
+def third(typed: Typed) -> tuple[int, ...]:
+    """The dimension that the third argument names."""
+    return dimensions(typed.argument(2, -1, "dim"), len(typed.shape(0)))
+
+
+def normalized(typed: Typed) -> tuple[int, ...]:
+    """The last dimensions, as many as the second argument lists."""
+    shape, rank = typed.argument(1), len(typed.shape(0))
+    assert isinstance(shape, tuple)
+    return tuple(range(rank - len(shape), rank))
+
+
+def spatial(typed: Typed) -> tuple[int, ...]:
+    """All dimensions after samples and channels."""
+    return tuple(range(2, len(typed.shape(0))))
+
+
+def reduction(typed: Typed) -> Typing | None:
+    """One value for each place of the other dimensions."""
+    return _reduced(typed, sums=False)
+
+
+def total(typed: Typed) -> Typing | None:
+    """A sum: over the cut dimension it is a partial sum, and of a partial sum it is one."""
+    return _reduced(typed, sums=True)
+
+
+def mean(typed: Typed) -> Typing | None:
+    """A mean; of a partial sum it is one. Over the cut dimension it is a partial sum too, of each
+    rank's mean weighted by its part."""
+    if isinstance(typed.only, PartialSum):
+        return Typing({}, P)
+    typing = _reduced(typed, sums=True)
+    return replace(typing, becomes="split_mean") if typing and typing.gives == P else typing
+
+
+def _reduced(typed: Typed, sums: bool) -> Typing | None:
+    layout, rank = typed.only, len(typed.shape(0))
+    if isinstance(layout, PartialSum):
+        return Typing({}, P) if sums else None
+    if not isinstance(layout, Shard):
+        return None
+    position = 2 if typed.operation.target == "aten.linalg_vector_norm.default" else 1
+    dims = dimensions(typed.argument(position, None, "dim"), rank)
+    if layout.dim in dims:
+        return Typing({}, P) if sums else None
+    kept = typed.rank == rank
+    dim = layout.dim - (0 if kept else sum(1 for gone in dims if gone < layout.dim))
+    return Typing({}, Shard(dim, layout.axis, layout.outer, layout.pieces))
+
+
+def batch_norm(typed: Typed) -> Typing | None:
+    """x [N, C, ..] cut by channel, with the parameters and statistics of those channels."""
+    layout = typed.only
+    if not isinstance(layout, Shard) or layout.dim != 1:
+        return None
+    return _by_channel(typed, layout, ())
+
+
+def group_norm(typed: Typed) -> Typing | None:
+    """x [N, C, ..] cut by group of channels."""
+    layout, groups = typed.only, typed.argument(1)
+    if not isinstance(layout, Shard) or layout.dim != 1 or not isinstance(groups, int):
+        return None
+    each = typed.shape(0)[1].fixed // groups
+    if not layout.pieces or any(piece % each for piece in layout.pieces):
+        return None
+    return _by_channel(typed, layout, tuple((layout.axis, p // each) for p in layout.pieces))
+
+
+def _by_channel(typed: Typed, layout: Shard, coarsen: tuple[tuple[str, int], ...]) -> Typing | None:
+    """What has one value a channel is cut as x is."""
+    wanted = Shard(0, layout.axis, layout.outer, layout.pieces)
+    wants: dict[str, Layout] = {}
+    unite = []
+    for name in typed.shapes:
+        laid = typed.layouts[name]
+        if name == typed.value(0):
+            continue
+        if not isinstance(laid, Shard):
+            wants[name] = wanted
+        elif (laid.dim, laid.outer, laid.pieces) != (0, layout.outer, layout.pieces):
+            return None
+        elif laid.axis != layout.axis:
+            unite.append((layout.axis, laid.axis))
+    return Typing(wants, layout, "", tuple(unite), coarsen)
+
+
+def embedding(typed: Typed) -> Typing | None:
+    """A table cut by rows: each rank looks up its own, the rest are zeros of a sum. Not where the
+    gradient is scaled by how often a row is read. Cut by columns, so is the result."""
+    weight = typed.layout(0)
+    if not isinstance(weight, Shard) or typed.argument(3):
+        return None
+    wants: dict[str, Layout] = {typed.value(1): R}
+    if weight.dim == 1:
+        return Typing(wants, Shard(typed.rank - 1, weight.axis, weight.outer, weight.pieces))
+    if weight.outer != 1 or len(weight.pieces) > 1:
+        return None
+    return Typing(wants, P, becomes="split_embedding")
+
+
+def cross_entropy(typed: Typed) -> Typing | None:
+    """Logits [rows, classes] cut by classes: the distributed softmax cross-entropy, without
+    class weights, as a mean or a sum. Anything else is gathered."""
+    layout = typed.only
+    plain = typed.argument(2, None, "weight") is None and typed.argument(3, 1, "reduction") != 0
+    rows = len(typed.shape(0)) == 2 and "float" not in typed.graph[typed.value(1)].dtype
+    by_class = isinstance(layout, Shard) and (layout.dim, layout.outer) == (1, 1)
+    if not (isinstance(layout, Shard) and by_class and plain and rows and len(layout.pieces) < 2):
+        return None
+    return Typing({typed.value(1): R}, R, becomes="split_cross_entropy")

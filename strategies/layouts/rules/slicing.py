@@ -1,0 +1,253 @@
+"""Rules for operations that take a tensor apart, pick from it, or join several.
+
+All of them are linear, so a partial sum passes through. A cut dimension may be taken apart where
+its pieces end.
+"""
+
+from whale_train.strategies.graph.operation_graph import Ref, Size
+from whale_train.strategies.layouts.rules.views import moved, shifted
+from whale_train.strategies.layouts.types import (
+    Layout,
+    Owned,
+    P,
+    PartialSum,
+    R,
+    Shard,
+    Typed,
+    Typing,
+    dimension,
+    flat_pieces,
+    shard,
+)
+
+LISTS = ("split.Tensor", "split_with_sizes.default", "chunk.default", "tensor_split.sections")
+
+
+def narrow(typed: Typed) -> Typing | None:
+    """A range of one dimension: along any other than the cut one, all of the cut one, or exactly
+    whole pieces of it."""
+    along = dimension(typed.argument(1, 0), len(typed.shape(0)))
+    extent = typed.shape(0)[along]
+    start, length = _range(typed, along)
+    if length == extent:
+        return moved(typed, {})
+    return _taken(typed, along, start, length.fixed)
+
+
+def take_apart(typed: Typed) -> Typing | None:
+    """A list of ranges of one dimension; the list is laid as what it was taken from, and
+    `item` finds each part's pieces."""
+    layout, along = typed.only, _list_dim(typed)
+    if isinstance(layout, PartialSum):
+        return Typing({}, layout if along else P)  # rows keep their owners along others only
+    if not isinstance(layout, Shard):
+        return None
+    if layout.dim == along:
+        edges = {0}
+        for piece in flat_pieces(layout) or ():
+            edges.add(max(edges) + piece)
+        sizes = part_sizes(typed)
+        if sizes is None or not {sum(sizes[:i]) for i in range(len(sizes))} <= edges:
+            return None
+    return Typing({}, layout)
+
+
+def item(typed: Typed) -> Typing | None:
+    """One part of a list of tensors."""
+    source, number = typed.graph[typed.value(0)], typed.argument(1)
+    layout = typed.only
+    assert isinstance(number, int)
+    apart = Typed(source, {source.inputs[0]: layout}, typed.graph, typed.gradients)
+    kind = source.target.removeprefix("aten.")
+    if isinstance(layout, PartialSum):
+        return Typing({}, layout)
+    if not isinstance(layout, Shard):
+        return None
+    if kind == "unbind.int":
+        along = dimension(apart.argument(1, 0), len(apart.shape(0)))
+        return Typing({}, shifted(layout, (along,)))
+    if kind not in LISTS:
+        return Typing({}, layout)  # values and indices of a search along another dimension
+    along = _list_dim(apart)
+    if layout.dim != along:
+        return Typing({}, layout)
+    sizes = part_sizes(apart)
+    assert sizes is not None
+    gives = _sub_pieces(layout, sum(sizes[:number]), sizes[number])
+    return Typing({}, gives) if gives else None
+
+
+def unbind(typed: Typed) -> Typing | None:
+    """A list of all indices of a dimension, which goes away."""
+    along = dimension(typed.argument(1, 0), len(typed.shape(0)))
+    layout = typed.only
+    if isinstance(layout, Shard) and layout.dim == along:
+        return None
+    return Typing({}, P if isinstance(layout, PartialSum) else layout)
+
+
+def cat(typed: Typed) -> Typing | None:
+    """Tensors end to end: cut alike along another dimension, or each cut along this one."""
+    along = dimension(typed.argument(1, 0, "dim"), typed.rank)
+    # An empty tensor of one dimension goes with any other (an old custom of torch).
+    parts = [x for x in _parts(typed) if typed.graph[x].shape != (Size(0),)]
+    layouts = [typed.layouts[name] for name in parts]
+    if all(isinstance(x, PartialSum) for x in layouts):
+        return Typing({}, P)
+    if any(not isinstance(x, Shard) for x in layouts) and any(
+        isinstance(x, Shard) and x.dim == along for x in layouts
+    ):
+        return None
+    cuts = [x for x in layouts if isinstance(x, Shard)]
+    if not cuts or any(x.dim != cuts[0].dim for x in cuts):
+        return None
+    first = cuts[0]
+    unite = tuple((first.axis, x.axis) for x in cuts[1:] if x.axis != first.axis)
+    if first.dim == along:
+        flat = [flat_pieces(x) for x in cuts]
+        if any(pieces is None for pieces in flat):
+            return None
+        joined = [piece for pieces in flat for piece in pieces or ()]
+        return Typing({}, shard(along, first.axis, joined), unite=unite)
+    if any((x.outer, x.pieces) != (first.outer, first.pieces) for x in cuts):
+        return None
+    return Typing(
+        dict.fromkeys((n for n in parts if not _is_cut(typed, n)), first), first, "", unite
+    )
+
+
+def stack(typed: Typed) -> Typing | None:
+    """Tensors side by side along a new dimension: all of them sums, or cut alike."""
+    new = dimension(typed.argument(1, 0, "dim"), typed.rank)
+    parts = _parts(typed)
+    layouts = [typed.layouts[name] for name in parts]
+    if all(isinstance(x, PartialSum) for x in layouts):
+        return Typing({}, P)
+    cuts = [x for x in layouts if isinstance(x, Shard)]
+    if not cuts:  # sums beside whole tensors
+        return None
+    first = cuts[0]
+    if any((x.dim, x.outer, x.pieces) != (first.dim, first.outer, first.pieces) for x in cuts):
+        return None
+    unite = tuple((first.axis, x.axis) for x in cuts[1:] if x.axis != first.axis)
+    wants = dict.fromkeys((n for n in parts if not _is_cut(typed, n)), first)
+    gives = Shard(first.dim + (new <= first.dim), first.axis, first.outer, first.pieces)
+    return Typing(wants, gives, "", unite)
+
+
+def index(typed: Typed) -> Typing | None:
+    """Rows picked by whole tensors of indices, along dimensions that are not cut."""
+    picks = typed.argument(1)
+    assert isinstance(picks, tuple)
+    pickers = [x.name for x in picks if isinstance(x, Ref)]
+    wants: dict[str, Layout] = dict.fromkeys(pickers, R)
+    layout = typed.only
+    if isinstance(layout, PartialSum):
+        return Typing(wants, P)
+    dims = [dim for dim, x in enumerate(picks) if x is not None]
+    if not isinstance(layout, Shard) or len(dims) != 1 or layout.dim == dims[0]:
+        return None
+    grown = len(typed.graph[pickers[0]].shape or ()) - 1
+    dim = layout.dim + (grown if layout.dim > dims[0] else 0)
+    return Typing(wants, Shard(dim, layout.axis, layout.outer, layout.pieces))
+
+
+def index_select(typed: Typed) -> Typing | None:
+    """Rows of one dimension picked by a whole tensor of indices."""
+    along = dimension(typed.argument(1), typed.rank)
+    wants: dict[str, Layout] = {typed.value(2): R}
+    layout = typed.only
+    if isinstance(layout, PartialSum):
+        return Typing(wants, P)
+    cut = isinstance(layout, Shard) and layout.dim != along
+    return Typing(wants, layout) if cut else None
+
+
+def gather(typed: Typed) -> Typing | None:
+    """Elements picked along one dimension, alike everywhere the tensor is cut."""
+    along = dimension(typed.argument(1), typed.rank)
+    layout, picker = typed.only, typed.value(2)
+    if not isinstance(layout, Shard) or layout.dim == along:
+        return None
+    alike = typed.shape(0)[layout.dim] == typed.shape(2)[layout.dim]
+    return Typing({picker: layout}, layout) if alike else None
+
+
+def pad(typed: Typed) -> Typing | None:
+    """The last dimensions made longer by a constant, or by what they hold."""
+    amounts = typed.argument(1)
+    assert isinstance(amounts, tuple)
+    padded = {typed.rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
+    layout = typed.only
+    return Typing({}, layout) if isinstance(layout, Shard) and layout.dim not in padded else None
+
+
+def part_sizes(typed: Typed) -> list[int] | None:
+    """The lengths of the parts a list operation makes; None where the batch decides."""
+    extent = typed.shape(0)[_list_dim(typed)]
+    if extent.per_sample:
+        return None
+    given = typed.argument(1)
+    if isinstance(given, tuple):
+        return (
+            [x for x in given if isinstance(x, int)]
+            if all(isinstance(x, int) for x in given)
+            else None
+        )
+    if not isinstance(given, int):
+        return None
+    kind = typed.operation.target.removeprefix("aten.")
+    size = -(-extent.fixed // given) if kind == "chunk.default" else given
+    if kind == "tensor_split.sections":
+        whole, more = divmod(extent.fixed, given)
+        return [whole + (i < more) for i in range(given)]
+    return [min(size, extent.fixed - start) for start in range(0, extent.fixed, size)]
+
+
+def _list_dim(typed: Typed) -> int:
+    return dimension(typed.argument(2, 0, "dim"), len(typed.shape(0)))
+
+
+def _parts(typed: Typed) -> list[str]:
+    given = typed.argument(0)
+    assert isinstance(given, tuple)
+    return [x.name for x in given if isinstance(x, Ref)]
+
+
+def _is_cut(typed: Typed, name: str) -> bool:
+    return isinstance(typed.layouts[name], Shard)
+
+
+def _range(typed: Typed, along: int) -> tuple[int, Size]:
+    """Where a slice starts, and its length as export says it."""
+    length = (typed.operation.shape or ())[along]
+    start = typed.argument(2, 0)
+    if typed.argument(4, 1) != 1 or not isinstance(start, int):
+        return -1, length
+    if start < 0:
+        start += typed.shape(0)[along].fixed
+    return start, length
+
+
+def _taken(typed: Typed, along: int, start: int, length: int) -> Typing | None:
+    layout = typed.only
+    if isinstance(layout, PartialSum):
+        return Typing({}, layout if isinstance(layout, Owned) and along else P)
+    if not isinstance(layout, Shard):
+        return None
+    if layout.dim != along:
+        return Typing({}, layout)
+    gives = _sub_pieces(layout, start, length) if start >= 0 else None
+    return Typing({}, gives) if gives else None
+
+
+def _sub_pieces(layout: Shard, start: int, length: int) -> Shard | None:
+    """The cut of [start, start + length) where that is exactly whole pieces."""
+    flat = flat_pieces(layout)
+    position, kept = 0, []
+    for piece in flat or ():
+        if start <= position and position + piece <= start + length:
+            kept.append(piece)
+        position += piece
+    inside = bool(kept) and sum(kept) == length
+    return shard(layout.dim, layout.axis, kept) if inside else None

@@ -1,0 +1,231 @@
+"""Rules for operations that give a tensor another shape or order: every element of it stays.
+
+All of them are linear, so a partial sum passes through. What takes tensors apart and joins them is
+in `slicing.py`.
+"""
+
+from collections.abc import Sequence
+
+from whale_train.strategies.graph.operation_graph import Shape, Size
+from whale_train.strategies.layouts.types import (
+    Owned,
+    P,
+    PartialSum,
+    R,
+    Shard,
+    Typed,
+    Typing,
+    dimension,
+    dimensions,
+    product,
+    times,
+)
+
+
+def reshape(typed: Typed) -> Typing | None:
+    """A view keeps the cut where the cut run of elements comes out as one dimension, or as the
+    leading factor of one."""
+    layout = typed.only
+    if isinstance(layout, PartialSum):
+        return Typing({}, P)
+    if not isinstance(layout, Shard):
+        return None
+    found = viewed(layout, typed.shape(0), typed.operation.shape or ())
+    if found is None:
+        return None
+    gives, extents = found
+    return Typing({}, gives, coarsen=tuple((layout.axis, extent) for extent in extents))
+
+
+def viewed(layout: Shard, source: Shape, target: Shape) -> tuple[Shard, tuple[int, ...]] | None:
+    """A cut of `source` as a cut of `target`, and the extents its axis must divide from then on.
+
+    Counted row by row, the cut elements are `outer` runs of blocks: what comes before them is the
+    same product in both shapes, and one block's extent is a multiple of the other's.
+    """
+    if any(size.fixed and size.per_sample for size in (*source, *target)):
+        return None
+    outer = product([layout.outer] if isinstance(layout.outer, Size) else [Size(layout.outer)])
+    before = _times(product(source[: layout.dim]), outer)
+    extent = _over(product([source[layout.dim]]), outer)
+    assert extent is not None, layout
+    inner = product(source[layout.dim + 1 :])
+    best: tuple[Shard, tuple[int, ...]] | None = None
+    largest = 1
+    for dim, size in enumerate(target):
+        repeats = _over(before, product(target[:dim]))
+        block = _over(product([size]), repeats) if repeats else None
+        if repeats is None or block is None or repeats[1] > 1:
+            continue
+        if _times(block, product(target[dim + 1 :])) != _times(extent, inner):
+            continue
+        new_outer = Size(0, repeats[0]) if repeats[1] else repeats[0]
+        if block == extent:
+            if layout.pieces or not repeats[1]:
+                return Shard(dim, layout.axis, new_outer, layout.pieces), ()
+        elif layout.pieces and not block[1] and block[0] > largest:
+            found = _rescaled(layout, dim, new_outer, block[0], extent[0])
+            best, largest = (found, block[0]) if found else (best, largest)
+    return best
+
+
+def _rescaled(
+    layout: Shard, dim: int, outer: int | Size, block: int, extent: int
+) -> tuple[Shard, tuple[int, ...]] | None:
+    """The pieces where `extent` elements come out as `block` indices, or the other way round."""
+    if block % extent == 0:
+        pieces = tuple(piece * (block // extent) for piece in layout.pieces)
+        return Shard(dim, layout.axis, outer, pieces), ()
+    if extent % block or any(piece % (extent // block) for piece in layout.pieces):
+        return None
+    pieces = tuple(piece // (extent // block) for piece in layout.pieces)
+    return Shard(dim, layout.axis, outer, pieces), pieces
+
+
+def transpose(typed: Typed) -> Typing | None:
+    """Two dimensions change places, and the cut with them. `aten.t` names none: it swaps 0, 1."""
+    first = dimension(typed.argument(1, 0), typed.rank)
+    second = dimension(typed.argument(2, 1), typed.rank)
+    return moved(typed, {first: second, second: first})
+
+
+def reverse(typed: Typed) -> Typing | None:
+    """`x.T`: the dimensions in reverse."""
+    return moved(typed, {dim: typed.rank - 1 - dim for dim in range(typed.rank)})
+
+
+def matrix_transpose(typed: Typed) -> Typing | None:
+    """`x.mT`: the last two dimensions change places."""
+    last = typed.rank - 1
+    return moved(typed, {last: last - 1, last - 1: last})
+
+
+def permute(typed: Typed) -> Typing | None:
+    """The dimensions in another order."""
+    order = typed.argument(1)
+    assert isinstance(order, tuple)
+    places = [dimension(x, typed.rank) for x in order]
+    return moved(typed, {old: new for new, old in enumerate(places)})
+
+
+def movedim(typed: Typed) -> Typing | None:
+    """Some dimensions to other places, the rest in order around them."""
+    sources = dimensions(typed.argument(1), typed.rank)
+    targets = dimensions(typed.argument(2), typed.rank)
+    places = dict(zip(sources, targets, strict=True))
+    rest = iter(dim for dim in range(typed.rank) if dim not in targets)
+    for dim in range(typed.rank):
+        if dim not in sources:
+            places[dim] = next(rest)
+    return moved(typed, places)
+
+
+def select(typed: Typed) -> Typing | None:
+    """One index of a dimension, which goes away."""
+    along = dimension(typed.argument(1), len(typed.shape(0)))
+    return without(typed, (along,))
+
+
+def squeeze(typed: Typed) -> Typing | None:
+    """Dimensions of one go away."""
+    sizes = typed.shape(0)
+    asked = dimensions(typed.argument(1, ()), len(sizes))
+    return without(typed, tuple(dim for dim in asked if sizes[dim] == Size(1)))
+
+
+def unsqueeze(typed: Typed) -> Typing | None:
+    """A new dimension of one."""
+    new = dimension(typed.argument(1), typed.rank)
+    return moved(typed, {dim: dim + (new <= dim) for dim in range(typed.rank)})
+
+
+def expand(typed: Typed) -> Typing | None:
+    """Dimensions of one repeated, and new ones in front. A sum is taken before it grows."""
+    source, target = typed.shape(0), typed.operation.shape or ()
+    if isinstance(typed.only, PartialSum):
+        return Typing({}, P) if product(source) == product(target) else None
+    new = len(target) - len(source)
+    typing = moved(typed, {dim: dim + new for dim in range(len(source))})
+    if typing is None or not isinstance(typing.gives, Shard):
+        return None
+    if target[typing.gives.dim] != source[typing.gives.dim - new]:
+        return None
+    model = typed.value(1)  # of `expand_as`, which lends its shape
+    return Typing({model: typing.gives}, typing.gives) if model else typing
+
+
+def repeat(typed: Typed) -> Typing | None:
+    """The whole tensor over again: along the cut dimension, that many times its pieces."""
+    layout, counts = typed.only, typed.argument(1)
+    if not isinstance(layout, Shard) or not isinstance(counts, tuple) or not layout.pieces:
+        return None
+    dim = layout.dim + len(counts) - len(typed.shape(0))
+    count = counts[dim]
+    if not isinstance(count, int):
+        return None
+    return Typing({}, Shard(dim, layout.axis, times(layout.outer, count), layout.pieces))
+
+
+def repeat_interleave(typed: Typed) -> Typing | None:
+    """Every index of a dimension several times in a row."""
+    layout, count, dim = typed.only, typed.argument(1), typed.argument(2)
+    if isinstance(dim, bool) or not isinstance(dim, int) or not isinstance(count, int):
+        return None
+    if not isinstance(layout, Shard) or layout.dim != dim % typed.rank:
+        return Typing({}, layout) if isinstance(layout, Shard) else None
+    if not layout.pieces:
+        return None
+    pieces = tuple(piece * count for piece in layout.pieces)
+    return Typing({}, Shard(layout.dim, layout.axis, layout.outer, pieces))
+
+
+def flip(typed: Typed) -> Typing | None:
+    """The indices of some dimensions in another order."""
+    along = dimensions(typed.argument(1), typed.rank)
+    layout = typed.only
+    if isinstance(layout, PartialSum):
+        return Typing({}, P)
+    return Typing({}, layout) if isinstance(layout, Shard) and layout.dim not in along else None
+
+
+def fresh(typed: Typed) -> Typing | None:
+    """A new tensor of given sizes, or a size: only what all ranks agree on is read."""
+    layout, of_size = typed.only, typed.operation.target == "aten.sym_size.int"
+    asked = dimension(typed.argument(1), len(typed.shape(0))) if of_size else -1
+    return None if isinstance(layout, Shard) and layout.dim == asked else Typing({}, R)
+
+
+def moved(typed: Typed, places: dict[int, int]) -> Typing | None:
+    """The cut where its dimension has gone."""
+    layout = typed.only
+    if isinstance(layout, PartialSum):
+        return Typing({}, layout if isinstance(layout, Owned) and not places else P)
+    if not isinstance(layout, Shard):
+        return None
+    dim = places.get(layout.dim, layout.dim)
+    return Typing({}, Shard(dim, layout.axis, layout.outer, layout.pieces))
+
+
+def without(typed: Typed, gone: Sequence[int]) -> Typing | None:
+    layout = typed.only
+    if isinstance(layout, PartialSum):
+        return Typing({}, P)
+    if not isinstance(layout, Shard) or layout.dim in gone:
+        return None
+    return Typing({}, shifted(layout, gone))
+
+
+def shifted(layout: Shard, gone: Sequence[int]) -> Shard:
+    dim = layout.dim - sum(1 for other in gone if other < layout.dim)
+    return Shard(dim, layout.axis, layout.outer, layout.pieces)
+
+
+def _times(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    return a[0] * b[0], a[1] + b[1]
+
+
+def _over(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
+    """An exact quotient of products of sizes, or None."""
+    if b[0] == 0 or a[0] % b[0] or a[1] < b[1]:
+        return None
+    return a[0] // b[0], a[1] - b[1]

@@ -1,0 +1,171 @@
+"""Whether every rank's part of every operation fits: a pass over shapes, before any rank starts.
+
+The layouts of a region and the intervals dealt out along its axes give each member's local
+shapes. This file works them out again from the plan alone and compares them operation by
+operation; it assigns nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from whale_train.strategies.graph.operation_graph import Operation, OperationGraph, Ref, Shape, Size
+from whale_train.strategies.layouts.propagation import (
+    RULES,
+    Assignment,
+    Interval,
+    Layout,
+    R,
+    Shard,
+    local_extent,
+    pointwise,
+    reshape,
+)
+from whale_train.strategies.layouts.rules.matmul import addmm, linear, matmul
+from whale_train.strategies.layouts.rules.slicing import cat
+from whale_train.strategies.layouts.rules.views import permute, transpose
+from whale_train.strategies.layouts.types import flat_pieces, product
+
+
+def shape_check(
+    graph: OperationGraph, assignment: Assignment, axes: Mapping[str, Sequence[Interval]]
+) -> tuple[str, ...]:
+    """What does not fit, one sentence each, naming the operation and the member (the index in its
+    shard group); nothing when all do. `axes` are each axis' intervals, in units."""
+    found = [said for axis, intervals in axes.items() for said in _tiled(axis, intervals)]
+    for name, layout in assignment.layouts.items():
+        found += _laid(graph[name], layout, axes)
+    if found:
+        return tuple(found)
+    arrives = {(cast.user, cast.value): cast.target for cast in assignment.casts}
+    laid = (*assignment.layouts.values(), *arrives.values())
+    cuts = {layout.axis for layout in laid if isinstance(layout, Shard)}
+    members = _unlike([axes[axis] for axis in sorted(cuts)])
+    for operation in graph:
+        if operation.name not in assignment.layouts or operation.name in assignment.becomes:
+            continue
+        for member in members:
+            shapes = {}
+            for name in operation.inputs:
+                layout = arrives.get((operation.name, name), assignment.layouts.get(name, R))
+                shapes[name] = local_shape(graph[name], layout, axes, member)
+            mine = local_shape(operation, assignment.layouts[operation.name], axes, member)
+            if mine is not None and (said := _disagreement(operation, shapes, mine)):
+                where = f"{operation.name} ({operation.target}) on member {member}"
+                found.append(f"{where}: {said}")
+    return tuple(found)
+
+
+def _unlike(axes: Sequence[Sequence[Interval]]) -> list[int]:
+    """A member for each set of local shapes there is: what it has of every axis decides them."""
+    found: dict[tuple[int, ...], int] = {}
+    for member in range(len(axes[0]) if axes else 1):
+        held = tuple(stop - start for start, stop in (axis[member] for axis in axes))
+        found.setdefault(held, member)
+    return list(found.values())
+
+
+def local_shape(
+    operation: Operation, layout: Layout, axes: Mapping[str, Sequence[Interval]], member: int
+) -> Shape | None:
+    """The shape of a member's part of a value; None for what is no tensor."""
+    shape = operation.shape
+    if shape is None or not isinstance(layout, Shard):
+        return shape
+    extent = local_extent(layout, axes[layout.axis], member)
+    if not layout.pieces and shape[layout.dim].per_sample:  # samples: counted as they are dealt
+        extent = Size(0, extent.fixed)
+    return tuple(extent if dim == layout.dim else size for dim, size in enumerate(shape))
+
+
+def _tiled(axis: str, intervals: Sequence[Interval]) -> list[str]:
+    ends = [stop for _, stop in intervals]
+    if [start for start, _ in intervals] != [0, *ends[:-1]]:
+        return [f"the intervals of {axis} leave a gap or overlap: {tuple(intervals)}"]
+    return []
+
+
+def _laid(
+    operation: Operation, layout: Layout, axes: Mapping[str, Sequence[Interval]]
+) -> list[str]:
+    """Whether a value is cut along an axis there is, into parts of whole units."""
+    shape = operation.shape
+    if not isinstance(layout, Shard) or shape is None:
+        return []
+    if layout.axis not in axes:
+        return [f"{operation.name} is cut along {layout.axis}, which nobody deals out"]
+    units, pieces = axes[layout.axis][-1][1], layout.pieces
+    if any(piece % units for piece in pieces):
+        return [f"{operation.name} has pieces of {pieces}, which {units} units do not divide"]
+    flat = flat_pieces(layout)
+    if flat is not None and Size(sum(flat)) != shape[layout.dim]:
+        return [f"{operation.name} is {shape[layout.dim]} long, and its pieces {sum(flat)}"]
+    return []
+
+
+def _disagreement(operation: Operation, shapes: Mapping[str, Shape | None], mine: Shape) -> str:
+    """Why these operands do not give a result of shape `mine`; '' when they do, or when the
+    operation is none of those whose shapes are known here."""
+    given = [shapes[x.name] for x in operation.args if isinstance(x, Ref)]
+    operands = [shape for shape in given if shape is not None]
+    rule = RULES.get(operation.target)
+    if rule is pointwise and operands and operation.target != "aten.type_as.default":
+        expected = _broadcast(operands)
+        return "" if expected == mine else f"{_text(operands)} give {_one(expected)}, {_not(mine)}"
+    if rule is reshape and operands and product(operands[0]) != product(mine):
+        return f"{_one(operands[0])} has not as many elements as {_one(mine)}"
+    if rule in (transpose, permute) and operands and sorted(operands[0]) != sorted(mine):
+        return f"{_one(operands[0])} is no permutation of {_one(mine)}"
+    if rule in (linear, addmm, matmul):
+        return _product(operation, shapes, mine)
+    if rule is cat:
+        return _joined(operation, shapes, mine)
+    return ""
+
+
+def _product(operation: Operation, shapes: Mapping[str, Shape | None], mine: Shape) -> str:
+    first = 1 if RULES.get(operation.target) is addmm else 0
+    names = [x.name for x in operation.args[first : first + 2] if isinstance(x, Ref)]
+    left, right = (shapes[name] or () for name in names)
+    inner, outer = (-1, -2) if RULES.get(operation.target) is linear else (-2, -1)
+    if left[-1] != right[inner]:
+        return f"{_one(left)} and {_one(right)} share no inner dimension"
+    if mine[-1] != right[outer] or mine[-2:-1] != left[-2:-1]:
+        return f"{_one(left)} times {_one(right)} is not {_one(mine)}"
+    return ""
+
+
+def _joined(operation: Operation, shapes: Mapping[str, Shape | None], mine: Shape) -> str:
+    parts = operation.args[0]
+    assert isinstance(parts, tuple)
+    found = [shapes[x.name] or () for x in parts if isinstance(x, Ref)]
+    dim = operation.args[1] if len(operation.args) > 1 else 0
+    assert isinstance(dim, int)
+    whole = [shape for shape in found if len(shape) == len(mine)]  # an empty one goes with any
+    total = Size(sum(x[dim].fixed for x in whole), sum(x[dim].per_sample for x in whole))
+    fits = mine[dim] == total and all(
+        shape[i] == mine[i] for shape in whole for i in range(len(mine)) if i != dim % len(mine)
+    )
+    return "" if fits else f"{_text(whole)} end to end are not {_one(mine)}"
+
+
+def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
+    """The shape that all are broadcast to; None when they do not fit."""
+    rank = max(len(shape) for shape in shapes)
+    found = []
+    for dim in range(-rank, 0):
+        sizes = {shape[dim] for shape in shapes if len(shape) >= -dim} - {Size(1)}
+        if len(sizes) > 1:
+            return None
+        found.append(sizes.pop() if sizes else Size(1))
+    return tuple(found)
+
+
+def _one(shape: Shape | None) -> str:
+    return "nothing" if shape is None else f"[{', '.join(map(str, shape))}]"
+
+
+def _not(shape: Shape) -> str:
+    return f"not {_one(shape)}"
+
+
+def _text(shapes: Sequence[Shape]) -> str:
+    return " and ".join(_one(shape) for shape in shapes)

@@ -1,0 +1,216 @@
+"""What a layout is: how one value of the graph lies over a group of ranks.
+
+A value is replicated (R), a partial sum (P) or sharded (S). This file owns those types, what a
+rule of the layout table reads and answers, and the arithmetic of pieces; which rule stands for
+which operation is `rule_table.py`'s, and typing a whole graph `propagation.py`'s.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+
+from whale_train.strategies.graph.operation_graph import (
+    Argument,
+    Operation,
+    OperationGraph,
+    Ref,
+    Shape,
+    Size,
+)
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """R: every rank has the whole value."""
+
+
+@dataclass(frozen=True)
+class Entered:
+    """R whose gradient is a partial sum: what a sharded operation wants of a whole input."""
+
+
+@dataclass(frozen=True)
+class PartialSum:
+    """P: the value is the sum of what the ranks have."""
+
+
+@dataclass(frozen=True)
+class Owned(PartialSum):
+    """P of which every row (index of the first dimension) is zero on all ranks but one: the one
+    that holds the row's expert. `axis` cuts the experts, `rows` names the value that says where
+    each expert's rows end. Whatever leaves zeros zero may be done before the sum."""
+
+    axis: str
+    rows: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """S: dimension `dim` is cut along `axis`, whose intervals the plan holds.
+
+    The dimension is `outer` repetitions of `pieces` laid end to end, and every piece is cut: of
+    an axis with u units, the rank with units [start, stop) holds [start * e // u, stop * e // u)
+    of a piece of extent e. A fused QKV weight [3 * heads * head_dim] cut by heads has outer=3 and
+    one piece; one of unequal parts has a piece for each. `outer` may follow the batch. No pieces
+    means one, of as many elements as the axis has units.
+    """
+
+    dim: int
+    axis: str
+    outer: int | Size = 1
+    pieces: tuple[int, ...] = ()
+
+
+Layout = Replicated | Entered | PartialSum | Shard
+R, ENTERED, P = Replicated(), Entered(), PartialSum()
+
+BATCH = "batch"  # the axis along which replicas share the samples
+
+
+def shard(dim: int, axis: str, pieces: Sequence[int], outer: int | Size = 1) -> Shard:
+    """The layout in its one normal form: pieces that repeat are counted by `outer`."""
+    count = len(pieces)
+    for period in range(1, count):
+        if count % period == 0 and all(pieces[i] == pieces[i % period] for i in range(count)):
+            return Shard(dim, axis, times(outer, count // period), tuple(pieces[:period]))
+    return Shard(dim, axis, outer, tuple(pieces))
+
+
+def times(outer: int | Size, factor: int) -> int | Size:
+    """`outer` counted `factor` times."""
+    if isinstance(outer, Size):
+        return Size(outer.fixed * factor, outer.per_sample * factor)
+    return outer * factor
+
+
+def flat_pieces(layout: Shard) -> tuple[int, ...] | None:
+    """All pieces of the dimension in order; None where the batch decides how many, or the axis
+    how large."""
+    if isinstance(layout.outer, Size) or not layout.pieces:
+        return None
+    return layout.pieces * layout.outer
+
+
+def local_pieces(layout: Shard, intervals: Sequence[Interval], index: int) -> tuple[int, ...]:
+    """The extents of one repetition's pieces that member `index` holds."""
+    units, (start, stop) = intervals[-1][1], intervals[index]
+    return tuple(
+        stop * extent // units - start * extent // units for extent in layout.pieces or (units,)
+    )
+
+
+def local_extent(layout: Shard, intervals: Sequence[Interval], index: int) -> Size:
+    """How long the cut dimension is on member `index`; `intervals` are the axis', in units."""
+    extent = sum(local_pieces(layout, intervals, index))
+    outer = times(layout.outer, extent)
+    return outer if isinstance(outer, Size) else Size(outer)
+
+
+def coarsened(units: int, extents: Iterable[int]) -> int:
+    """The units of an axis that every one of `extents` is to be cut along."""
+    return gcd(units, *extents)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A change of layout of `value` on its way into `user`; `kind` names the collective."""
+
+    user: str
+    value: str
+    kind: str
+    source: Layout
+    target: Layout
+
+
+@dataclass(frozen=True)
+class Typing:
+    """What a rule answers: the layouts it wants its inputs in, and the one that comes out.
+
+    An input it does not name is taken as it is. `becomes` names the distributed operation that
+    takes its place, where there is one. `unite` are pairs of axes that must be cut alike from here
+    on, `coarsen` pairs of an axis and an extent that its units must divide. A value that is a list
+    of tensors has the layout of what it takes apart.
+    """
+
+    wants: Mapping[str, Layout]
+    gives: Layout
+    becomes: str = ""
+    unite: tuple[tuple[str, str], ...] = ()
+    coarsen: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Typed:
+    """An operation with what a rule may look at: its inputs' layouts, everyone's shapes, and
+    which values have a gradient."""
+
+    operation: Operation
+    layouts: Mapping[str, Layout]
+    graph: OperationGraph
+    gradients: frozenset[str] = frozenset()
+
+    def value(self, position: int, name: str = "") -> str:
+        """The name of the value given as an argument ('' for none)."""
+        argument = self.argument(position, None, name)
+        return argument.name if isinstance(argument, Ref) else ""
+
+    def layout(self, position: int, name: str = "") -> Layout:
+        value = self.value(position, name)
+        return self.layouts[value] if value else R
+
+    def shape(self, position: int, name: str = "") -> Shape:
+        return self.graph[self.value(position, name)].shape or ()
+
+    def argument(self, position: int, default: Argument = None, name: str = "") -> Argument:
+        """An argument by its position, or by `name` where it was given so."""
+        args = self.operation.args
+        if position < len(args):
+            return args[position]
+        return dict(self.operation.kwargs).get(name, default)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The inputs that are tensors, and their shapes."""
+        found = {name: self.graph[name].shape for name in self.layouts}
+        return {name: shape for name, shape in found.items() if shape is not None}
+
+    @property
+    def rank(self) -> int:
+        return len(self.operation.shape or ())
+
+    @property
+    def only(self) -> Layout:
+        """The layout of the first argument, the one that most operations are about."""
+        return self.layout(0)
+
+
+Rule = Callable[[Typed], Typing | None]
+
+
+def dimension(argument: Argument, rank: int) -> int:
+    """A dimension as export gives it, counted from the front."""
+    assert isinstance(argument, int), argument
+    return argument % max(rank, 1)
+
+
+def dimensions(argument: Argument, rank: int) -> tuple[int, ...]:
+    """One dimension, a list of them, or all (None and the empty list)."""
+    if isinstance(argument, int) and not isinstance(argument, bool):
+        return (argument % max(rank, 1),)
+    if isinstance(argument, tuple) and argument:
+        return tuple(dimension(x, rank) for x in argument)
+    return tuple(range(rank))
+
+
+def product(sizes: Iterable[Size]) -> tuple[int, int]:
+    """A product of sizes as (coefficient, power of the batch), which is how views compare."""
+    listed = list(sizes)
+    power = sum(1 for size in listed if size.per_sample)
+    return prod(size.per_sample or size.fixed for size in listed), power
+
+
+def elements(shape: Shape, batch: int) -> int:
+    """How many elements a tensor has, for `batch` samples."""
+    return prod(size.at(batch) for size in shape)

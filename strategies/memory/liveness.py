@@ -1,0 +1,252 @@
+"""What is alive while a part of the model runs forward and backward, by its operations.
+
+Bytes beside the weights and the optimizer's: the values autograd keeps (`saved_tensors.py`), the
+gradients on their way back, what an operation has at hand only while it runs, and the gradients of
+weights, which come as values go. So a peak is not the sum of all there ever is, but that of one
+moment.
+"""
+
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from whale_train.strategies.graph.operation_graph import (
+    INSIDE,
+    LOOKUP,
+    OWN,
+    PRODUCTS,
+    Operation,
+    OperationGraph,
+    block_of,
+    is_repeated,
+)
+from whale_train.strategies.graph.saved_tensors import View, kept, memory_of, saved_by
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive at one time: bytes of the gradients of weights, bytes of a sample's values."""
+
+    gradients: float
+    values: float
+
+
+@dataclass(frozen=True)
+class Passing:
+    """What one forward and backward of some operations hold.
+
+    `kept` bytes of a sample from forward to backward. `deferred`, where weight gradients are left
+    for later, from there to their computation. The worst moments of the forward, of a backward
+    that makes the weights' gradients, and of one that adds to them; `gradients` is what all of
+    these come to.
+    """
+
+    kept: float
+    deferred: float
+    gradients: float
+    forward: tuple[Moment, ...]
+    first: tuple[Moment, ...]
+    again: tuple[Moment, ...]
+
+
+def passing(
+    view: View,
+    operations: Sequence[str],
+    weights: Mapping[str, float],
+    takes: Iterable[str] = (),
+    gives: Iterable[str] = (),
+    in_place: Container[str] = (),
+) -> Passing:
+    """Of `operations`, in their order. `weights` are the bytes of a gradient by the operation that
+    reads the parameter; those `in_place` are added to where they are made. What it `takes` from
+    other parts of the model and `gives` to them stays from forward to backward whoever keeps it,
+    and backward begins with the gradients of `gives`."""
+    graph = view.graph
+    listed = [graph[name] for name in operations if graph[name].target not in _GIVEN]
+    values = kept(view, (operation.name for operation in listed))
+    for source in (memory_of(graph, name) for name in (*takes, *gives)):
+        values.setdefault((source, OWN), view.num_bytes(source))
+    run = _Run(view, weights, values, {memory_of(graph, name) for name in gives}, in_place)
+    read = dict.fromkeys(name for operation in listed for name in operation.inputs)
+    return Passing(
+        sum(values.values()),
+        run.deferred(listed),
+        sum(weights[name] for name in read if name in weights),
+        run.forward(listed),
+        run.backward(listed, is_first=True),
+        run.backward(listed, is_first=False),
+    )
+
+
+def passing_again(
+    view: View,
+    operations: Sequence[str],
+    weights: Mapping[str, float],
+    takes: Iterable[str] = (),
+    gives: Iterable[str] = (),
+    in_place: Container[str] = (),
+) -> Passing:
+    """The same where repeated blocks are computed again in the backward, of which the forward keeps
+    only what enters (`runtime/graph/block_modules.py`)."""
+    graph = view.graph
+    listed = [name for name in operations if graph[name].target not in _GIVEN]
+    crossed = {memory_of(graph, name) for name in (*takes, *gives)}
+    values = {(name, OWN): view.num_bytes(name) for name in crossed}
+    forward: list[Moment] = []
+    blocks: list[tuple[Passing, float]] = []  # with what is kept beside it
+    for block, names in _runs(graph, listed):
+        inside = set(names)
+        read = {memory_of(graph, x) for name in names for x in graph[name].inputs}
+        left = {memory_of(graph, x) for x in names if not inside.issuperset(graph.users[x])}
+        run = passing(view, names, weights, (), left & inside, in_place)
+        before = sum(values.values())
+        own = kept(view, names)
+        if is_repeated(block):
+            enters = [x for x in read - inside if graph[x].target not in _GIVEN]
+            values |= {(x, OWN): view.num_bytes(x) for x in enters}
+            known = sum(num_bytes for key, num_bytes in own.items() if key in values)
+            before = sum(values.values()) - known  # what enters stays, and is not kept twice
+            forward += (Moment(0.0, before + m.values) for m in run.forward)
+        else:
+            forward += (Moment(0.0, before + m.values) for m in run.forward)
+            values |= own
+        blocks.append((run, before))
+    done, moments = 0.0, dict[bool, list[Moment]]({True: [], False: []})
+    for run, before in reversed(blocks):
+        for is_first, worst in ((True, run.first), (False, run.again)):
+            come = done if is_first else 0.0
+            moments[is_first] += (Moment(come + m.gradients, before + m.values) for m in worst)
+        done += run.gradients
+    deferred = sum(run.deferred for run, _ in blocks)
+    first, again = _worst(moments[True]), _worst(moments[False])
+    return Passing(sum(values.values()), deferred, done, _worst(forward), first, again)
+
+
+def _runs(graph: OperationGraph, listed: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Consecutive operations of one block, and the block."""
+    found = groupby(listed, key=lambda name: block_of(graph[name].module))
+    return [(block, list(names)) for block, names in found]
+
+
+_GIVEN = ("parameter", "buffer", "input", "output", "graph")
+# What hands a gradient on as it is, to all it adds.
+_HANDS_ON = ("aten.add.Tensor", "aten.add_.Tensor")
+
+
+@dataclass
+class _Backward:
+    """How far a backward has come: bytes of the values still kept, of the gradients of values by
+    the operation in whose memory the value lies, and of all weights', of those `made`."""
+
+    values: float
+    gradients: dict[str, float] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
+    weights: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Run:
+    view: View
+    weights: Mapping[str, float]
+    values: Mapping[tuple[str, int], float]
+    gives: Collection[str]
+    in_place: Container[str]
+
+    def sources(self, operation: Operation) -> list[str]:
+        """Of what it reads, but for weights and what needs no gradient: in whose memory."""
+        graph = self.view.graph
+        read = (x for x in operation.inputs if x in graph.trained)
+        return [memory_of(graph, x) for x in read if graph[x].target != "parameter"]
+
+    def forward(self, listed: Sequence[Operation]) -> tuple[Moment, ...]:
+        """What is kept by then, and what an operation reads and makes that nobody keeps."""
+        own = {operation.name for operation in listed}
+        known = {key for key in self.values if key[0] not in own}  # entered, or made before
+        worst, so_far = 0.0, sum(self.values[key] for key in known)
+        for operation in listed:
+            for key, num_bytes in saved_by(self.view, operation):
+                if key not in known:
+                    known.add(key)
+                    so_far += num_bytes
+            near = {memory_of(self.view.graph, x) for x in (operation.name, *operation.inputs)}
+            passing = (x for x in near if x in own and (x, OWN) not in known)
+            worst = max(worst, so_far + sum(self.view.num_bytes(x) for x in passing))
+        return (Moment(0.0, worst),)
+
+    def deferred(self, listed: Sequence[Operation]) -> float:
+        """The inputs of products and lookups and the gradients of what they gave."""
+        found: dict[tuple[str, int], float] = {}
+        for operation in listed:
+            if operation.target in (*PRODUCTS, LOOKUP) and any(
+                x in self.weights for x in operation.inputs
+            ):
+                found |= {(x, 0): self.view.num_bytes(x) for x in self.sources(operation)}
+                found[operation.name, 1] = self.view.num_bytes(operation.name)
+        return sum(found.values())
+
+    def backward(self, listed: Sequence[Operation], is_first: bool) -> tuple[Moment, ...]:
+        """From the last operation to the first, each with its gradient and those it makes; what it
+        was the first to have kept is let go of after it."""
+        trained = self.view.graph.trained
+        given = {x: self.view.num_bytes(x) for x in self.gives if x in trained}
+        state = _Backward(sum(self.values.values()), given)
+        lets_go: dict[str, float] = {}
+        known: set[tuple[str, int]] = {(x, OWN) for x in self.gives}
+        for operation in listed:
+            for key, num_bytes in saved_by(self.view, operation):
+                if key not in known:
+                    known.add(key)
+                    lets_go[operation.name] = lets_go.get(operation.name, 0.0) + num_bytes
+        found = []
+        for operation in reversed(listed):
+            if operation.name in trained and operation.memory == OWN:
+                found.append(self._step(operation, state, is_first))
+            state.values -= lets_go.get(operation.name, 0.0)
+        return _worst(found)
+
+    def _step(self, operation: Operation, state: _Backward, is_first: bool) -> Moment:
+        """One operation's backward. It has its own gradient until those it makes are there; what
+        it made on the way has one as well. A gradient that is added to is made anew, if not in
+        place, and one that is put together of parts is there twice."""
+        own = state.gradients.pop(operation.name, 0.0)
+        within = sum(x for place, x in operation.saved if place == INSIDE)
+        at_hand = within * self.view.inside(operation)
+        if _is_written_over(self.view, operation):
+            at_hand = -at_hand
+        sources, hands_on = self.sources(operation), operation.target in _HANDS_ON
+        for source in dict.fromkeys(sources):
+            size = self.view.num_bytes(source)
+            if hands_on and source not in state.gradients and size == own:
+                state.gradients[source], own, hands_on = own, 0.0, False
+                continue
+            if source in state.gradients:
+                at_hand += size
+            if sources.count(source) > 1:
+                at_hand += size
+            state.gradients[source] = size
+        added = 0.0
+        for name in operation.inputs:
+            if name in self.weights:
+                if is_first and name not in state.made:
+                    state.made.add(name)
+                    state.weights += self.weights[name]
+                elif name not in self.in_place:
+                    added += self.weights[name]
+        alive = state.values + sum(state.gradients.values()) + own + at_hand
+        return Moment(state.weights + added, alive)
+
+
+def _is_written_over(view: View, operation: Operation) -> bool:
+    """Whether its gradient is written where its forward kept what it made: that of a cross-entropy
+    whose classes are split (`runtime/kernels/vocab_parallel.py`)."""
+    is_loss = operation.target == "aten.cross_entropy_loss.default"
+    return is_loss and min(view.part_of(x) for x in operation.inputs) < 1
+
+
+def _worst(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Those of which no other has as much of both."""
+    found: list[Moment] = []
+    for moment in sorted(moments, key=lambda m: (m.gradients, m.values), reverse=True):
+        if not found or moment.values > found[-1].values:
+            found.append(moment)
+    return tuple(found)

@@ -1,0 +1,40 @@
+"""Whether a machine has room for what malloc keeps of the memory that its ranks free.
+
+What a plan predicts of a CPU process is what its tensors need. glibc keeps freed blocks for later
+ones, and those between blocks that live are holes of which no plan knows (docs/adr/021).
+"""
+
+from collections.abc import Iterable
+
+from whale_train.quantities import in_bytes
+from whale_train.strategies.plan.plan import Decision, Plan
+
+# Of the environment, which glibc reads as well: of what size on blocks are given back.
+THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+
+# Of what is needed: the most of the pairs in benchmarks/memory_accuracy.py.
+HOLES = 0.35
+
+
+def has_room(plan: Plan, ranks: Iterable[int], memory_bytes: int) -> bool:
+    """Whether a machine of so much memory holds these `ranks` of the plan, holes and all."""
+    return needed_bytes(plan, ranks) * (1 + HOLES) <= memory_bytes
+
+
+def needed_bytes(plan: Plan, ranks: Iterable[int]) -> float:
+    """By the tensors of these ranks."""
+    return sum(plan.ranks[rank].memory_bytes.total for rank in ranks)
+
+
+def said_of_holes(plan: Plan, memory_bytes: int) -> tuple[Decision, ...]:
+    """The note a plan has whose ranks, all on one machine, leave no room for holes."""
+    ranks = range(plan.world_size)
+    if has_room(plan, ranks, memory_bytes):
+        return ()
+    needed = needed_bytes(plan, ranks)
+    reason = (
+        f"ranks need {in_bytes(needed)} of {in_bytes(memory_bytes)} they share, and what malloc "
+        f"keeps of freed blocks has been up to {HOLES:.0%} more: blocks of 64 KiB and more "
+        "go back to the system instead, for a tenth to a fifth more processor time"
+    )
+    return (Decision("memory", "freed blocks given back", "", reason),)

@@ -1,0 +1,191 @@
+"""Which slices of a model are the same but for names, as the blocks of deep models are.
+
+What is found about one of them (patterns of weights, seconds, bytes) then holds of all (TAP's
+folding, arXiv 2302.00247). Owns what makes two slices alike, and the renaming of what was found.
+"""
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from whale_train.strategies.cost.op_work import Works
+from whale_train.strategies.graph.operation_graph import (
+    Argument,
+    ModelProfile,
+    Operation,
+    OperationGraph,
+    Ref,
+    block_of,
+    is_repeated,
+)
+from whale_train.strategies.graph.saved_tensors import halves, joined_norms, memory_of
+from whale_train.strategies.layouts.propagation import Cast, Layout, Owned, Shard
+from whale_train.strategies.partition.pipeline_partition import Slice
+from whale_train.strategies.tensor_parallel.candidates import Candidate, cuts_of
+from whale_train.strategies.tensor_parallel.choose import Sharded
+from whale_train.strategies.tensor_parallel.region import block_of_parameter
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """Of slices of `profile`, whose graph is `works`'."""
+
+    profile: ModelProfile
+    works: Works
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+    _own: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> OperationGraph:
+        return self.works.graph
+
+    def number(self, part: Slice, shared: Collection[str]) -> int:
+        """The same for all slices that are alike; `shared` are the paths of parameters that other
+        stages hold as well."""
+        position = {name: i for i, name in enumerate(part.operations)}
+        position |= {name: -1 - i for i, name in enumerate(part.takes)}
+        graph, firsts = self.graph, dict[str, int]()  # of parameters, of blocks
+        rows: list[Hashable] = []
+        run, block = 0, None
+        for i, name in enumerate(part.operations):
+            operation = graph[name]
+            if self._blocks[name] != block:
+                run, block = run + 1, self._blocks[name]
+            path = ""
+            if operation.target == "parameter":
+                path = self.paths[operation.path]
+            rows.append(
+                (
+                    self._own_number(operation),
+                    tuple(position[x] for x in operation.inputs),
+                    tuple(position.get(x) for x in operation.after) if operation.after else (),
+                    run,
+                    all(x in position for x in graph.users[name]),
+                    path
+                    and (
+                        firsts.setdefault(path, i),
+                        firsts.setdefault(f"block {block_of_parameter(path)}", i),
+                        path in shared,
+                    ),
+                )
+            )
+        roots: dict[str, int] = {}
+        for name in part.takes:
+            root = memory_of(graph, name)
+            same = roots.setdefault(root, len(roots))
+            rows.append((self._own_number(graph[name]), graph.num_bytes[root], same))
+        rows.append(tuple(position[name] for name in part.gives))
+        rows.append((part.flops, part.activation_bytes, part.entering_bytes, part.block_bytes))
+        return self._number(tuple(rows))
+
+    def renamed(self, found: Sharded, of: Slice, to: Slice) -> Sharded:
+        """What was `found` of a slice, of one that is like it."""
+        if of.operations == to.operations:
+            return found
+        names = dict(zip((*of.operations, *of.takes), (*to.operations, *to.takes), strict=True))
+        paths = {
+            self.paths[self.graph[a].path]: self.paths[self.graph[b].path]
+            for a, b in names.items()
+            if self.graph[a].target in ("parameter", "buffer")
+        }
+        return _Renaming(names, paths).sharded(found)
+
+    # --- One operation ---
+
+    @cached_property
+    def paths(self) -> Mapping[str, str]:
+        """The path by which a parameter or buffer is known, by every path it has."""
+        held = {op.path: op.path for op in self.graph if op.target in ("parameter", "buffer")}
+        return held | {name: p.path for name, p in self.profile.parameter_by_path.items()}
+
+    @cached_property
+    def _blocks(self) -> Mapping[str, str]:
+        return {operation.name: block_of(operation.module) for operation in self.graph}
+
+    @cached_property
+    def _of_values(self) -> Sequence[Collection[str]]:
+        """Sets of values: whether one is in them is a part of what an operation is."""
+        graph = self.graph
+        return (graph.trained, self.works.with_gradient, halves(graph), joined_norms(graph))
+
+    @cached_property
+    def cuts(self) -> Mapping[str, tuple[Candidate, ...]]:
+        """The ways to cut the weight that an operation reads."""
+        listed = {op.name: op.path for op in self.graph if op.target == "parameter"}
+        return {op.name: tuple(cuts_of(self.graph, op, listed)) for op in self.graph}
+
+    def _own_number(self, operation: Operation) -> int:
+        """The same for operations that do the same with their inputs, whichever these are."""
+        name = operation.name
+        if name not in self._own:
+            places = {each: str(i) for i, each in enumerate(operation.inputs)}
+            cuts = [(c.pattern, replace(c.layout, axis="")) for c in self.cuts[name]]
+            row = (
+                operation.target,
+                operation.path if operation.target == "graph" else "",
+                _skeleton(operation.args, places),
+                tuple((key, _skeleton(x, places)) for key, x in operation.kwargs),
+                *(operation.shape, operation.dtype, operation.flops),
+                *(operation.saved, operation.memory),
+                *(name in values for values in self._of_values),
+                frozenset(self.works.of([name]).items()),
+                is_repeated(self._blocks[name]),
+                tuple(cuts),
+            )
+            self._own[name] = self._number(row)
+        return self._own[name]
+
+    def _number(self, row: Hashable) -> int:
+        return self._numbers.setdefault(row, len(self._numbers))
+
+
+def _skeleton(argument: Argument, places: Mapping[str, str]) -> Argument:
+    """An argument with the places of inputs for their names."""
+    if isinstance(argument, Ref):
+        return Ref(places[argument.name])
+    if isinstance(argument, tuple):
+        return tuple(_skeleton(part, places) for part in argument)
+    return argument
+
+
+@dataclass(frozen=True)
+class _Renaming:
+    """Other names for values, other paths for parameters, and for the axes named after them."""
+
+    names: Mapping[str, str]
+    paths: Mapping[str, str]
+
+    def sharded(self, found: Sharded) -> Sharded:
+        laid = found.assignment
+        assignment = replace(
+            laid,
+            layouts={self.names[x]: self.layout(layout) for x, layout in laid.layouts.items()},
+            casts=tuple(self.cast(cast) for cast in laid.casts),
+            becomes={self.names[x]: target for x, target in laid.becomes.items()},
+            gathered=tuple(self.names[x] for x in laid.gathered),
+            random={self.names[x]: whose for x, whose in laid.random.items()},
+        )
+        return Sharded(
+            assignment,
+            {self.paths[x]: self.shard(cut) for x, cut in found.weights.items()},
+            {self.axis(x): units for x, units in found.axes.items()},
+            {self.paths[x]: pattern for x, pattern in found.patterns.items()},
+        )
+
+    def axis(self, name: str) -> str:
+        return self.paths.get(name, name)
+
+    def shard(self, layout: Shard) -> Shard:
+        return replace(layout, axis=self.axis(layout.axis))
+
+    def layout(self, layout: Layout) -> Layout:
+        if isinstance(layout, Shard):
+            return self.shard(layout)
+        if isinstance(layout, Owned):
+            return Owned(self.axis(layout.axis), self.names[layout.rows])
+        return layout
+
+    def cast(self, cast: Cast) -> Cast:
+        user = self.names[cast.user] if cast.user else ""
+        ends = self.layout(cast.source), self.layout(cast.target)
+        return Cast(user, self.names[cast.value], cast.kind, *ends)

@@ -1,0 +1,92 @@
+"""The head: a model's output projection, found in its graph and not configured.
+
+The head is a product with a weight after which no parameter but an elementwise one (a bias, a
+scale) is met on the way to the loss. Names of modules play no part in finding it.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from whale_train.strategies.graph.operation_graph import (
+    ModelProfile,
+    Operation,
+    OperationGraph,
+    Ref,
+)
+from whale_train.strategies.layouts.propagation import RULES, pointwise
+
+# Where a product's weight stands among its arguments, and which of the weight's dimensions is
+# the projection's output.
+PRODUCTS = {
+    "aten.linear.default": (1, 0),
+    "aten.addmm.default": (2, 1),
+    "aten.mm.default": (1, 1),
+    "aten.matmul.default": (1, 1),
+}
+
+_SWAPS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
+_COPIES = ("aten.to.dtype", "aten._to_copy.default", "aten.contiguous.default")
+
+
+@dataclass(frozen=True)
+class Head:
+    """An output projection: its operation, its weight's canonical path, the weight's dimension
+    that runs over the classes, how many there are, and the module it belongs to."""
+
+    operation: str
+    weight: str
+    dim: int
+    classes: int
+    module: str
+
+
+def find_heads(profile: ModelProfile) -> tuple[Head, ...]:
+    """All output projections, the one with the largest weight first."""
+    graph = profile.graph
+    assert graph is not None
+    projections = [head for op in graph if (head := _projection(op, graph, profile))]
+    parameters = {op.name for op in graph if op.target == "parameter"}
+    of_parameters = graph.descendants(parameters)
+    mixing = [op for op in graph if _takes_parameter_as_more_than_scale(op, graph, of_parameters)]
+    mixed = graph.ancestors({name for op in mixing for name in (*op.inputs, *op.after)})
+    heads = [head for head in projections if head.operation not in mixed]
+    return tuple(sorted(heads, key=lambda h: -profile.parameter_by_path[h.weight].elements))
+
+
+def matching(heads: Sequence[Head], patterns: Sequence[str]) -> tuple[Head, ...]:
+    """The heads whose module one of `patterns` (paths or globs; `head` means any) names."""
+    return tuple(
+        head
+        for head in heads
+        if any(pattern == "head" or fnmatchcase(head.module, pattern) for pattern in patterns)
+    )
+
+
+def _projection(op: Operation, graph: OperationGraph, profile: ModelProfile) -> Head | None:
+    if op.target not in PRODUCTS or not op.shape:
+        return None
+    position, dim = PRODUCTS[op.target]
+    argument = op.args[position]
+    if not isinstance(argument, Ref):
+        return None
+    source = graph[argument.name]
+    while source.target in _SWAPS + _COPIES:  # `x @ W.T` reads W through a transpose
+        if source.target in _SWAPS:
+            dim = 1 - dim
+        source = graph[source.inputs[0]]
+    if source.target != "parameter" or len(source.shape or ()) != 2:
+        return None
+    parameter = profile.parameter_by_path[source.path]
+    return Head(op.name, parameter.path, dim, parameter.shape[dim], op.module)
+
+
+def _takes_parameter_as_more_than_scale(
+    op: Operation, graph: OperationGraph, of_parameters: Set[str]
+) -> bool:
+    """Whether `op` mixes elements with a parameter: a product, convolution, norm or lookup."""
+    if RULES.get(op.target) is pointwise:
+        return False
+    if op.target in PRODUCTS:  # its weight may come through a transpose
+        return any(name in of_parameters for name in op.inputs[1:])
+    return any(graph[name].target == "parameter" for name in op.inputs)

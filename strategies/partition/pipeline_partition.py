@@ -1,0 +1,323 @@
+"""Cutting the exported graph into the stages of a pipeline.
+
+What depends on a parameter runs on exactly one stage; what does not (masks, positions, rotary
+angles) is computed again wherever it is read, instead of being sent. Values cross from any stage
+to any later one, skip edges included. Where to cut is exact: the cut whose slowest stage is done
+first, by dynamic programming over the places where one block of modules ends and the next begins.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from math import inf
+
+from whale_train.errors import Fault
+from whale_train.strategies.graph.operation_graph import (
+    ModelProfile,
+    OperationGraph,
+    block_of,
+    value_bytes,
+)
+from whale_train.strategies.graph.saved_tensors import View, saved_by
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What one stage runs of the graph, in order: its own operations, the parameters, buffers and
+    inputs they read, and what it computes again. `takes` come from earlier stages, `gives` go to
+    later ones; the last stage gives the loss. `parameters` are canonical paths. Per sample: the
+    forward's `flops`; `activation_bytes`, all that backward wants; `entering_bytes`, what enters
+    its blocks, which is kept where they are computed again, one block's `block_bytes` at a time."""
+
+    operations: tuple[str, ...]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    parameters: tuple[str, ...]
+    modules: tuple[str, ...]
+    flops: float
+    activation_bytes: float
+    entering_bytes: float
+    block_bytes: float
+
+
+@dataclass(frozen=True)
+class Sequenced:
+    """The operations that depend on a parameter, in the order they run, and where between them a
+    stage may end. `places` are positions in `operations`, the first 0 and the last their number;
+    `flops[i]` is the work before place i, `weights[i]` how many operations before it read a
+    parameter, `bytes_crossing[i]` what is alive across it, `blocks[i]` the module whose operations
+    begin at place i."""
+
+    operations: tuple[str, ...]
+    places: tuple[int, ...]
+    flops: tuple[float, ...]
+    weights: tuple[int, ...]
+    bytes_crossing: tuple[float, ...]
+    blocks: tuple[str, ...]
+
+
+def sequenced(graph: OperationGraph) -> Sequenced:
+    """The operations a pipeline hands out, and its possible cuts."""
+    listed = _owned(graph)
+    position = {name: i for i, name in enumerate(listed)}
+    blocks = [block_of(graph[name].module) for name in listed]
+    places = [0]
+    places += [i for i in range(1, len(listed)) if blocks[i] != blocks[i - 1]]
+    # A result that is no tensor is taken apart where it is made.
+    places = [i for i in places if graph[listed[i]].target != _GETITEM] if places else [0]
+    places.append(len(listed))
+    alive = [0.0] * (len(listed) + 1)  # by differences: a value lives from its maker to its users
+    for name, start in position.items():
+        users = [position[user] for user in graph.users[name] if user in position]
+        size = value_bytes(graph[name])
+        if users and size:
+            alive[start + 1] += size
+            alive[max(users) + 1 if max(users) + 1 <= len(listed) else len(listed)] -= size
+    crossing, total = [], 0.0
+    for change in alive:
+        total += change
+        crossing.append(total)
+    before, weights = [0.0], [0]
+    for name in listed:
+        before.append(before[-1] + graph[name].flops)
+        reads = any(graph[x].target == "parameter" for x in graph[name].inputs)
+        weights.append(weights[-1] + reads)
+    return Sequenced(
+        tuple(listed),
+        tuple(places),
+        tuple(before[i] for i in places),
+        tuple(weights[i] for i in places),
+        tuple(crossing[i] for i in places),
+        tuple(blocks[i] if i < len(listed) else "" for i in places),
+    )
+
+
+_GETITEM = "<built-in function getitem>"
+
+
+def _owned(graph: OperationGraph) -> list[str]:
+    """What must run once: all that depends on a parameter, or on chance."""
+    roots = {op.name for op in graph if op.target == "parameter" or op.random}
+    parameters = {op.name for op in graph if op.target == "parameter"}
+    depends = graph.descendants(roots) - parameters
+    return [op.name for op in graph if op.name in depends and op.target != "output"]
+
+
+def balanced(
+    order: Sequenced,
+    stage_time: Callable[[int, int, int], float],
+    count: int,
+    fixed: Mapping[int, int],
+) -> tuple[int, ...] | None:
+    """The places (indices into `order.places`) where stages begin and the last one ends.
+
+    `stage_time(stage, first, last)` is what stage `stage` takes for the operations between two
+    places; infinite where it must not hold them. `fixed` maps a position in `order.operations` to
+    the stage that must hold it. Minimises the slowest stage, then the bytes that cross. None when
+    no cut gives every stage something to run. O(stages x places^2), twice: which beginning of a cut
+    is best in bytes depends on the slowest stage of all, which is found first.
+    """
+    places = len(order.places) - 1
+    wanted = sorted(fixed.items())
+    positions = [position for position, _ in wanted]
+
+    def allowed(stage: int, first: int, last: int) -> bool:
+        low = bisect_right(positions, order.places[first] - 1)
+        high = bisect_right(positions, order.places[last] - 1)
+        return all(owner == stage for _, owner in wanted[low:high])
+
+    def time(stage: int, first: int, last: int) -> float:
+        return inf if wanted and not allowed(stage, first, last) else stage_time(stage, first, last)
+
+    slowest = _slowest_stage(time, places, count)
+    return None if slowest == inf else _least_crossing(order, time, count, slowest)
+
+
+def _slowest_stage(stage_time: Callable[[int, int, int], float], places: int, count: int) -> float:
+    """Return the time of the slowest stage of the cut in which it is least; infinite where no cut
+    gives every stage something to run."""
+    best = [0.0, *([inf] * places)]  # of the stages so far, by the place where they end
+    for stage in range(count):
+        found = [inf] * (places + 1)
+        for last in _ends(stage, places, count):
+            for first in range(last - 1, stage - 1, -1):
+                time = stage_time(stage, first, last)
+                if found[last] < time < inf:
+                    break  # an earlier beginning only makes this stage longer
+                found[last] = min(found[last], max(best[first], time))
+        best = found
+    return best[places]
+
+
+def _least_crossing(
+    order: Sequenced, stage_time: Callable[[int, int, int], float], count: int, limit: float
+) -> tuple[int, ...]:
+    """Return the places of the cut that sends the fewest bytes from stage to stage, of those
+    without a stage that takes longer than `limit`, of which there is one."""
+    places = len(order.places) - 1
+    best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, (0,)), *([None] * places)]
+    for stage in range(count):
+        found: list[tuple[float, tuple[int, ...]] | None] = [None] * (places + 1)
+        for last in _ends(stage, places, count):
+            for first in range(last - 1, stage - 1, -1):
+                time, before = stage_time(stage, first, last), best[first]
+                if limit < time < inf:
+                    break
+                if before is None or time == inf:
+                    continue
+                crossing = before[0] + order.bytes_crossing[first]
+                chosen = found[last]
+                if chosen is None or crossing < chosen[0]:
+                    found[last] = (crossing, (*before[1], last))
+        best = found
+    cut = best[places]
+    assert cut is not None
+    return cut[1]
+
+
+def _ends(stage: int, places: int, count: int) -> Iterable[int]:
+    """Return the places where stage number `stage` of `count` may end: each stage before and after
+    it runs something."""
+    return (places,) if stage == count - 1 else range(stage + 1, places + 1 - (count - stage - 1))
+
+
+def stage_of_modules(
+    order: Sequenced,
+    graph: OperationGraph,
+    asked: Sequence[tuple[str, tuple[str, ...] | None]],
+    faults: list[Fault],
+) -> dict[int, int]:
+    """Which operations the strategy gives to which stage. `asked` holds, per stage, the path of
+    its node and its module patterns (None: whatever balances)."""
+    fixed: dict[int, int] = {}
+    for stage, (path, patterns) in enumerate(asked):
+        for pattern in patterns or ():
+            matched = [
+                i
+                for i, name in enumerate(order.operations)
+                if is_inside(graph[name].module, pattern)
+            ]
+            if not matched:
+                known = sorted({block.split(".")[0] for block in order.blocks if block})
+                rule, remedy = (
+                    "names no module that computes",
+                    f"use a path below {', '.join(known)}",
+                )
+                faults.append(Fault(f"{path}.modules", pattern, rule, remedy))
+            for i in matched:
+                if fixed.get(i, stage) != stage:
+                    other = asked[fixed[i]][0]
+                    rule = f"is part of {other}.modules as well"
+                    faults.append(Fault(f"{path}.modules", pattern, rule, "name it in one stage"))
+                    break
+                fixed[i] = stage
+    highest = -1
+    for position in sorted(fixed):
+        stage = fixed[position]
+        if stage < highest:
+            path, patterns = asked[highest]
+            rule = f"runs before what {asked[stage][0]} holds"
+            listed = ", ".join(patterns or ())
+            faults.append(Fault(f"{path}.modules", listed, rule, "list stages in forward order"))
+            break
+        highest = stage
+    return fixed
+
+
+def is_inside(module: str, pattern: str) -> bool:
+    """Whether `module` is what `pattern` (a path or glob) names, or lies inside it."""
+    parts = module.split(".")
+    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+
+
+def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tuple[Slice, ...]:
+    """The stages between consecutive `ends` (positions in `order.operations`)."""
+    graph = profile.graph
+    assert graph is not None
+    canonical = {name: p.path for name, p in profile.parameter_by_path.items()}
+    loss = graph.operations[-1].inputs[0]
+    owner = {
+        name: stage
+        for stage, (first, last) in enumerate(pairwise(ends))
+        for name in order.operations[first:last]
+    }
+    parts = [_needed(graph, owner, stage) for stage in range(len(ends) - 1)]
+    crossing = {name for _, takes in parts for name in takes}
+    own_bytes = _kept_bytes(profile, order)
+    slices = []
+    for stage, (inside, takes) in enumerate(parts):
+        own = order.operations[ends[stage] : ends[stage + 1]]
+        inside_bytes = {
+            place: 0.0 for place in order.places if ends[stage] <= place < ends[stage + 1]
+        }
+        for position in range(ends[stage], ends[stage + 1]):
+            place = order.places[bisect_right(order.places, position) - 1]
+            inside_bytes[place] += own_bytes[position]
+        entering = dict(zip(order.places, order.bytes_crossing, strict=True))
+        gives = [op.name for op in graph if owner.get(op.name) == stage and op.name in crossing]
+        if stage == len(parts) - 1:
+            gives.append(loss)
+        held = {canonical[graph[n].path] for n in inside if graph[n].target == "parameter"}
+        slices.append(
+            Slice(
+                operations=tuple(op.name for op in graph if op.name in inside),
+                takes=tuple(op.name for op in graph if op.name in takes),
+                gives=tuple(gives),
+                parameters=tuple(p.path for p in profile.parameters if p.path in held),
+                modules=modules_of(graph, own),
+                flops=sum(graph[name].flops for name in own),
+                activation_bytes=sum(inside_bytes.values()),
+                entering_bytes=sum(entering[place] for place in inside_bytes),
+                block_bytes=max(inside_bytes.values(), default=0.0),
+            )
+        )
+    return tuple(slices)
+
+
+def modules_of(graph: OperationGraph, operations: Iterable[str]) -> tuple[str, ...]:
+    """The blocks that `operations` belong to, in order."""
+    return tuple(dict.fromkeys(block_of(graph[name].module) for name in operations))
+
+
+def _kept_bytes(profile: ModelProfile, order: Sequenced) -> list[float]:
+    """Bytes that autograd begins to keep with each of the operations; where nobody measured them,
+    a share of what the model keeps by the size of its value."""
+    graph = profile.graph
+    assert graph is not None
+    if not any(operation.saved for operation in graph):
+        sizes = [value_bytes(graph[name]) for name in order.operations]
+        whole = sum(sizes) or 1.0
+        return [profile.activation_bytes * size / whole for size in sizes]
+    first: dict[tuple[str, int], int] = {}
+    found = [0.0] * len(order.operations)
+    for position, name in enumerate(order.operations):
+        for key, num_bytes in saved_by(View(graph), graph[name]):
+            if first.setdefault(key, position) == position:
+                found[position] += num_bytes
+    return found
+
+
+def _needed(
+    graph: OperationGraph, owner: Mapping[str, int], stage: int
+) -> tuple[set[str], set[str]]:
+    """What a stage runs, and what it takes from earlier ones."""
+    inside: set[str] = set()
+    takes: set[str] = set()
+    stack = [name for name, own in owner.items() if own == stage]
+    home = {graph[name].module: own for name, own in owner.items()}
+    stack += [name for name in graph.unread_updates if home.get(graph[name].module, 0) == stage]
+    while stack:
+        name = stack.pop()
+        if name in inside or name in takes:
+            continue
+        operation = graph[name]
+        # What is no tensor cannot be sent: it is made again from the tensors it was made of.
+        if owner.get(name, stage) != stage and operation.shape is not None:
+            takes.add(name)
+            continue
+        inside.add(name)
+        stack.extend(operation.inputs)
+        stack.extend(n for n in operation.after if owner.get(n, stage) == stage)
+    return inside, takes

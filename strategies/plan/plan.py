@@ -1,0 +1,195 @@
+"""The Plan: everything the ranks need to know, decided before any of them exists.
+
+Frozen, complete, JSON, and byte for byte the same for the same request. Ranks obey it and
+resolve nothing again.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from whale_train.strategies.plan.loss_weights import LossWeights
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """A non-overlapping part of the model under one primitive.
+
+    `replicas` lists, for each copy, the ranks that hold it (one rank unless the copy is itself
+    sharded). `shares` are samples per replica and optimizer step. `shards` gives, per sharded
+    parameter, each rank's [start, stop) in the order of the replica's ranks, along the dimension
+    `shard_dims` names; in a nested strategy in units of the axis `shard_layouts` says it is cut
+    along, as a fused weight is cut in several places at once. `modules` are the module paths it
+    covers; `flops` its forward's, per sample. Parameters the loss does not depend on are in no
+    TaskGraph's `trained` list. `narrow` are the trained parameters of which its ranks hold the
+    values in 16 bits that autocast would make of them.
+    """
+
+    id: int
+    name: str
+    primitive: str
+    path: str
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    flops: float
+    zero: int
+    offload: dict[str, str]
+    replicas: tuple[tuple[int, ...], ...]
+    shares: tuple[int, ...]
+    trained: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+    shards: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    shard_dims: dict[str, int] = field(default_factory=dict)
+    shard_layouts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank at the peak of a step, by what holds them."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    communication: float
+
+    @property
+    def total(self) -> float:
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.communication
+        )
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part: where it is, what it holds, how much it takes at a time.
+
+    `micro_batch_size` is its largest micro-batch; `micro_batches` how many a step has for it (the
+    same for every rank under ZeRO-3, which demands it). `samples` are they, as [start, stop) of
+    the global batch (empty where shares alone say it). `deepspeed` maps a TaskGraph's id to the
+    DeepSpeed config of its engine, or None where torch alone runs it.
+    """
+
+    rank: int
+    node: int
+    device: str
+    task_graphs: tuple[int, ...]
+    micro_batch_size: int
+    micro_batches: int
+    memory_bytes: MemoryEstimate
+    deepspeed: dict[str, dict[str, Any] | None]
+    samples: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step's predicted time, and the parts of which that of its busiest rank is made, in seconds:
+    it computes, communicates or waits for transfers, updates, and waits for other ranks."""
+
+    step_time_s: float
+    samples_per_s: float
+    compute_s: float
+    communication_s: float
+    optimizer_s: float
+    idle_s: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Something the resolver chose: what, what it rejected, and why."""
+
+    key: str
+    chosen: str
+    rejected: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole job. `rewrite` says how the exported graph is cut and which layouts its values
+    have (None when the model runs as it is); `exported` whether there was a graph at all, and so
+    whether parameters without a gradient are known. `predicted_here` is the step of the CPU
+    processes that stand for the devices, where those were measured. `pipeline` says who runs which
+    chunk of it for which micro-batch (None for a flat strategy); the order is `orders.py`'s.
+    `loss_over` is what a batch's loss is of the losses of its samples: their `mean` or `sum`."""
+
+    cluster: str
+    world_size: int
+    global_batch: int
+    precision: str
+    task_graphs: tuple[TaskGraph, ...]
+    groups: dict[str, tuple[tuple[int, ...], ...]]
+    schedule: str
+    ranks: tuple[RankPlan, ...]
+    predicted: Prediction
+    decisions: tuple[Decision, ...]
+    predicted_here: Prediction | None = None
+    exported: bool = True
+    rewrite: dict[str, Any] | None = None
+    pipeline: dict[str, Any] | None = None
+    loss_over: Literal["mean", "sum"] = "mean"
+
+    @property
+    def shares_batch(self) -> bool:
+        """Whether a step's samples are shared: by copies, or among micro-batches."""
+        copied = any(len(task_graph.replicas) > 1 for task_graph in self.task_graphs)
+        return copied or any(rank.micro_batches > 1 for rank in self.ranks)
+
+    @property
+    def loss_weights(self) -> LossWeights:
+        """What the losses of a batch's parts count in the batch's."""
+        return LossWeights(self.loss_over, self.global_batch)
+
+    def to_json(self) -> str:
+        """The file's text; keys keep the order of the fields, so equal plans are equal bytes."""
+        content = asdict(self)
+        for written, rank in zip(content["ranks"], self.ranks, strict=True):
+            written["memory_bytes"]["total"] = rank.memory_bytes.total
+        return json.dumps(content, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan `to_json` wrote."""
+        content = json.loads(text)
+        for rank in content["ranks"]:
+            del rank["memory_bytes"]["total"]
+            rank["memory_bytes"] = MemoryEstimate(**rank["memory_bytes"])
+        return cls(
+            **{
+                **content,
+                "task_graphs": tuple(TaskGraph(**_tuples(x)) for x in content["task_graphs"]),
+                "groups": _tuples(content["groups"]),
+                "ranks": tuple(
+                    RankPlan(
+                        **{
+                            **x,
+                            "task_graphs": tuple(x["task_graphs"]),
+                            "samples": _tuples(x["samples"]),
+                        }
+                    )
+                    for x in content["ranks"]
+                ),
+                "predicted": Prediction(**content["predicted"]),
+                "predicted_here": content["predicted_here"]
+                and Prediction(**content["predicted_here"]),
+                "decisions": tuple(Decision(**x) for x in content["decisions"]),
+                "rewrite": _tuples(content["rewrite"]),
+                "pipeline": _tuples(content["pipeline"]),
+            }
+        )
+
+    def task_graph_of(self, rank: int, primitive: str) -> TaskGraph | None:
+        """The TaskGraph of that primitive which `rank` holds a part of."""
+        held = (self.task_graphs[i] for i in self.ranks[rank].task_graphs)
+        return next((t for t in held if t.primitive == primitive), None)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples they were."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

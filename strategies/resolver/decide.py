@@ -1,0 +1,388 @@
+"""What the resolver decides of a strategy: from its form on the devices to its simulated step.
+
+In the order a reader would decide by hand: which devices form which stage, where the model is cut,
+who takes which samples and micro-batches, how each stage's tensors lie over its shard group, what
+that needs of memory. All on the operation graph, or the whole model where nothing cuts it; no
+torch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from math import inf
+
+from whale_train.errors import Fault, PlanError
+from whale_train.quantities import in_bytes, in_seconds
+from whale_train.strategies.grammar.nodes import Strategy
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.hardware.cluster import Cluster
+from whale_train.strategies.memory.host_memory import kept_on_hosts, offload_decisions
+from whale_train.strategies.plan.plan import Decision, Plan
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.boundary_search import Look, move_ends
+from whale_train.strategies.resolver.evaluated import Considered
+from whale_train.strategies.resolver.shared_batch import (
+    refuse_learned_targets,
+    refuse_shared_batch,
+    refuse_written_parameters,
+)
+from whale_train.strategies.resolver.write import Decided, simulated_step, written
+from whale_train.strategies.schedule.apportion import even_shares
+from whale_train.strategies.schedule.instructions import Durations, Instruction, Position, Transits
+from whale_train.strategies.schedule.orders import schedule
+from whale_train.strategies.simulate.prediction import Simulated
+from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.chunk_cost import ChunkTimes
+from whale_train.strategies.stages.chunks import Chunked, chunked
+from whale_train.strategies.stages.engines import held_of_stages
+from whale_train.strategies.stages.micro_batches import (
+    Batches,
+    BatchTooLargeError,
+    count_micro_batches,
+    refuse_batch_norm,
+    share_batch,
+)
+from whale_train.strategies.stages.p2p import Sends
+from whale_train.strategies.stages.placement import Chunk, Staging, form_of
+from whale_train.strategies.stages.rank_memory import RankMemory, recomputed_stages
+from whale_train.strategies.stages.within_memory import Room, refuse_memory
+
+_Edges = Mapping[tuple[int, int], bool]
+
+_MOVING = 8_000  # tasks simulated, and ranks laid out, for a better cut
+
+
+def decide(
+    strategy: Strategy,
+    cluster: Cluster,
+    findings: Findings,
+    training: Training,
+    *,
+    moving: bool = False,
+    cut: tuple[int, ...] = (),
+) -> Considered:
+    """Return `strategy`, resolved: cut at the places `cut`, or balanced; `moving` the ends of its
+    stages to where its step is shortest. Raises PlanError with all faults of a stage."""
+    job, decisions = _staging(strategy, cluster, findings, training), list[Decision]()
+    first = chunked(job, cut or None)
+    priced = ChunkTimes(job, first.chunks, first.axes, frozenset(_told_to_recompute(job)))
+    micro_batches = count_micro_batches(job, priced, decisions)
+    refuse_batch_norm(job, micro_batches)
+    _refuse_pieces(job, micro_batches)
+    look = _look(job, first, micro_batches)
+    if moving and _may_move(job):
+        look = _moved(job, micro_batches, look, decisions)
+    return _considered(job, micro_batches, look, decisions)
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """What a cut comes to, and the bytes `kept` on hosts; no step where that does not fit."""
+
+    cut: Chunked
+    decided: Decided
+    step: Simulated | None
+    kept: Sequence[float]
+
+
+def _look(job: Staging, cut: Chunked, micro_batches: int) -> Look[_Resolved]:
+    cut, decided = _fitted(job, cut, micro_batches)
+    short = decided.room.short_bytes
+    ranks = len(job.cluster.devices)
+    if short > 0:
+        return Look(_Resolved(cut, decided, None, ()), short, inf, ranks)
+    kept = kept_on_hosts(job.form.keeper, lambda: _owned(job, cut), job.cluster, job.training)
+    spans = (step := simulated_step(job, decided)).spans
+    return Look(_Resolved(cut, decided, step, kept), short, spans.seconds, len(spans.tasks) + ranks)
+
+
+def _may_move(job: Staging) -> bool:
+    """Whether the strategy leaves it to us where stages end, and wants them as devices are."""
+    named = any(stage.modules for stage in job.form.stages)
+    return job.chunk_count > 1 and job.strategy.balance == "hardware" and not named
+
+
+def _moved(
+    job: Staging, micro_batches: int, first: Look[_Resolved], decisions: list[Decision]
+) -> Look[_Resolved]:
+    """The stages ending where the step is shortest."""
+    weights, balanced = job.findings.order.weights, first.found.cut
+
+    def look(places: tuple[int, ...]) -> Look[_Resolved] | None:
+        if any(weights[a] == weights[b] for a, b in pairwise(places)):
+            return None  # nothing to train
+        try:
+            return _look(job, chunked(job, places), micro_batches)
+        except PlanError:
+            return None
+
+    places, best = move_ends(balanced.places, first, look, _MOVING)
+    if places != balanced.places:
+        assert job.form.pipeline is not None
+        reason = f"{in_seconds(best.seconds)} a step, simulated, and {in_seconds(first.seconds)} "
+        reason += "if the slowest stage were done first"
+        if first.short_bytes > 0:
+            reason = f"by speed alone, memory is {in_bytes(first.short_bytes)} short"
+        chosen, rejected = (_parts(job, cut) for cut in (best.found.cut, balanced))
+        decisions.append(Decision(f"{job.form.pipeline.path}.stages", chosen, rejected, reason))
+    return best
+
+
+def _parts(job: Staging, cut: Chunked) -> str:
+    """Of the work that every chunk has."""
+    flops = job.findings.order.flops
+    each = (flops[last] - flops[first] for first, last in pairwise(cut.places))
+    return ", ".join(f"{100 * part / (flops[-1] or 1.0):.0f}%" for part in each)
+
+
+def _considered(
+    job: Staging, micro_batches: int, look: Look[_Resolved], decisions: Sequence[Decision]
+) -> Considered:
+    cut, decided, step = look.found.cut, look.found.decided, look.found.step
+    refuse_memory(decided.room, decided.times, micro_batches, look.work)
+    assert step is not None
+
+    def plan() -> Plan:
+        explained = [*decisions, *_explained_devices(job), *_explained_shares(job, decided.batches)]
+        explained += [*cut.decisions, *_explained(job, cut.chunks, decided.recomputed)]
+        explained += offload_decisions(job.form.keeper, look.found.kept, job.cluster)
+        return written(job, decided, step.prediction(), explained)
+
+    def on(others: Cluster) -> Simulated:
+        there = replace(job, cluster=others)
+        recomputed = frozenset(decided.recomputed)
+        limits = decided.times.limits
+        taken = ChunkTimes(there, cut.chunks, cut.axes, recomputed, limits)
+        return simulated_step(there, replace(decided, times=taken))
+
+    return Considered(step, plan, on, look.work, cut.places)
+
+
+def _owned(job: Staging, cut: Chunked) -> Sequence[float]:
+    """How many parameters every rank has a part of its own of, where copies partition them."""
+    held, found = held_of_stages(job, cut.chunks, cut.axes), []
+    for rank in range(len(job.cluster.devices)):
+        copy, position = job.place_of(rank)
+        stage = job.seats.stage_of[position]
+        member = job.seats.positions[copy][position].index(rank)
+        found.append(held[stage][member] / len(job.copies_of_rest(stage)[0]))
+    return found
+
+
+def _staging(
+    strategy: Strategy, cluster: Cluster, findings: Findings, training: Training
+) -> Staging:
+    faults: list[Fault] = []
+    form, profile = form_of(strategy, cluster, training, faults), findings.profile
+    if faults or form is None:
+        raise PlanError(faults)
+    job = Staging(strategy, cluster, findings, training, form)
+    if profile.graph is None and not job.as_is:
+        rule = f"needs the model's graph, and {profile.name} cannot be exported"
+        remedy = "use strategy=dp or a zero strategy, which run the model as it is"
+        path = strategy.graph[0].path
+        faults.append(Fault(path, "", f"{rule} ({profile.export_error})", remedy))
+    if job.zero and profile.perhaps_unused:
+        rule = (
+            "needs to know which parameters get no gradient, and whether "
+            f"{profile.perhaps_unused[0]} does depends on the values {profile.name} looks at"
+        )
+        assert form.keeper is not None
+        faults.append(Fault(f"{form.keeper.path}.zero", str(job.zero), rule, "use strategy=dp"))
+    refuse_written_parameters(profile, job.zero, faults)
+    if job.as_is and form.copies > 1 and not job.zero:
+        _refuse_reentrant(profile, faults)
+    if faults:
+        raise PlanError(faults)
+    return job
+
+
+def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
+    """Add a fault for a reentrant checkpoint: DistributedDataParallel takes for unused what it
+    calls."""
+    if "autograd function CheckpointFunction" in profile.export_error:
+        rule = "checkpoints with use_reentrant=True, which DistributedDataParallel does not follow"
+        remedy = "use use_reentrant=False, or strategy=zero1"
+        faults.append(Fault("model", profile.name, rule, remedy))
+
+
+def _refuse_pieces(job: Staging, micro_batches: int) -> None:
+    """Raise PlanError where the batch may not be trained in as many pieces as there are."""
+    faults: list[Fault] = []
+    form, profile = job.form, job.profile
+    pieces = form.copies * micro_batches
+    key = f"{form.pipeline.path}.micro_batches" if form.pipeline else "train.accumulate"
+    value, remedy = str(micro_batches), "use 1, and one copy" if form.pipeline else "use 1"
+    if pieces > 1 or form.members > 1:
+        refuse_shared_batch(job.findings, job.training, micro_batches, faults)
+    if micro_batches > 1 and profile.graph is None:
+        rule = (
+            f"counts a step's targets by the model's graph, and {profile.name} cannot be exported"
+        )
+        faults.append(Fault(key, value, f"{rule} ({profile.export_error})", "use 1"))
+    elif micro_batches > 1:
+        refuse_learned_targets(profile, key, value, remedy, faults)
+    elif pieces > 1 and not job.as_is:
+        path = job.strategy.graph[0].path
+        refuse_learned_targets(profile, path, "", "use one copy, or strategy=dp", faults)
+    if faults:
+        raise PlanError(faults)
+
+
+def _told_to_recompute(job: Staging) -> set[int]:
+    return {n for n, stage in enumerate(job.form.stages) if stage.recompute == "full"}
+
+
+def _fitted(job: Staging, cut: Chunked, micro_batches: int) -> tuple[Chunked, Decided]:
+    """Return the cut and all that is decided of it, with shares that fit every device where there
+    are such: first a split head's classes give way, then samples."""
+    decided = _decided(job, cut, micro_batches)
+    if decided.room.short_bytes > 0 and (caps := decided.room.classes()):
+        try:
+            fewer = chunked(job, cut.places, caps)
+        except PlanError:
+            return cut, decided
+        if fewer.axes != cut.axes:
+            cut, decided = fewer, _decided(job, fewer, micro_batches)
+    if decided.room.short_bytes > 0 and job.form.copies * job.form.members > 1:
+        limits = decided.room.samples()
+        if min(limits) >= 1:
+            try:
+                return cut, _decided(job, cut, micro_batches, limits)
+            except BatchTooLargeError:
+                return cut, decided
+    return cut, decided
+
+
+def _decided(job: Staging, cut: Chunked, micro_batches: int, limits: Sequence[int] = ()) -> Decided:
+    """In which order positions work, and which stages compute their blocks again. While what is
+    sent is on its way, positions have more in flight where there is memory for that; blocks that
+    may be computed again are where there is not even for less. `limits` are as in `share_batch`."""
+    recomputed = _told_to_recompute(job)
+    found = _in_memory(job, cut, micro_batches, limits, recomputed)
+    again = recomputed_stages(job, found.memory)
+    if again == recomputed:
+        return found
+    return _in_memory(job, cut, micro_batches, limits, again)
+
+
+def _in_memory(
+    job: Staging, cut: Chunked, micro_batches: int, limits: Sequence[int], recomputed: Set[int]
+) -> Decided:
+    """With more in flight for what is on its way, or, where that does not fit, without."""
+    times = ChunkTimes(job, cut.chunks, cut.axes, frozenset(recomputed), limits)
+    batches = share_batch(job, times, micro_batches, limits)
+    found = _ordered(job, cut, times, batches)
+    if any(found.transits) and found.room.short_bytes > 0:
+        return _ordered(job, cut, times, batches, in_transit=False)
+    return found
+
+
+def _ordered(
+    job: Staging, cut: Chunked, times: ChunkTimes, batches: Batches, in_transit: bool = True
+) -> Decided:
+    """The order of work. `in_transit`: it counts with what is on its way."""
+    copies = range(job.form.copies)
+    transits: list[Transits] = [{} for _ in copies]
+    if in_transit and cut.edges:
+        sends = Sends(job, cut.chunks)
+        transits = [sends.transits(copy, batches, cut.edges) for copy in copies]
+    orders = _orders(job, times, cut.edges, batches, transits)
+    memory = RankMemory(job, cut.chunks, cut.axes, orders, times.recomputed)
+    room = Room(job, cut, memory, batches)
+    return Decided(times, cut.axes, batches, cut.edges, cut.shared, room, orders, transits)
+
+
+def _orders(
+    job: Staging,
+    times: ChunkTimes,
+    edges: _Edges,
+    batches: Batches,
+    transits: Sequence[Transits],
+) -> list[tuple[tuple[Instruction, ...], ...]]:
+    """The instructions of every position, by copy; found once for copies that are alike."""
+    found: list[tuple[tuple[Instruction, ...], ...]] = []
+    known: dict[object, tuple[tuple[Instruction, ...], ...]] = {}
+    positions = [Position(held) for held in job.chunks_of_positions()]
+    name = job.form.pipeline.schedule if job.form.pipeline else "1f1b"
+    for copy, underway in enumerate(transits):
+        taken = times.durations(copy, batches.largest(copy))
+        owners, count = batches.owners[copy], len(batches.samples[copy])
+        alike = (tuple(taken.items()), tuple(underway.items()), owners, count)
+        if alike not in known:
+            durations = {place: Durations(*each) for place, each in taken.items()}
+            known[alike] = schedule(name, positions, owners, edges, count, durations, underway)
+        found.append(known[alike])
+    return found
+
+
+def _explained_devices(job: Staging) -> Iterator[Decision]:
+    """Say which degrees nobody gave."""
+    form, count = job.form, len(job.cluster.devices)
+    if form.added > 1:
+        reason = f"an outer replicate of {form.added} uses all {count} devices"
+        asked = str(form.copies // form.added)
+        yield Decision("strategy.graph", str(form.copies), asked, reason)
+    elif form.filled is not None:
+        reason = f"all devices of hardware={job.cluster.name}"
+        yield Decision(f"{form.filled}.degree", str(count), "", reason)
+
+
+def _explained_shares(job: Staging, batches: Batches) -> Iterator[Decision]:
+    """Say how copies, or the members beside a split head, share the samples, where not evenly."""
+    shares = [sum(stop - start for start, stop in of_copy) for of_copy in batches.samples]
+    if batches.members:
+        by_member = zip(*(of for copy in batches.members for of in copy), strict=True)
+        shares = [sum(stop - start for start, stop in of) for of in by_member]
+    total, count = sum(shares), len(shares)
+    even = even_shares(total, count, [total] * count) or ()
+    if sorted(even) != sorted(shares):
+        reason = "each takes what it does in the time of the slowest, within its memory"
+        yield Decision("strategy.balance", _folded(shares), f"even {_folded(even)}", reason)
+
+
+def _folded(shares: Sequence[int]) -> str:
+    """`8 x 43, 8 x 25` for equal neighbours."""
+    runs = ((len(list(equal)), share) for share, equal in groupby(shares))
+    return ", ".join(f"{times} x {share}" for times, share in runs)
+
+
+def _explained(job: Staging, chunks: Sequence[Chunk], recomputed: Set[int]) -> Iterator[Decision]:
+    form = job.form
+    for stage, asked in enumerate(form.stages):
+        if asked.recompute == "auto":
+            chosen = "full" if stage in recomputed else "none"
+            rejected = "none" if stage in recomputed else "full"
+            reason = f"its activations {'do not fit' if stage in recomputed else 'fit'}"
+            yield Decision(f"{asked.path}.recompute", chosen, rejected, reason)
+    for chunk in chunks:
+        yield from _explained_head(job, chunk)
+        if chunk.sharded is None:
+            continue
+        path = form.stages[chunk.stage].path
+        for module in chunk.sharded.whole:
+            reason = "no pattern fits it: every device of the group holds it whole"
+            yield Decision(f"{path} {module}", "whole", "sharded", reason)
+        for name in chunk.sharded.assignment.gathered:
+            reason = "no rule for it: it is given whole tensors, which is slower"
+            yield Decision(f"operation {name}", "whole", "sharded", reason)
+    for path in job.profile.unused_parameters:
+        reason = "the loss does not depend on it"
+        yield Decision(path, "not trained", "", reason)
+
+
+def _explained_head(job: Staging, chunk: Chunk) -> Iterator[Decision]:
+    """Say which projection is the head that is split, and what of it has no rule."""
+    if chunk.head is None:
+        return
+    split = job.form.stages[chunk.stage].split
+    assert split is not None
+    weight = next(iter(chunk.shards))
+    logits = job.graph[chunk.head.operation]
+    reason = f"the output projection of {job.profile.name}: {weight} with "
+    reason += f"{(logits.shape or ())[-1].fixed} classes"
+    yield Decision(f"{split.path}.modules", logits.module or "(the model)", "", reason)
+    for segment in chunk.head.segments:
+        for name in segment.assignment.gathered if segment.assignment else ():
+            reason = "no rule for it: it is given whole tensors, which is slower"
+            yield Decision(f"operation {name}", "whole", "sharded", reason)

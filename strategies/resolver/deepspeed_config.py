@@ -1,0 +1,82 @@
+"""The DeepSpeed config of one engine, as a pure function.
+
+Every default of DeepSpeed's that changes the mathematics is set here, in one place.
+"""
+
+from typing import Any
+
+from whale_train.strategies.grammar.nodes import Replicate
+from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
+
+
+def deepspeed_config(
+    node: Replicate,
+    micro_batch_size: int,
+    grad_clip: float,
+    optimizer: dict[str, Any],
+    on_cpu: bool,
+) -> dict[str, Any] | None:
+    """The config of a rank's engine for `node`; None where ZeRO is off and torch's
+    DistributedDataParallel serves (docs/adr/003). `on_cpu`: its device is a CPU process."""
+    if node.zero == 0:
+        return None
+    zero: dict[str, Any] = {
+        "stage": node.zero,
+        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+        "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
+        # A gloo reduction runs on the very cores that compute, and unmanaged accumulation
+        # allows overlap under stage 2 alone.
+        "overlap_comm": False,
+    }
+    for what in ("optimizer", "parameters"):
+        if getattr(node, f"offload_{what}") == "cpu":
+            key = "offload_param" if what == "parameters" else "offload_optimizer"
+            zero[key] = {"device": "cpu", "pin_memory": False}
+    if node.zero == 3:
+        # By default DeepSpeed leaves parameters under 100,000 elements whole on every rank.
+        zero["stage3_param_persistence_threshold"] = 0
+        # By default nothing is released of a model of under 1e9 elements: that were ZeRO 2.
+        zero["stage3_max_reuse_distance"] = 0
+        # A GPU gathers the next parameters beside its work, on a CPU it would be the same cores,
+        # and every one of them takes its room twice (docs/adr/012).
+        zero["stage3_prefetch_bucket_size"] = 0 if on_cpu else REDUCE_BUCKET_ELEMENTS
+        # The update of a sub-group takes copies of its gradient, three with Adam: by default of
+        # all there is. A bucket's are no more than the reduction of gradients has just taken.
+        zero["sub_group_size"] = REDUCE_BUCKET_ELEMENTS
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        # Backward may run any number of times; reduction happens in step().
+        "managed_gradient_accumulation": False,
+        # DeepSpeed clips to 1.0 unless told not to.
+        "gradient_clipping": grad_clip,
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "communication_data_type": "fp32",
+        # Gradients are fp32 from the backward that makes them on, in every precision.
+        "data_types": {"grad_accum_dtype": "fp32"},
+        # Ours are autocast (docs/adr/033), in fp16 with one loss scale for the whole job (007).
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        # Offload with plain SGD, for which DeepSpeed has no kernel of its own.
+        "zero_force_ds_cpu_optimizer": False,
+        "optimizer": optimizer,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+
+
+def deepspeed_optimizer(name: str, options: dict[str, Any], offloaded: bool) -> dict[str, Any]:
+    """The optimizer section: torch's own optimizers, DeepSpeed's CPUAdam where state lives on
+    the host. Weight decay of `adam` is in the gradient, of `adamw` in the update."""
+    parameters = dict(options)
+    fused = parameters.pop("fused", False)
+    if name == "sgd":
+        return {"type": "SGD", "params": {**parameters, "fused": fused}}
+    kind = {"adam": "Adam", "adamw": "AdamW"}[name]
+    parameters["adam_w_mode"] = name == "adamw"
+    if not offloaded:
+        parameters |= {"torch_adam": True, "fused": fused}
+    return {"type": kind, "params": parameters}

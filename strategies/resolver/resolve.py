@@ -1,0 +1,153 @@
+"""The resolver: strategy x hardware x model -> Plan.
+
+One pure function over frozen data, in the order a reader would decide by hand: which devices,
+which TaskGraphs, who takes how much of the head and of the batch, what that costs. It needs none
+of the devices. Everything chosen without being asked for ends in the plan's decisions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from whale_train.errors import Fault, PlanError, nearest
+from whale_train.strategies.grammar.nodes import Node, Pipeline, Replicate, Strategy
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.hardware.cluster import Cluster
+from whale_train.strategies.plan.plan import Decision, Plan
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.decide import decide
+from whale_train.strategies.resolver.evaluated import Considered
+from whale_train.strategies.resolver.shared_batch import with_samples
+from whale_train.strategies.simulate.prediction import Simulated
+from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.placement import form_of
+
+_PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def resolve(
+    strategy: Strategy,
+    cluster: Cluster,
+    profile: ModelProfile,
+    training: Training,
+) -> Plan:
+    """The plan for `strategy` on the devices of `cluster`. Raises PlanError with all faults."""
+    findings = Findings(profile, training.precision)
+    return resolve_and_simulate(strategy, cluster, findings, training)[0]
+
+
+def resolve_and_simulate(
+    strategy: Strategy,
+    cluster: Cluster,
+    findings: Findings,
+    training: Training,
+    stand_ins: Cluster | None = None,
+) -> tuple[Plan, Simulated]:
+    """The plan, and its step simulated: on `stand_ins`, a device for each of those the strategy
+    uses, where there are any, for which the plan then has a prediction as well. Raises PlanError
+    with all faults."""
+    found = consider(strategy, cluster, findings, training, moving=True)
+    plan = found.plan()
+    if stand_ins is None:
+        return plan, found.step
+    step = found.on(stand_ins)
+    return replace(plan, predicted_here=step.prediction()), step
+
+
+def consider(
+    strategy: Strategy,
+    cluster: Cluster,
+    findings: Findings,
+    training: Training,
+    *,
+    moving: bool = False,
+    cut: tuple[int, ...] = (),
+) -> Considered:
+    """Resolve `strategy` as far as its step on the devices of `cluster`; `moving` the ends of
+    stages to where that is shortest. A pipeline is cut at `cut`, the places (indices into those of
+    the order of operations) where stages begin and the last one ends, or else balanced. Raises
+    PlanError with all faults."""
+    faults: list[Fault] = []
+    decisions: list[Decision] = []
+    refuse_without_model(strategy, cluster, training, faults)
+    if faults:
+        raise PlanError(faults)
+    cluster = _used_devices(strategy, cluster, faults, decisions)
+    found = decide(strategy, cluster, findings, training, moving=moving, cut=cut)
+
+    def plan() -> Plan:
+        inside = with_samples(found.plan(), findings, training)
+        return replace(inside, decisions=(*decisions, *inside.decisions))
+
+    return replace(found, plan=plan)
+
+
+def refuse_without_model(
+    strategy: Strategy, cluster: Cluster, training: Training, faults: list[Fault]
+) -> None:
+    """Everything that no model could make right, so that it can be said before one is built."""
+    cluster = _used_devices(strategy, cluster, faults, [])
+    refuse_precision(training.precision, cluster, faults)
+    if training.optimizer == "lamb":
+        _refuse_partitions(strategy.graph, faults)
+    form_of(strategy, cluster, training, faults)
+
+
+def _used_devices(
+    strategy: Strategy, cluster: Cluster, faults: list[Fault], decisions: list[Decision]
+) -> Cluster:
+    there, asked = len(cluster.devices), strategy.devices
+    if asked is None:
+        return cluster
+    if isinstance(asked, int):
+        if asked > there:
+            rule, remedy = (
+                f"is more than the {there} of hardware={cluster.name}",
+                f"{there}, or auto",
+            )
+            faults.append(Fault("strategy.devices", str(asked), rule, f"use at most {remedy}"))
+            return cluster
+        used = asked
+    else:
+        before = len(faults)
+        for kind, count in asked.items():
+            key, of_kind = f"strategy.devices.{kind}", cluster.kinds.get(kind, 0)
+            if not of_kind:
+                rule, remedy = (
+                    f"is no device of hardware={cluster.name}",
+                    nearest(kind, cluster.kinds),
+                )
+                faults.append(Fault(key, str(count), rule, remedy))
+            elif count > of_kind:
+                rule = f"is more than the {of_kind} of hardware={cluster.name}"
+                faults.append(Fault(key, str(count), rule, f"use at most {of_kind}"))
+        if len(faults) > before:
+            return cluster
+        used = sum(asked.values())
+    if used < there:
+        idle = f"{there - used} idle"
+        reason = f"strategy={strategy.name} uses so many; {idle} of hardware={cluster.name}"
+        decisions.append(Decision("strategy.devices", str(used), str(there), reason))
+    return cluster.chosen(asked)
+
+
+def refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> None:
+    """Where a device does not compute it."""
+    without = sorted({d.name for d in cluster.devices if precision not in d.flops})
+    if without:
+        rule = f"is not computed by {' and '.join(without)} of hardware={cluster.name}"
+        shared = [p for p in _PRECISIONS if all(p in d.flops for d in cluster.devices)]
+        remedy = f"use {' or '.join(shared)}" if shared else "use other devices"
+        faults.append(Fault("train.precision", precision, rule, remedy))
+
+
+def _refuse_partitions(nodes: Sequence[Node], faults: list[Fault]) -> None:
+    """LAMB's trust ratio is of a whole parameter, and ZeRO's flat partitions end anywhere."""
+    for node in nodes:
+        if isinstance(node, Replicate) and node.zero:
+            rule = "partitions parameters anywhere, and optimizer=lamb needs the norm of each"
+            remedy = "use zero: 0, or optimizer=adamw"
+            faults.append(Fault(f"{node.path}.zero", str(node.zero), rule, remedy))
+        if isinstance(node, Pipeline):
+            _refuse_partitions(node.stages if isinstance(node.stages, tuple) else (), faults)
+        else:
+            _refuse_partitions(node.of, faults)

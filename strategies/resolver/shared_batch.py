@@ -1,0 +1,141 @@
+"""Whether a batch may be shared: what its loss is, given the losses of its parts.
+
+Copies and micro-batches compute the losses of their own samples, and the loss of the batch is made
+of these: their mean, weighted by samples, or their sum. `independence/` says which by the graph;
+where it cannot say, or there is no graph, the launcher compares numbers before the first step
+(`models/batch_parts/compare_parts.py`).
+"""
+
+from dataclasses import replace
+
+from whale_train.errors import Fault
+from whale_train.strategies.graph.operation_graph import ModelProfile, Operation, OperationGraph
+from whale_train.strategies.independence.judge import Judgement, judge
+from whale_train.strategies.plan.plan import Decision, Plan
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.stages.analysis import Findings
+
+VOUCHED = "model.samples_are_independent"
+COMPARED = "compared before the first step"  # what a plan decides of a model nobody knows this of
+
+
+def judged(findings: Findings) -> Judgement:
+    """Return what the loss of the model's batch is of its samples, as far as its graph says."""
+    profile = findings.profile
+    graph = profile.graph
+    if profile.unequal_parts:
+        return Judgement("meets", because=profile.unequal_parts)
+    if graph is None:
+        return Judgement("unknown", because=profile.export_error)
+    return findings.once("samples", lambda: judge(graph, profile.batch_norm_modules))
+
+
+def refuse_shared_batch(
+    findings: Findings, training: Training, micro_batches: int, faults: list[Fault]
+) -> None:
+    """Add a fault where a model's batch cannot be shared, for a plan in which it is.
+
+    `micro_batches` are those of one copy.
+    """
+    profile, found = findings.profile, judged(findings)
+    if training.samples_are_independent:
+        return
+    if found.kind == "meets":
+        where = f"{_said(found.operation)} " if found.operation is not None else ""
+        rule = f"lets the samples of a batch meet: {where}{found.because}, so that copies and "
+        rule += "micro-batches of their own samples would train something else"
+        remedy = "use strategy=single, strategy=split, or a pipeline of one micro-batch"
+        remedy = profile.unequal_remedy or remedy
+        faults.append(Fault("model", profile.name, rule, remedy))
+    elif micro_batches > 1 and found.counts is not None:
+        rule = f"changes in every call: {_said(found.counts)} writes into a buffer, once in each "
+        rule += f"of {micro_batches} micro-batches instead of once a step"
+        remedy = "use one micro-batch, or strategy=dp without train.accumulate"
+        faults.append(Fault("model", profile.name, rule, remedy))
+    asked = training.loss_over
+    if asked is not None and found.kind in ("mean", "sum") and asked != found.kind:
+        rule = (
+            f"is not what the loss of {profile.name} is: by its graph, it is a {found.kind} over "
+        )
+        rule += "the samples"
+        faults.append(Fault("model.loss_over", asked, rule, f"use {found.kind}, or null"))
+
+
+def refuse_written_parameters(
+    profile: ModelProfile, zero: int, faults: list[Fault], written: str = ""
+) -> None:
+    """Add a fault for a parameter that the forward changes, by its graph or found `written` in a
+    run, where ZeRO keeps values of its own and would put them back."""
+    where = written
+    for operation in profile.graph or ():
+        for name in operation.writes:
+            assert profile.graph is not None
+            of = profile.graph[name]
+            if of.target == "parameter" and not operation.target.startswith("aten.detach_"):
+                where = where or f"{of.path} ({_said(operation)})"
+    if zero and where:
+        rule = f"changes the parameter {where} in its forward, and ZeRO {zero} would undo it: "
+        rule += "it keeps values of its own"
+        faults.append(Fault("model", profile.name, rule, "use strategy=dp or strategy=single"))
+
+
+def with_samples(plan: Plan, findings: Findings, training: Training) -> Plan:
+    """Return `plan` with what its loss is over the samples, and what is known of that where its
+    batch is shared."""
+    found = judged(findings)
+    loss_over = found.kind if found.kind in ("mean", "sum") else training.loss_over or "mean"
+    if not plan.shares_batch:
+        return replace(plan, loss_over=loss_over)
+    decisions = plan.decisions
+    if found.kind == "sum":
+        reason = "the model's graph adds its samples' losses up: parts are added, not averaged"
+        decisions = (*decisions, Decision("model.loss_over", "sum", "mean", reason))
+    if training.samples_are_independent and found.kind in ("meets", "unknown"):
+        reason = "the request vouches that samples do not meet, which nobody has checked"
+        decisions = (*decisions, Decision(VOUCHED, "true", "", f"{reason}{_why(found)}"))
+    elif found.kind == "unknown":
+        reason = "nobody knows whether its batch may be trained in parts"
+        decisions = (*decisions, Decision("model", COMPARED, "", f"{reason}{_why(found)}"))
+    return replace(plan, loss_over=loss_over, decisions=decisions)
+
+
+def _why(found: Judgement) -> str:
+    if found.operation is not None:
+        because = found.because or "has no rule that says what it does with samples"
+        return f" ({_said(found.operation)} {because})"
+    return f" (there is no graph to see it in: {found.because})" if found.because else ""
+
+
+def _said(operation: Operation) -> str:
+    """Return an operation as a message calls it: what it is, and where."""
+    kind = operation.target.removeprefix("aten.").partition(".")[0]
+    kind = kind.removeprefix("<built-in function ").rstrip(">")
+    return f"{kind} in {operation.module or 'its own forward'} ({operation.name})"
+
+
+def refuse_learned_targets(
+    profile: ModelProfile, key: str, value: str, remedy: str, faults: list[Fault]
+) -> None:
+    """Add faults for means over targets that parameters have a part in, for a plan whose steps have
+    several pieces: `key` is what cuts them, `remedy` the way out."""
+    assert profile.graph is not None
+    trained = {p.path for p in profile.parameters}
+    for operation in profile.graph:
+        if operation.target in _MEANS_OVER_TARGETS:
+            made = profile.graph.ancestors(set(operation.inputs[1:]))
+            if not trained.isdisjoint(profile.graph[name].path for name in made):
+                rule = f"counts targets before it runs, and those of {operation.name} are computed"
+                faults.append(Fault(key, value, f"{rule} from parameters", remedy))
+
+
+_MEANS_OVER_TARGETS = (
+    "aten.cross_entropy_loss.default",
+    *(f"aten.{name}.default" for name in ("nll_loss", "nll_loss_nd", "nll_loss2d")),
+)
+
+
+def where_samples_meet(graph: OperationGraph) -> Operation | None:
+    """Return the operation in which the samples of a batch meet on the way to the loss, if one is
+    proven to."""
+    found = judge(graph)
+    return found.operation if found.kind == "meets" else None

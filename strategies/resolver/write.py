@@ -1,0 +1,323 @@
+"""The plan of a strategy, written down: TaskGraphs, groups, segments, ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from whale_train.strategies.grammar.nodes import Replicate
+from whale_train.strategies.layouts.propagation import Shard
+from whale_train.strategies.partition.head_partition import Segment
+from whale_train.strategies.plan.plan import (
+    Decision,
+    MemoryEstimate,
+    Plan,
+    Prediction,
+    RankPlan,
+    TaskGraph,
+)
+from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
+from whale_train.strategies.resolver.segment_json import segment_plan, shard_plan
+from whale_train.strategies.schedule.instructions import Instruction, Transits
+from whale_train.strategies.simulate.prediction import Simulated, simulated
+from whale_train.strategies.stages.chunk_cost import ChunkTimes
+from whale_train.strategies.stages.micro_batches import Batches
+from whale_train.strategies.stages.placement import Axes, Chunk, Staging
+from whale_train.strategies.stages.step import StagedStep
+from whale_train.strategies.stages.within_memory import Room
+
+
+@dataclass(frozen=True)
+class Decided:
+    """All that was decided, to be written down. `transits` are, by copy, the times that the orders
+    count with for what is on its way."""
+
+    times: ChunkTimes
+    axes: Axes
+    batches: Batches
+    edges: Mapping[tuple[int, int], bool]
+    shared: Mapping[str, tuple[int, ...]]
+    room: Room
+    orders: Sequence[Sequence[Sequence[Instruction]]]
+    transits: Sequence[Transits]
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        return self.times.chunks
+
+    @property
+    def recomputed(self) -> Set[int]:
+        return self.times.recomputed
+
+    @cached_property
+    def memory(self) -> Mapping[int, MemoryEstimate]:
+        """What every rank needs."""
+        return self.room.memory.of_batches(self.batches)
+
+
+def written(
+    job: Staging, decided: Decided, predicted: Prediction, decisions: Sequence[Decision]
+) -> Plan:
+    """The plan of all that was decided."""
+    form, count = job.form, len(job.cluster.devices)
+    task_graphs = tuple(
+        t for stage in range(len(form.stages)) for t in _task_graphs(job, stage, decided)
+    )
+    groups: dict[str, tuple[tuple[int, ...], ...]] = {"world": (tuple(range(count)),)}
+    for stage, numbers in enumerate(job.task_graphs):
+        for number in numbers:
+            name = task_graphs[number].name
+            if form.stages[stage].body and number == numbers[0]:  # beside a split head
+                groups[f"{name}.data_parallel"] = job.copies_of_rest(stage)
+                continue
+            is_head = form.stages[stage].body is not None
+            if not is_head or form.copies * form.stages[stage].copies > 1:
+                groups[f"{name}.data_parallel"] = job.data_parallel(stage)
+            if not job.as_is:
+                groups[f"{name}.model_parallel"] = job.replicas(stage)
+    for path, stages in decided.shared.items():
+        members = sorted(r for s in stages for ranks in job.replicas(s) for r in ranks)
+        groups[f"shared.{path}"] = (tuple(members),)
+    plan = Plan(
+        cluster=job.cluster.name,
+        world_size=count,
+        global_batch=job.training.global_batch,
+        precision=job.training.precision,
+        task_graphs=task_graphs,
+        groups=groups,
+        schedule=form.pipeline.schedule if form.pipeline else "none",
+        ranks=tuple(_rank(job, rank, decided) for rank in range(count)),
+        predicted=predicted,
+        decisions=tuple(decisions),
+        exported=job.profile.graph is not None,
+    )
+    if job.as_is:
+        return plan
+    segments = [tuple(_segments(job, chunk)) for chunk in decided.chunks]
+    written_segments = tuple(segment_plan(x) for each in segments for x in each)
+    return replace(
+        plan,
+        rewrite={"axes": decided.axes, "segments": written_segments},
+        pipeline=_pipeline(job, decided, [len(each) for each in segments]),
+    )
+
+
+def simulated_step(job: Staging, decided: Decided) -> Simulated:
+    """The step on the devices of `job`."""
+    priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.shared)
+    return simulated(*priced.step(), job.cluster, job.training.global_batch)
+
+
+def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> dict[str, Any]:
+    """Who runs which chunk for which micro-batch; `segments` counts those of each chunk."""
+    form, batches = job.form, decided.batches
+    first = [sum(segments[:number]) for number in range(len(segments))]
+    copies: list[dict[str, Any]] = []
+    for copy in range(form.copies):
+        copies.append(
+            {
+                "positions": job.seats.positions[copy],
+                "samples": batches.samples[copy],
+                "owners": batches.owners[copy],
+                "durations": tuple(
+                    (*place, *times)
+                    for place, times in decided.times.durations(copy, batches.largest(copy)).items()
+                ),
+                "transits": tuple(
+                    (*ends, seconds) for ends, seconds in decided.transits[copy].items()
+                ),
+            }
+        )
+        if batches.members:
+            copies[-1]["members"] = batches.members[copy]
+    return {
+        "schedule": form.pipeline.schedule if form.pipeline else "1f1b",
+        "positions": job.chunks_of_positions(),
+        "copies": tuple(copies),
+        "edges": tuple((*edge, gradient) for edge, gradient in decided.edges.items()),
+        "chunks": tuple(
+            {
+                "stage": chunk.stage,
+                "segments": tuple(range(first[number], first[number] + segments[number])),
+                "recompute": "full" if chunk.stage in decided.recomputed else "none",
+                "shares_samples": chunk.head is not None,
+            }
+            for number, chunk in enumerate(decided.chunks)
+        ),
+        "shared": {
+            path: tuple(job.task_graphs[stage][0] for stage in stages)
+            for path, stages in decided.shared.items()
+        },
+    }
+
+
+def _segments(job: Staging, chunk: Chunk) -> Iterator[Segment]:
+    numbers, part = job.task_graphs[chunk.stage], chunk.slice
+    if chunk.head is None:
+        assignment = chunk.sharded.assignment if chunk.sharded else None
+        yield Segment(numbers[0], part.operations, part.takes, part.gives, assignment)
+        return
+    entering = set(part.takes)
+    for segment in chunk.head.segments:
+        yield replace(
+            segment,
+            task_graph=numbers[segment.task_graph],
+            operations=tuple(name for name in segment.operations if name not in entering),
+            takes=(*(n for n in segment.operations if n in entering), *segment.takes),
+        )
+
+
+def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGraph]:
+    form, mine = job.form.stages[stage], [c for c in decided.chunks if c.stage == stage]
+    alone = len(job.form.stages) == 1
+    whole = TaskGraph(
+        id=job.task_graphs[stage][0],
+        name="model" if alone else f"stage_{stage}",
+        primitive=_primitive(job),
+        path=form.path,
+        modules=tuple(dict.fromkeys(m for chunk in mine for m in chunk.slice.modules)),
+        parameters=_listed(job, {path for chunk in mine for path in chunk.slice.parameters}),
+        flops=sum(chunk.slice.flops for chunk in mine),
+        zero=job.zero,
+        offload=_offload(job.form.keeper),
+        replicas=job.replicas(stage),
+        shares=_shares(job, stage, decided.batches),
+    )
+    shards = {path: shard for chunk in mine for path, shard in chunk.shards.items()}
+    if form.body is None:
+        yield _cut(job, whole, shards, decided.axes)
+        return
+    (chunk,) = mine
+    assert chunk.head is not None
+    assert form.split is not None
+    members = [
+        sum(stop - start for start, stop in of_member)
+        for copy in decided.batches.members
+        for of_member in zip(*copy, strict=True)
+    ]
+    body = replace(
+        whole,
+        name="backbone" if alone else f"stage_{stage}.backbone",
+        primitive="replicate",
+        path=form.body.path,
+        modules=("*",) if alone else whole.modules,
+        parameters=_listed(job, chunk.head.backbone_parameters),
+        flops=chunk.head.backbone_flops,
+        replicas=tuple((rank,) for group in whole.replicas for rank in group),
+        shares=tuple(members),
+    )
+    yield _cut(job, body, {}, decided.axes)
+    head = replace(
+        whole,
+        id=job.task_graphs[stage][1],
+        name="head" if alone else f"stage_{stage}.head",
+        primitive="split",
+        path=form.split.path,
+        modules=(job.graph[chunk.head.operation].module,),
+        zero=0,
+        offload=_offload(None),
+        parameters=_listed(job, shards),
+        flops=chunk.head.head_flops,
+    )
+    yield _cut(job, head, shards, decided.axes)
+
+
+def _primitive(job: Staging) -> str:
+    if job.form.pipeline:
+        return "stage"
+    return "replicate" if job.as_is else "split"
+
+
+def _listed(
+    job: Staging, parameters: Set[str] | Sequence[str] | Mapping[str, Any]
+) -> tuple[str, ...]:
+    """In the model's order."""
+    return tuple(p.path for p in job.profile.parameters if p.path in parameters)
+
+
+def _cut(job: Staging, task_graph: TaskGraph, shards: Mapping[str, Shard], axes: Axes) -> TaskGraph:
+    """The TaskGraph with its parameters' shards."""
+    unused = job.profile.unused_parameters
+    narrow: frozenset[str] = frozenset()
+    if task_graph.zero and job.training.precision != "fp32":
+        narrow = job.profile.narrow.difference(unused)
+    return replace(
+        task_graph,
+        narrow=tuple(path for path in task_graph.parameters if path in narrow),
+        trained=tuple(path for path in task_graph.parameters if path not in unused),
+        shards={path: axes[shard.axis] for path, shard in shards.items()},
+        shard_dims={path: shard.dim for path, shard in shards.items()},
+        shard_layouts={path: shard_plan(shard) for path, shard in shards.items()},
+    )
+
+
+def _shares(job: Staging, stage: int, batches: Batches) -> tuple[int, ...]:
+    """Samples of a step for every copy of a stage."""
+    return tuple(
+        sum(stop - start for start, stop in _owned(job, copy, stage, position, batches))
+        for copy in range(job.form.copies)
+        for position in job.seats.of_stage(stage)
+    )
+
+
+def _owned(
+    job: Staging, copy: int, stage: int, position: int, batches: Batches
+) -> tuple[tuple[int, int], ...]:
+    """The micro-batches a position owns, as intervals of the global batch."""
+    pairs = zip(batches.samples[copy], batches.owners[copy][stage], strict=True)
+    return tuple(interval for interval, owner in pairs if owner == position)
+
+
+def _offload(keeper: Replicate | None) -> dict[str, str]:
+    return {
+        "optimizer": keeper.offload_optimizer if keeper else "none",
+        "parameters": keeper.offload_parameters if keeper else "none",
+    }
+
+
+def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
+    stage = job.stage_of_rank(rank)
+    samples = _own_samples(job, rank, decided.batches)
+    largest = max((stop - start for start, stop in samples), default=0)
+    keeper, config = job.form.keeper, None
+    if keeper is not None and keeper.zero and len(job.copies_of_rest(stage)[0]) > 1:
+        offloaded = keeper.offload_optimizer == "cpu"
+        config = deepspeed_config(
+            keeper,
+            largest,
+            job.training.grad_clip,
+            deepspeed_optimizer(job.training.optimizer, job.training.optimizer_options, offloaded),
+            job.cluster.on_cpu,
+        )
+    rest, *head = job.task_graphs[stage]  # of a split head, every member has its own part
+    return RankPlan(
+        rank=rank,
+        node=job.cluster.node_of[rank],
+        device=job.cluster.devices[rank].name,
+        task_graphs=job.task_graphs[stage],
+        micro_batch_size=largest,
+        micro_batches=len(samples),
+        memory_bytes=decided.memory[rank],
+        deepspeed={str(rest): config, **{str(number): None for number in head}},
+        samples=samples,
+    )
+
+
+def _own_samples(job: Staging, rank: int, batches: Batches) -> tuple[tuple[int, int], ...]:
+    """Return the micro-batches that a rank takes, or its parts of them beside a split head, as
+    intervals of the global batch."""
+    copy, position = job.place_of(rank)
+    stage = job.seats.stage_of[position]
+    owned = _owned(job, copy, stage, position, batches)
+    if job.form.stages[stage].body is None:
+        return owned
+    member = job.seats.positions[copy][position].index(rank)
+    parts = [
+        part[member]
+        for part, owner in zip(batches.members[copy], batches.owners[copy][stage], strict=True)
+        if owner == position
+    ]
+    return tuple(
+        (start + first, start + last)
+        for (start, _), (first, last) in zip(owned, parts, strict=True)
+    )

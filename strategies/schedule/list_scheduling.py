@@ -1,0 +1,393 @@
+"""The order in which a pipeline computes: its positions, simulated.
+
+Every schedule is the same list scheduling under other rules. The positions are simulated with
+the durations given, and with the time that what they send is on its way; a free position takes
+the first it can: its next forward, unless it has as many micro-batches in flight as its limit; a
+backward; the weight part of a backward. What ran in the simulation, in its order, is the schedule:
+valid for any widths and durations, and the textbook's where the pipeline is regular.
+
+    gpipe             no limit; no backward before the position's last forward
+                      (Huang et al. 2019, arXiv 1811.06965)
+    1f1b              as many in flight as keep the position busy (Narayanan et al. 2021,
+                      arXiv 2104.04473)
+    interleaved_1f1b  the same, for positions of several chunks
+    zero_bubble       ZB-H1 (Qi et al. 2023, arXiv 2401.10241): the limits hold for backward
+                      input parts, which the next stage waits for; weight parts fill idle time,
+                      at most as many activations waiting for them as 1f1b has anywhere
+
+A position runs its forwards in one fixed order, the same order everywhere, and the backwards of
+a chunk by ascending micro-batch. So values cross each edge in the order in which they are
+received (transports without tags need that), and of the earliest unfinished group of
+micro-batches something can always run: no limit can deadlock.
+"""
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil, inf, isfinite, lcm
+from typing import NamedTuple
+
+from whale_train.strategies.grammar.nodes import SCHEDULES
+from whale_train.strategies.schedule.instructions import (
+    Durations,
+    Edges,
+    Instruction,
+    Kind,
+    Owners,
+    Position,
+    Times,
+    Transits,
+)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The arguments of `schedule`, checked."""
+
+    name: str
+    positions: Sequence[Position]
+    owners: Owners
+    edges: Edges
+    micro_batches: int
+    durations: Times | None
+    transits: Transits | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in SCHEDULES:
+            raise ValueError(f"unknown schedule {self.name}; one of {', '.join(SCHEDULES)}")
+        num_chunks, num_stages = len(self.owners), self.num_stages
+        if num_chunks < 1 or self.micro_batches < 1:
+            raise ValueError(f"{num_chunks} chunks, {self.micro_batches} micro-batches: no work")
+        layouts = {tuple(range(s, num_chunks, num_stages)) for s in range(num_stages)} - {()}
+        for index, position in enumerate(self.positions):
+            if position.chunks not in layouts:
+                rule = f"stage s of {num_stages} holds s, s + {num_stages}, ... of {num_chunks}"
+                raise ValueError(f"position {index} holds chunks {position.chunks}; {rule}")
+        for chunk, row in enumerate(self.owners):
+            if len(row) != self.micro_batches:
+                raise ValueError(f"{len(row)} owners in chunk {chunk}, not {self.micro_batches}")
+            for owner in set(row):
+                known = 0 <= owner < len(self.positions)
+                if not known or chunk not in self.positions[owner].chunks:
+                    raise ValueError(f"chunk {chunk} is not held by its owner {owner}")
+                if self.durations is not None and (chunk, owner) not in self.durations:
+                    raise ValueError(f"no durations of chunk {chunk} on position {owner}")
+        for start, end in self.edges:
+            if not 0 <= start < end < num_chunks:
+                raise ValueError(f"edge {start} -> {end} is not forward in {num_chunks} chunks")
+        for ends, seconds in (self.transits or {}).items():
+            if not (isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{seconds} is no time from chunk {ends[0]} to chunk {ends[1]}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every stage is one position."""
+        return len(self.positions) == len(self.owners) == self.num_stages
+
+    @property
+    def num_stages(self) -> int:
+        return len({position.chunks for position in self.positions})
+
+    def limits(self, group: int) -> list[int]:
+        """How many (chunk, micro-batch) pairs each position may have in flight.
+
+        Of one chunk: one, and what the later stages have begun of its own when they are busy;
+        S - s in a regular pipeline, the 1F1B of the textbook. A replica that owns one
+        micro-batch in n takes the time of n, so the slowest says how many its stage has begun.
+        One to spare where a ratio is not the regular 1: forwards and backwards do not meet in
+        step there, and a position would wait for its turn.
+
+        Of v chunks: one, and the warm-up of Megatron-LM's interleaved schedule, 2 (S - s - 1)
+        + (v - 1) S for groups of S micro-batches, with the same ratios and this position's part
+        of a group. (One, and a group of all chunks but the last, is the least that is safe.)
+
+        And as many more as pass while one is on its way to the later stages and back.
+        """
+        rows = [_row_of(tuple(row), group) for row in self.owners]
+        common = lcm(*(each.denominator for row in rows for each in row.spacings.values()))
+        spacings = [
+            {owner: int(each * common) for owner, each in row.spacings.items()} for row in rows
+        ]
+        slowest, underway = [max(each.values()) for each in spacings], self._underway()
+        found = []
+        for index, position in enumerate(self.positions):
+            ahead, in_group = 0, []
+            for chunk in position.chunks:
+                row, stop = rows[chunk], chunk + self.num_stages - position.chunks[0]
+                in_group.append(row.most_in_group.get(index, 0))
+                if row.counts[index] > 1:
+                    spacing, later = spacings[chunk][index], slowest[chunk + 1 : stop]
+                    uneven = later.count(spacing) < len(later)
+                    passing = in_flight_for(underway[chunk], spacing / common)
+                    ahead = max(ahead, -(-sum(later) // spacing) + uneven + passing)
+            found.append(1 + sum(in_group[:-1]) + ahead * (2 if len(in_group) > 1 else 1))
+        return found
+
+    def _underway(self) -> list[float]:
+        """Of each chunk, how many micro-batches the pipeline takes while what it sends is on its
+        way to the later stages, chunk by chunk, and comes back."""
+        transits, count = self.transits or {}, len(self.owners)
+        if not transits or self.durations is None:
+            return [0.0] * count
+        busy = [0.0] * len(self.positions)
+        for chunk, row in enumerate(self.owners):
+            for owner, owned in _row_of(tuple(row), 1).counts.items():
+                times = self.durations[chunk, owner]
+                busy[owner] += owned * (
+                    times.forward + times.backward_input + times.backward_weight
+                )
+        pace, found = max(busy) / self.micro_batches, [0.0] * count
+        for chunk in reversed(range(count - 1)) if pace else ():
+            if (chunk + 1) % self.num_stages:
+                there = transits.get((chunk, chunk + 1), 0.0)
+                back = transits.get((chunk + 1, chunk), 0.0)
+                found[chunk] = found[chunk + 1] + (there + back) / pace
+        return found
+
+
+# Of a micro-batch's time, what a position may wait without having another one in flight for it.
+_WAITED_FOR = 0.125
+
+
+def in_flight_for(underway: float, spacing: float) -> int:
+    """How many more a position that owns one micro-batch in `spacing` has in flight while the
+    pipeline takes `underway` of them."""
+    return max(0, ceil(underway / spacing - _WAITED_FOR))
+
+
+def least_spacing(row: Sequence[int]) -> float:
+    """One micro-batch in how many is that of the owner with the most of `row`; infinite where
+    nobody has two."""
+    of_row = _row_of(tuple(row), 1)
+    return min((float(of_row.spacings[x]) for x, n in of_row.counts.items() if n > 1), default=inf)
+
+
+class Links:
+    """Where each chunk's values come from and go to, forward and backward; ascending."""
+
+    def __init__(self, edges: Edges, num_chunks: int) -> None:
+        def lists(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
+            ordered = sorted(pairs)
+            return [[b for a, b in ordered if a == chunk] for chunk in range(num_chunks)]
+
+        gradients = [edge for edge, gradient in edges.items() if gradient]
+        self.sources = lists((end, start) for start, end in edges)
+        self.targets = lists(edges)
+        self.gradient_sources = lists((end, start) for start, end in gradients)
+        self.gradient_targets = lists(gradients)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Who owns the micro-batches of a chunk: of each owner, how many, at most how many of a group
+    of them that follow each other, and one in how many; of a single one, the rest of the step."""
+
+    counts: Counter[int]
+    most_in_group: Mapping[int, int]
+    spacings: Mapping[int, Fraction]
+
+
+@lru_cache(maxsize=1 << 10)
+def _row_of(row: tuple[int, ...], group: int) -> _Row:
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for m, owner in enumerate(row):
+        first.setdefault(owner, m)
+        last[owner] = m
+    counts = Counter(row)
+    spacings = {
+        owner: Fraction(last[owner] - first[owner], count - 1)
+        if count > 1
+        else Fraction(len(row) - first[owner])
+        for owner, count in counts.items()
+    }
+    most: dict[int, int] = {}
+    for start in range(0, len(row), group):
+        for owner, count in Counter(row[start : start + group]).items():
+            most[owner] = max(most.get(owner, 0), count)
+    return _Row(counts, most, spacings)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What one position has left to compute, and what it holds. `times` are those of its chunks'
+    forwards, backwards, and the two parts of these."""
+
+    times: Mapping[int, Mapping[Kind, float]]
+    limit: int
+    forwards: deque[tuple[int, int]]  # (chunk, micro-batch), in the order they must run
+    backwards: dict[int, deque[int]]  # micro-batches of each chunk, likewise
+    weights: list[tuple[int, int]] = field(default_factory=list)  # heap of (micro-batch, chunk)
+    waiting: int = 0  # forwards begun whose backward (input part) is not done
+    held: int = 0  # forwards begun whose activations are not free
+    busy: bool = False
+
+
+def simulated(pipeline: Pipeline) -> "Simulation":
+    """The positions at work under the rules above.
+
+    1F1B's textbook is patient: a forward, a backward, in turns, whoever waits. Between stages of
+    unlike speeds this is sometimes faster and sometimes slower, so that both are tried where each
+    stage is one position, and so patience never a deadlock.
+    """
+    found = Simulation(pipeline)
+    if pipeline.name == "1f1b" and pipeline.is_plain:
+        patient = Simulation(pipeline, patient=True)
+        if patient.clock < found.clock:
+            return patient
+    return found
+
+
+class Simulation:
+    """The positions at work: what each has computed, and the clock when the last is done."""
+
+    def __init__(self, pipeline: Pipeline, patient: bool = False) -> None:
+        """`patient`: a position that may take a forward waits for one to come, and does no backward
+        meanwhile."""
+        self.pipeline, self.patient = pipeline, patient
+        self.owners = pipeline.owners
+        self.links = Links(pipeline.edges, len(self.owners))
+        # A group fills the pipeline once: a position of several chunks takes it through one
+        # chunk after the other, as Megatron-LM does with its groups of S micro-batches.
+        self.group = len({owner for row in self.owners for owner in row})
+        self.limits = pipeline.limits(self.group)
+        self.split = pipeline.name == "zero_bubble"
+        # A lone stage has nobody to wait for: gpipe would hold every micro-batch for nothing.
+        self.forwards_first = pipeline.name == "gpipe" and pipeline.num_stages > 1
+        self.held_limit = max(self.limits)
+        self.progress = [self._start(index) for index in range(len(pipeline.positions))]
+        self.computations: list[list[Instruction]] = [[] for _ in pipeline.positions]
+        # Of every chunk and micro-batch, what its forward and its backward still wait for: the
+        # forwards before, and this one's forward with the backwards after it.
+        count = pipeline.micro_batches
+        self.before = [[len(sources)] * count for sources in self.links.sources]
+        self.after = [[1 + len(targets)] * count for targets in self.links.gradient_targets]
+        self.transits = pipeline.transits or {}
+        # What is to come: when, a number of its own, for which position, and what arrives (None:
+        # the position's computation ends).
+        self.coming: list[tuple[float, int, int, _Arrival | None]] = []
+        self.number = 0
+        self.clock: float = 0
+        self._run()
+
+    def _start(self, index: int) -> _Progress:
+        durations, owned, times = self.pipeline.durations, {}, {}
+        for chunk in self.pipeline.positions[index].chunks:
+            owned[chunk] = [m for m, owner in enumerate(self.owners[chunk]) if owner == index]
+            each = Durations() if durations is None else durations.get((chunk, index), Durations())
+            times[chunk] = {
+                Kind.FORWARD: each.forward,
+                Kind.BACKWARD: each.backward_input + each.backward_weight,
+                Kind.BACKWARD_INPUT: each.backward_input,
+                Kind.BACKWARD_WEIGHT: each.backward_weight,
+            }
+        forwards = sorted(
+            ((chunk, m) for chunk, row in owned.items() for m in row),
+            key=lambda pair: (pair[1] // self.group, *pair),
+        )
+        backwards = {chunk: deque(row) for chunk, row in owned.items()}
+        return _Progress(times, self.limits[index], deque(forwards), backwards)
+
+    def _run(self) -> None:
+        awake = set(range(len(self.progress)))
+        while True:
+            for index in sorted(awake):
+                mine = self.progress[index]
+                if not mine.busy and (work := self._choose(mine)):
+                    mine.busy = True
+                    self.computations[index].append(work)
+                    self._at(self.clock + mine.times[work.chunk][work.kind], index, None)
+            if not self.coming:
+                break
+            awake = set()
+            # All that ends at one time ends before anything else begins.
+            self.clock = self.coming[0][0]
+            while self.coming and self.coming[0][0] == self.clock:
+                _, _, index, arrival = heapq.heappop(self.coming)
+                awake.add(index)
+                if arrival is None:
+                    self._finish(index, awake)
+                else:
+                    arrival.waits[arrival.micro_batch] -= 1
+        assert not any(
+            left.forwards or left.weights or any(left.backwards.values()) for left in self.progress
+        ), "deadlock"
+
+    def _at(self, clock: float, index: int, arrival: "_Arrival | None") -> None:
+        """A position's computation ends then, or something it waits for arrives."""
+        self.number += 1
+        heapq.heappush(self.coming, (clock, self.number, index, arrival))
+
+    def _choose(self, mine: _Progress) -> Instruction | None:
+        """Take the next computation of a free position, if it has any that can run."""
+        free = mine.waiting < mine.limit and mine.held < self.held_limit
+        if mine.forwards and (free or self.forwards_first):
+            chunk, m = mine.forwards[0]
+            if not self.before[chunk][m]:
+                mine.forwards.popleft()
+                mine.waiting += 1
+                mine.held += 1
+                return Instruction(Kind.FORWARD, chunk, m)
+            if self.patient:
+                return None
+        if not (self.forwards_first and mine.forwards):
+            ready = [
+                (row[0] // self.group, -chunk, row[0])
+                for chunk, row in mine.backwards.items()
+                if row and not self.after[chunk][row[0]]
+            ]
+            if ready:
+                _, negative_chunk, m = min(ready)
+                mine.backwards[-negative_chunk].popleft()
+                kind = Kind.BACKWARD_INPUT if self.split else Kind.BACKWARD
+                return Instruction(kind, -negative_chunk, m)
+        if mine.weights:
+            m, chunk = heapq.heappop(mine.weights)
+            return Instruction(Kind.BACKWARD_WEIGHT, chunk, m)
+        return None
+
+    def _finish(self, index: int, awake: set[int]) -> None:
+        """End what a position was doing, and wake those that may have waited for it."""
+        mine, (kind, chunk, m, _) = self.progress[index], self.computations[index][-1]
+        mine.busy = False
+        if kind is Kind.FORWARD:
+            self.after[chunk][m] -= 1
+            self._send(index, chunk, m, self.links.targets[chunk], self.before, awake)
+            return
+        if kind is Kind.BACKWARD_INPUT:
+            heapq.heappush(mine.weights, (m, chunk))
+        else:
+            mine.held -= 1
+        if kind is Kind.BACKWARD_WEIGHT:
+            return
+        mine.waiting -= 1
+        self._send(index, chunk, m, self.links.gradient_sources[chunk], self.after, awake)
+
+    def _send(
+        self,
+        index: int,
+        chunk: int,
+        m: int,
+        peers: Sequence[int],
+        waits: Sequence[list[int]],
+        awake: set[int],
+    ) -> None:
+        """To the owners of the micro-batch in each of the chunks `peers`, which wait for it."""
+        for peer in peers:
+            there = self.owners[peer][m]
+            transit = self.transits.get((chunk, peer), 0.0) if there != index else 0.0
+            if transit:
+                self._at(self.clock + transit, there, _Arrival(waits[peer], m))
+            else:
+                waits[peer][m] -= 1
+                awake.add(there)
+
+
+class _Arrival(NamedTuple):
+    """What has arrived: it counts for `waits[micro_batch]`."""
+
+    waits: list[int]
+    micro_batch: int

@@ -1,0 +1,151 @@
+"""The instructions of every position of a pipeline, communication included, for one step.
+
+Owns who computes which micro-batch and when values are sent and received; in which order a
+position computes, `list_scheduling.py` finds.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+from whale_train.strategies.schedule.apportion import optimal_shares
+from whale_train.strategies.schedule.instructions import (
+    Edges,
+    Instruction,
+    Kind,
+    Owners,
+    Position,
+    Times,
+    Transits,
+)
+from whale_train.strategies.schedule.list_scheduling import (
+    Links,
+    Pipeline,
+    least_spacing,
+    simulated,
+)
+
+
+def schedule(
+    name: str,
+    positions: Sequence[Position],
+    owners: Owners,
+    edges: Edges,
+    micro_batches: int,
+    durations: Times | None = None,
+    transits: Transits | None = None,
+) -> tuple[tuple[Instruction, ...], ...]:
+    """The instructions of every position, in the order in which it executes them.
+
+    `owners[chunk][m]` is the index of the position that computes micro-batch m of chunk.
+    `edges` has a key (from, to) for every pair of chunks between which values flow, and says
+    whether a gradient flows back. `durations[chunk, position]` defaults to 1, 1, 1 everywhere.
+
+    Values that cross to another position are received just before the computation that needs
+    them and sent just after the one that made them, by ascending peer. Sends must not block.
+    Raises ValueError for an unknown name and for arguments that do not describe a pipeline.
+    """
+    pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations, transits)
+    simulation = simulated(pipeline)
+    return tuple(
+        tuple(_with_communication(computations, position, owners, simulation.links))
+        for position, computations in enumerate(simulation.computations)
+    )
+
+
+def makespan(
+    name: str,
+    positions: Sequence[Position],
+    owners: Owners,
+    edges: Edges,
+    micro_batches: int,
+    durations: Times | None = None,
+    transits: Transits | None = None,
+) -> float:
+    """When the last position is done, in the unit of `durations`.
+
+    Arguments and errors are those of `schedule`.
+    """
+    pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations, transits)
+    return simulated(pipeline).clock
+
+
+def in_flight_limits(copies: Sequence[int], rounds: int, micro_batches: int) -> list[int]:
+    """How many (chunk, micro-batch) pairs the positions of each stage may have in flight together
+    under 1F1B. Stage s is `copies[s]` positions of one speed, each with `rounds` chunks."""
+    stages, first = len(copies), [sum(copies[:stage]) for stage in range(len(copies))]
+    positions = [
+        Position(tuple(range(stage, rounds * stages, stages)))
+        for stage, count in enumerate(copies)
+        for _ in range(count)
+    ]
+    dealt = [
+        tuple(first[stage] + owner for owner in owners_of_equals(count, micro_batches))
+        for stage, count in enumerate(copies)
+    ]
+    pipeline = Pipeline("1f1b", positions, dealt * rounds, {}, micro_batches, None)
+    limits = pipeline.limits(len(positions))
+    return [sum(limits[a : a + count]) for a, count in zip(first, copies, strict=True)]
+
+
+@lru_cache(maxsize=1 << 12)
+def spacing_of_equals(count: int, micro_batches: int) -> float:
+    """`least_spacing` of replicas of one speed."""
+    return least_spacing(owners_of_equals(count, micro_batches))
+
+
+def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
+    """Which of the replicas of a stage owns each micro-batch: its index in `weights`.
+
+    `weights` are the replicas' speeds (positive, any common unit). Each owns the number that
+    makes the slowest finish earliest (`optimal_shares`), one at least where there are as many as
+    replicas, as one without any could not take part in a step. They are dealt by smooth weighted
+    round robin: every turn credits each replica with its count, the one with most credit (ties:
+    the first) takes the micro-batch and pays the sum of the counts. None is ever a whole
+    micro-batch ahead of its share, and after `micro_batches` turns every credit is spent. Raises
+    ValueError for weights that are not positive and finite, or when there are none.
+    """
+    return _dealt(tuple(weights), micro_batches)
+
+
+@lru_cache(maxsize=1 << 12)
+def _dealt(weights: tuple[float, ...], micro_batches: int) -> tuple[int, ...]:
+    least = int(micro_batches >= len(weights))
+    counts = optimal_shares(micro_batches, weights, [micro_batches] * len(weights), least)
+    if counts is None or not counts:
+        raise ValueError(f"{micro_batches} micro-batches cannot be shared by {len(weights)}")
+    credits = [0] * len(counts)
+    dealt = []
+    for _ in range(micro_batches):
+        credits = [credit + count for credit, count in zip(credits, counts, strict=True)]
+        owner = credits.index(max(credits))
+        credits[owner] -= micro_batches
+        dealt.append(owner)
+    return tuple(dealt)
+
+
+def owners_of_equals(count: int, micro_batches: int) -> tuple[int, ...]:
+    """`owners` of replicas of one speed."""
+    return owners([1.0] * count, micro_batches)
+
+
+def _with_communication(
+    computations: Iterable[Instruction], here: int, owners: Owners, links: Links
+) -> Iterator[Instruction]:
+    """The computations of position `here`, each between its receives and its sends."""
+    for work in computations:
+        kind, chunk, m, _ = work
+        if kind is Kind.BACKWARD_WEIGHT:
+            yield work
+            continue
+        receive, send = Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT
+        before, after = links.gradient_targets[chunk], links.gradient_sources[chunk]
+        if kind is Kind.FORWARD:
+            receive, send = Kind.RECEIVE, Kind.SEND
+            before, after = links.sources[chunk], links.targets[chunk]
+        for peer in before:
+            if owners[peer][m] != here:
+                yield Instruction(receive, chunk, m, peer)
+        yield work
+        for peer in after:
+            if owners[peer][m] != here:
+                yield Instruction(send, chunk, m, peer)

@@ -1,0 +1,54 @@
+"""The time of one step: its tasks simulated, the parts that make it up, and its timeline."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from whale_train.strategies.hardware.cluster import Cluster
+from whale_train.strategies.plan.plan import Prediction
+from whale_train.strategies.simulate.chrome_trace import Event, events_of
+from whale_train.strategies.simulate.simulator import RankTime, Spans, rank_times, simulate
+from whale_train.strategies.simulate.tasks import Step, floor_s, tasks_of
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A simulated step of `global_batch` samples; `stands` says which rank's tasks are those of
+    each rank. `floor_s` is the least that the devices need to compute it."""
+
+    spans: Spans
+    stands: Mapping[int, int]
+    global_batch: int
+    floor_s: float
+
+    def prediction(self) -> Prediction:
+        """The step's time, which is not under the floor, and where that of its busiest rank
+        goes."""
+        seconds = self.spans.seconds
+        assert seconds >= self.floor_s * (1 - 1e-9), (seconds, self.floor_s)
+        busiest = _busiest(rank_times(self.spans))
+        return Prediction(
+            seconds,
+            self.global_batch / seconds,
+            busiest.compute_s,
+            busiest.communication_s,
+            busiest.optimizer_s,
+            busiest.idle_s,
+        )
+
+    def events(self, cluster: Cluster) -> list[Event]:
+        """Its timeline, as a trace of a run has it."""
+        return events_of(self.spans, self.stands, [device.name for device in cluster.devices])
+
+
+def simulated(
+    step: Step, stands: Mapping[int, int], cluster: Cluster, global_batch: int
+) -> Simulated:
+    """`step` on the devices of `cluster`. Of processors that all ranks share, those that stand for
+    others have their part."""
+    part = len(set(stands.values())) / len(stands)
+    spans = simulate(tasks_of(step), cluster.processors * part)
+    return Simulated(spans, stands, global_batch, floor_s(step))
+
+
+def _busiest(times: Mapping[int, RankTime]) -> RankTime:
+    return max(times.values(), key=lambda time: time.compute_s + time.optimizer_s)

@@ -1,0 +1,190 @@
+"""A step, simulated: tasks on the lanes of ranks, each as soon as what it waits for is done.
+
+A rank has two lanes: it computes on one, and transfers go on beside that on the other. Tasks of a
+lane run in the order in which they are listed; a task of several ranks (a collective) holds the
+lanes of all of them from one start to one end. Owns the clock; what the tasks of a plan are is
+`tasks.py`'s.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+from typing import NamedTuple
+
+from whale_train.strategies.schedule.instructions import Instruction
+
+UPDATE = "update"  # the name of tasks that are part of it
+
+
+class Lane(Enum):
+    """Where a rank does a task."""
+
+    COMPUTE = "compute"
+    LINK = "link"
+
+
+class Task(NamedTuple):
+    """`seconds` of work that `ranks` do together on their `lane`, when the tasks `after` (numbers
+    in the list) are done. Of these a rank that computes spends `transfer_s` in collectives. It is
+    an `instruction`, or a part of the step called `name`. `busy` is the part of a transfer's time
+    for which a processor of each of `ranks` is at it, beside what they compute."""
+
+    ranks: tuple[int, ...]
+    lane: Lane
+    seconds: float
+    after: tuple[int, ...] = ()
+    transfer_s: float = 0.0
+    name: str = ""
+    instruction: Instruction | None = None
+    busy: float = 0.0
+
+    @property
+    def load(self) -> float:
+        """The processors that each of its ranks needs for it."""
+        return 1.0 if self.lane is Lane.COMPUTE else self.busy
+
+
+@dataclass(frozen=True)
+class Spans:
+    """When each task of a list began and ended."""
+
+    tasks: tuple[Task, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last is done."""
+        return max(self.ends, default=0.0)
+
+
+def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
+    """When each task begins and ends. Every task comes after those it waits for, in the list.
+
+    Where ranks need more than there are of `processors` at once, to compute or for transfers that
+    these carry, they share them evenly. Raises ValueError for a task that waits for a later one.
+    """
+    for number, task in enumerate(tasks):
+        if task.after and max(task.after) >= number:
+            raise ValueError(f"task {number} waits for a later one: {task.after}")
+    needed: dict[tuple[int, Lane], float] = {}
+    for task in tasks if processors < inf else ():
+        for rank in task.ranks:
+            on = (rank, task.lane)
+            needed[on] = max(needed.get(on, 0.0), task.load)
+    if sum(needed.values()) > processors:
+        return _sharing(tasks, processors)
+    ranks = {rank for task in tasks for rank in task.ranks}
+    computing, linked = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)  # until when
+    starts, ends = list[float](), list[float]()
+    for task in tasks:
+        lane, start = computing if task.lane is Lane.COMPUTE else linked, 0.0
+        for rank in task.ranks:
+            start = max(start, lane[rank])
+        for other in task.after:
+            start = max(start, ends[other])
+        end = start + task.seconds
+        starts.append(start)
+        ends.append(end)
+        for rank in task.ranks:
+            lane[rank] = end
+    return Spans(tuple(tasks), tuple(starts), tuple(ends))
+
+
+def _sharing(tasks: Sequence[Task], processors: float) -> Spans:
+    """The same where ranks share processors: from one end of a task to the next. Of a task only
+    what needs a processor is slowed by the others."""
+    waits = [len(set(task.after)) for task in tasks]
+    followers: list[list[int]] = [[] for _ in tasks]
+    queues: dict[tuple[int, Lane], list[int]] = {}
+    for number, task in enumerate(tasks):
+        for other in set(task.after):
+            followers[other].append(number)
+        for rank in task.ranks:
+            queues.setdefault((rank, task.lane), []).append(number)
+    heads = dict.fromkeys(queues, 0)
+    starts, ends = [inf] * len(tasks), [inf] * len(tasks)
+    running: dict[int, float] = {}  # what is left of each, in seconds at full speed
+    clock = 0.0
+
+    def begin(candidates: Iterable[int]) -> None:
+        for number in candidates:
+            task = tasks[number]
+            lanes = [(rank, task.lane) for rank in task.ranks]
+            first = all(
+                heads[lane] < len(queues[lane]) and queues[lane][heads[lane]] == number
+                for lane in lanes
+            )
+            if first and not waits[number] and starts[number] == inf:
+                starts[number] = clock
+                running[number] = task.seconds
+
+    begin(range(len(tasks)))
+    while running:
+        needed = sum(len(tasks[n].ranks) * tasks[n].load for n in running)
+        slower = max(1.0, needed / processors)
+        rate = {n: 1.0 + tasks[n].load * (slower - 1.0) for n in running}
+        step = min(left * rate[n] for n, left in running.items())
+        clock += step
+        done = [n for n, left in running.items() if left * rate[n] <= step * (1 + 1e-12)]
+        for number in running:
+            running[number] -= step / rate[number]
+        candidates = []
+        for number in done:
+            del running[number]
+            ends[number] = clock
+            for follower in followers[number]:
+                waits[follower] -= 1
+                candidates.append(follower)
+            for rank in tasks[number].ranks:
+                lane = (rank, tasks[number].lane)
+                heads[lane] += 1
+                if heads[lane] < len(queues[lane]):
+                    candidates.append(queues[lane][heads[lane]])
+        begin(dict.fromkeys(candidates))
+    return Spans(tuple(tasks), tuple(starts), tuple(ends))
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Where a rank's step goes, in seconds: they add up to it. `communication_s` is what it waits
+    for transfers, or spends in them; `idle_s` what it waits for others."""
+
+    compute_s: float
+    communication_s: float
+    optimizer_s: float
+    idle_s: float
+
+
+def rank_times(spans: Spans) -> dict[int, RankTime]:
+    """Of every rank; a gap before a task is for the transfers the task waited for, as long as they
+    went on."""
+    lists: dict[int, list[int]] = {}
+    for number, task in enumerate(spans.tasks):
+        if task.lane is Lane.COMPUTE:
+            for rank in task.ranks:
+                lists.setdefault(rank, []).append(number)
+    found = {}
+    for rank, numbers in lists.items():
+        compute = communication = optimizer = idle = clock = 0.0
+        for number in numbers:
+            task, start, end = spans.tasks[number], spans.starts[number], spans.ends[number]
+            going = sum(
+                min(spans.ends[other], start) - max(spans.starts[other], clock)
+                for other in task.after
+                if spans.tasks[other].lane is Lane.LINK and spans.ends[other] > clock
+            )
+            waited = min(max(going, 0.0), start - clock)
+            communication += waited
+            idle += start - clock - waited
+            part = task.transfer_s / task.seconds if task.seconds else 0.0
+            communication += part * (end - start)
+            if task.name == UPDATE:
+                optimizer += (1 - part) * (end - start)
+            else:
+                compute += (1 - part) * (end - start)
+            clock = end
+        idle += spans.seconds - clock
+        found[rank] = RankTime(compute, communication, optimizer, idle)
+    return found

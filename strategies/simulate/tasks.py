@@ -1,0 +1,243 @@
+"""A step as tasks: what the ranks compute, send and sum, in the order the runtime does it.
+
+Actors are the ranks that act as one (a copy of the model, or a shard group at its place in a
+pipeline); their instructions are the schedule's own. Owns the order; what a task takes is given.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
+from whale_train.strategies.schedule.instructions import COMPUTATIONS, ENDS, Instruction, Kind
+from whale_train.strategies.simulate.simulator import UPDATE, Lane, Task
+
+PIECES = 8  # at most, in which a backward makes gradients ready for their sums
+
+
+def sum_pieces(elements: float) -> int:
+    """In how many the sum of so many gradients is, as a last backward makes them ready."""
+    return max(1, min(PIECES, ceil(elements / REDUCE_BUCKET_ELEMENTS)))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of an instruction: all, and those of them that pass in collectives. `busy` is the
+    part of a send's for which a processor is at it."""
+
+    seconds: float
+    transfer_s: float = 0.0
+    busy: float = 0.0
+
+
+@dataclass(frozen=True)
+class Actor:
+    """`ranks` that act as one, in the pipeline numbered `copy`, and what they do in a step. `cost`
+    is what a computation takes, or a send until it has arrived."""
+
+    ranks: tuple[int, ...]
+    copy: int
+    instructions: Sequence[Instruction]
+    cost: Callable[[Instruction], Cost]
+    update_s: float
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Gradients summed over the actors `members` (numbers) for the chunks they hold: `seconds` of
+    transfers, in pieces as they become ready where it is `overlapped` with the last backward.
+    `busy` is the part of a transfer's time by which what goes on beside it takes longer, as a
+    rank's processor is at it. `gathers_s` are those of parameters after the update (ZeRO)."""
+
+    members: tuple[int, ...]
+    seconds: float
+    pieces: int = 1
+    overlapped: bool = True
+    busy: float = 0.0
+    gathers_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """All of a step; `norm_s` is the sum of the gradient's norm over all ranks."""
+
+    actors: Sequence[Actor]
+    syncs: Sequence[Sync]
+    norm_s: float = 0.0
+
+
+def floor_s(step: Step) -> float:
+    """The least a step takes: computing alone, of the actor with most of it."""
+    costs_of = (
+        [actor.cost(each) for each in actor.instructions if each.kind in COMPUTATIONS]
+        for actor in step.actors
+    )
+    return max(sum(cost.seconds - cost.transfer_s for cost in found) for found in costs_of)
+
+
+def tasks_of(step: Step) -> list[Task]:
+    """The tasks of a step, each after those it waits for."""
+    return _Writer(step).written()
+
+
+class _Writer:
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.tasks: list[Task] = []
+        # Of each actor, its last task, and those after which its gradients are, piece by piece.
+        self.last: list[int | None] = [None] * len(step.actors)
+        self.ready: list[list[int]] = [[] for _ in step.actors]
+        self.sent: dict[tuple[int, bool, int, int, int], int] = {}
+        self.final = [_last_backwards(actor.instructions) for actor in step.actors]
+        self.pieces = [1] * len(step.actors)  # in which each makes gradients ready for their sums,
+        self.carried = [0.0] * len(step.actors)  # and for how long its processors carry one of them
+        overlapped = [(sync, m) for sync in step.syncs if sync.overlapped for m in sync.members]
+        for sync, member in overlapped:
+            self.pieces[member] = max(self.pieces[member], sync.pieces)
+        for sync, member in overlapped:
+            others = self.pieces[member] * len(self.final[member]) - 1  # all but the last
+            if others > 0:
+                beside = sync.seconds * (1 - 1 / sync.pieces)
+                self.carried[member] += beside * sync.busy / others
+
+    def written(self) -> list[Task]:
+        self.run()
+        summed = self.sums()
+        if self.step.norm_s:
+            everyone = tuple(rank for actor in self.step.actors for rank in actor.ranks)
+            before = (n for number in range(len(self.last)) for n in self.after(number))
+            waits = tuple(dict.fromkeys((*before, *(n for each in summed for n in each))))
+            seconds = self.step.norm_s
+            task = Task(everyone, Lane.COMPUTE, seconds, waits, seconds, UPDATE)
+            norm = self.add(task)
+            self.last = [norm for _ in self.last]
+        for number, actor in enumerate(self.step.actors):
+            waits = (*self.after(number), *summed[number])
+            task = Task(actor.ranks, Lane.COMPUTE, actor.update_s, waits, 0.0, UPDATE)
+            self.last[number] = self.add(task)
+        for sync in self.step.syncs:
+            if sync.gathers_s:
+                ranks = tuple(r for member in sync.members for r in self.step.actors[member].ranks)
+                waits = tuple(n for member in sync.members for n in self.after(member))
+                seconds = sync.gathers_s
+                task = Task(ranks, Lane.COMPUTE, seconds, waits, seconds, UPDATE)
+                number = self.add(task)
+                for member in sync.members:
+                    self.last[member] = number
+        return self.tasks
+
+    def add(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    def after(self, number: int) -> tuple[int, ...]:
+        """What an actor's next task comes after."""
+        last = self.last[number]
+        return () if last is None else (last,)
+
+    def run(self) -> None:
+        """Every actor's instructions; one that receives waits for the send to be written."""
+        at = [0] * len(self.step.actors)
+        arrived: list[list[int]] = [[] for _ in self.step.actors]
+        moved = True
+        while moved:
+            moved = False
+            for number, actor in enumerate(self.step.actors):
+                instructions, start, here = actor.instructions, at[number], arrived[number]
+                place, end = start, len(instructions)
+                while place < end:
+                    instruction = instructions[place]
+                    if instruction.kind in _RECEIVES:
+                        sent = self.sent.get(_wire(actor.copy, instruction))
+                        if sent is None:
+                            break
+                        here.append(sent)
+                    elif instruction.kind in _SENDS:
+                        self.send(number, instruction)
+                    else:
+                        self.compute(number, place, here)
+                        here.clear()
+                    place += 1
+                moved |= place > start
+                at[number] = place
+        assert all(
+            position == len(actor.instructions)
+            for position, actor in zip(at, self.step.actors, strict=True)
+        ), "the schedule waits for what nobody sends"
+
+    def compute(self, number: int, place: int, arrived: Sequence[int]) -> None:
+        actor, final = self.step.actors[number], self.final[number]
+        instruction = actor.instructions[place]
+        cost = actor.cost(instruction)
+        is_final = place in final
+        pieces = self.pieces[number] if is_final else 1
+        seconds, transfer = cost.seconds / pieces, cost.transfer_s / pieces
+        waits = (*self.after(number), *arrived)
+        for piece in range(1, pieces + 1):
+            task = Task(actor.ranks, Lane.COMPUTE, seconds, waits, transfer, "", instruction)
+            done = self.last[number] = self.add(task)
+            waits = (done,)
+            if is_final:
+                self.ready[number].append(done)
+                # The sum of what is ready goes on beside what comes next; of the last, nothing.
+                carried = self.carried[number]
+                if carried and (piece < pieces or place < max(final)):
+                    beside = Task(actor.ranks, Lane.COMPUTE, carried, waits, carried, _SUM)
+                    self.last[number] = self.add(beside)
+                    waits = self.after(number)
+
+    def send(self, number: int, instruction: Instruction) -> None:
+        actor = self.step.actors[number]
+        cost, waits, sender = actor.cost(instruction), self.after(number), actor.ranks[:1]
+        # One member's link stands for all of the group's, which send their parts at once.
+        task = Task(sender, Lane.LINK, cost.seconds, waits, 0.0, "", instruction, cost.busy)
+        self.sent[_wire(actor.copy, instruction)] = self.add(task)
+
+    def sums(self) -> list[list[int]]:
+        """The sums of gradients; of each actor, those it waits for before its update."""
+        found: list[list[int]] = [[] for _ in self.step.actors]
+        for sync in self.step.syncs:
+            ranks = tuple(self.step.actors[member].ranks[0] for member in sync.members)
+            pieces = sync.pieces if sync.overlapped else 1
+            for piece in range(pieces):
+                waits = []
+                for member in sync.members:
+                    ready = self.ready[member]
+                    # Pieces of an actor with more of them than this sum are taken together.
+                    waits.append(ready[(piece + 1) * len(ready) // pieces - 1])
+                # While a rank computes, that its processors carry a sum is part of that.
+                beside = sync.overlapped and piece + 1 < pieces
+                busy = 0.0 if beside else sync.busy
+                seconds = sync.seconds / pieces
+                task = Task(ranks, Lane.LINK, seconds, tuple(waits), name=_SUM, busy=busy)
+                number = self.add(task)
+                for member in sync.members:
+                    found[member].append(number)
+        return found
+
+
+_SUM = "sum of gradients"
+_RECEIVES = (Kind.RECEIVE, Kind.RECEIVE_GRADIENT)
+_SENDS = (Kind.SEND, Kind.SEND_GRADIENT)
+
+
+def _wire(copy: int, instruction: Instruction) -> tuple[int, bool, int, int, int]:
+    """What a send and its receive have in common."""
+    kind, chunk, m, peer = instruction
+    if kind is Kind.SEND or kind is Kind.SEND_GRADIENT:
+        return copy, kind is Kind.SEND_GRADIENT, chunk, peer, m
+    return copy, kind is Kind.RECEIVE_GRADIENT, peer, chunk, m
+
+
+def _last_backwards(instructions: Sequence[Instruction]) -> set[int]:
+    """Where the backwards are after which a chunk's gradients are final."""
+    last: dict[int, int] = {}
+    for place, instruction in enumerate(instructions):
+        if instruction.kind in ENDS:
+            last[instruction.chunk] = place
+    return set(last.values())
+
+
+def costs(table: Mapping[tuple[Kind, int, int], Cost]) -> Callable[[Instruction], Cost]:
+    """The costs of instructions by kind, chunk and micro-batch."""
+    return lambda instruction: table[instruction.kind, instruction.chunk, instruction.micro_batch]

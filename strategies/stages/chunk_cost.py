@@ -1,0 +1,163 @@
+"""The seconds of a strategy's chunks: their operations, and the casts between layouts."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from whale_train.strategies.cost.collectives import group_link
+from whale_train.strategies.cost.op_cost import part_of
+from whale_train.strategies.cost.resharding import bridge_time_s, cast_times
+from whale_train.strategies.cost.roofline import Times, whole_times
+from whale_train.strategies.hardware.cluster import Device, Link
+from whale_train.strategies.layouts.propagation import BATCH
+from whale_train.strategies.schedule.apportion import apportion_by_time, most_shared, tile
+from whale_train.strategies.stages.fused_accumulation import named_in_place
+from whale_train.strategies.stages.placement import Axes, Chunk, Staging, alike_members
+
+
+class ChunkTimes:
+    """What the chunks of a strategy take on the positions that hold them. `recomputed` are the
+    stages that compute their blocks again in the backward. Beside a split head the members of a
+    shard group share the samples of a micro-batch, of which each takes at most as many as its rank
+    has in `limits` (empty: any number)."""
+
+    def __init__(
+        self,
+        job: Staging,
+        chunks: Sequence[Chunk],
+        axes: Axes,
+        recomputed: frozenset[int] = frozenset(),
+        limits: Sequence[int] = (),
+    ) -> None:
+        self.job, self.chunks, self.axes, self.recomputed = job, chunks, axes, recomputed
+        self.limits = limits
+        self._members = [alike_members(chunk.axes, axes) for chunk in chunks]
+
+    def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:
+        """(all, and the part of it that is transfers) of a micro-batch of chunk `number`."""
+        ranks = self.job.seats.positions[copy][position]
+        link = group_link(self.job.cluster, ranks, by_memory=True)
+        devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
+        chunk = self.chunks[number]
+        again, cut = chunk.stage in self.recomputed, tuple(self.axes[x] for x in chunk.axes)
+        shares = self.member_shares(number, ranks, samples) if chunk.head else ()
+        return self.job.findings.once(
+            ("times", chunk.key, cut, devices, samples, link, again, shares),
+            lambda: self._priced(number, ranks, samples, shares, link),
+        )
+
+    def stage_s(self, stage: int, copy: int, position: int, samples: int) -> float:
+        """Return the seconds of a micro-batch in all chunks that a position of `stage` holds."""
+        return sum(
+            self.of(number, copy, position, samples)[0].total
+            for number, chunk in enumerate(self.chunks)
+            if chunk.stage == stage
+        )
+
+    def member_shares(self, number: int, ranks: Sequence[int], samples: int) -> tuple[int, ...]:
+        """Return the samples of a micro-batch that each of `ranks`, the members of a shard group
+        beside the split head of chunk `number`, takes: within their limits, unless these leave no
+        room for all (of more than fits, a price is asked for while shares are sought)."""
+        limits = [self.limits[rank] if self.limits else samples for rank in ranks]
+        room = most_shared(self.job.strategy.balance, limits)
+        if room < samples or min(limits) < 1:
+            limits = [samples] * len(ranks)
+        devices = [self.job.cluster.devices[rank] for rank in ranks]
+        key = ("members", self.chunks[number].key, samples, *map(id, devices), *limits)
+        shares = self.job.findings.once(
+            (*key, self.job.strategy.balance),
+            lambda: apportion_by_time(
+                self.job.strategy.balance,
+                samples,
+                [partial(self._rest_s, number, device) for device in devices],
+                limits,
+                1,
+            ),
+        )
+        assert shares is not None, (samples, limits)
+        return shares
+
+    def _rest_s(self, number: int, device: Device, samples: int) -> float:
+        """Return the seconds of `samples` in all but the split head of chunk `number`."""
+        chunk = self.chunks[number]
+        assert chunk.head is not None
+        return sum(
+            self.job.findings.prices.times(
+                (chunk.key, part, (), ()), segment.operations, device, samples,
+                added_to=partial(named_in_place, self.job, chunk),
+            ).total
+            for part, segment in enumerate(chunk.head.segments)
+            if segment.assignment is None
+        )  # fmt: skip
+
+    def durations(self, copy: int, samples: int) -> dict[tuple[int, int], tuple[float, ...]]:
+        """Seconds of (forward, input gradient, weight gradient) of a micro-batch of `samples` of a
+        copy, by chunk and the position that holds it."""
+        found: dict[tuple[int, int], tuple[float, ...]] = {}
+        for number, chunk in enumerate(self.chunks):
+            for position in self.job.seats.of_stage(chunk.stage):
+                times, _ = self.of(number, copy, position, samples)
+                found[number, position] = (
+                    times.forward, times.backward_input, times.backward_weight
+                )  # fmt: skip
+        return found
+
+    def _priced(
+        self, number: int, ranks: Sequence[int], samples: int, shares: Sequence[int], link: Link
+    ) -> tuple[Times, Times]:
+        """Of the group's slowest member, which the others wait for, and the casts."""
+        chunk = self.chunks[number]
+        if chunk.head is None:
+            each = [self._split(number, index, rank, samples) for index, rank in enumerate(ranks)]
+        else:
+            each = [self._head(number, i, rank, shares) for i, rank in enumerate(ranks)]
+        slowest = max(each, key=lambda times: times.total)
+        moved = self._casts(chunk, len(ranks), samples, link)
+        if chunk.stage in self.recomputed:
+            again = Times(backward_input=slowest.forward + moved.forward)
+            slowest, moved = slowest + again, moved + Times(backward_input=moved.forward)
+        return slowest + moved, moved
+
+    def _split(self, number: int, index: int, rank: int, samples: int) -> Times:
+        chunk, device = self.chunks[number], self.job.cluster.devices[rank]
+        if self.job.profile.graph is None:
+            return whole_times(chunk.slice.flops * samples, device, self.job.training.precision)
+        member = self._members[number][index] if self._members[number] else 0
+        assignment = chunk.sharded.assignment if chunk.sharded else None
+        own = tuple(self.axes[axis][member] for axis in chunk.axes)
+        return self.job.findings.prices.times(
+            (chunk.key, own), chunk.slice.operations, device, samples,
+            partial(part_of, assignment, self.axes, index),
+            partial(named_in_place, self.job, chunk),
+        )  # fmt: skip
+
+    def _head(self, number: int, index: int, rank: int, shares: Sequence[int]) -> Times:
+        """Copies of the rest, each with its share of the samples, beside a split head."""
+        chunk, total = self.chunks[number], Times()
+        cut = chunk.head
+        assert cut is not None
+        axes = {**self.axes, BATCH: tile(sum(shares), shares)}
+        device = self.job.cluster.devices[rank]
+        for part, segment in enumerate(cut.segments):
+            shared = segment.assignment is not None
+            samples = sum(shares) if shared else shares[index]
+            own = tuple(self.axes[axis] for axis in chunk.axes) if shared else ()
+            key = (chunk.key, part, own, (index, *shares) if shared else ())
+            total += self.job.findings.prices.times(
+                key, segment.operations, device, samples,
+                partial(part_of, segment.assignment, axes, index),
+                partial(named_in_place, self.job, chunk),
+            )  # fmt: skip
+        return total
+
+    def _casts(self, chunk: Chunk, members: int, samples: int, link: Link) -> Times:
+        """The collectives of a shard group."""
+        precision = self.job.training.precision
+        if chunk.head is not None:
+            taken = (name for segment in chunk.head.segments for name in segment.takes)
+            view = self.job.findings.view
+            each = bridge_time_s(view, taken, samples, members, link)
+            return Times(each, each)
+        if chunk.sharded is None:
+            return Times()
+        assignment = chunk.sharded.assignment
+        return cast_times(self.job.graph, assignment, precision, members, samples, link)

@@ -1,0 +1,398 @@
+"""The chunks of a strategy: where the model is cut, and how each part of it is laid.
+
+A chunk is what one stage runs of the model in one go: the whole model as it is, where nothing cuts
+it. Which devices hold it is `placement.py`'s, when it runs `orders.py`'s.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+
+from whale_train.errors import Fault, PlanError
+from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph, Size
+from whale_train.strategies.layouts.propagation import Layout, R
+from whale_train.strategies.layouts.shape_check import shape_check
+from whale_train.strategies.partition.head_partition import CutRefused, HeadCut, cut_head
+from whale_train.strategies.partition.output_head import find_heads, matching
+from whale_train.strategies.partition.pipeline_partition import (
+    Slice,
+    balanced,
+    is_inside,
+    modules_of,
+    sliced,
+    stage_of_modules,
+)
+from whale_train.strategies.plan.plan import Decision
+from whale_train.strategies.schedule.apportion import apportion, tile
+from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.placement import Axes, Chunk, Staging
+from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A model in `chunks`, in the order they run, that begin and end at `places` (indices into
+    those of the order of operations). `edges` says which sends to which, and whether a gradient
+    comes back; `axes` how what is cut is dealt out to the members of shard groups; `shared` which
+    stages hold the parameters that several do."""
+
+    places: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    edges: Mapping[tuple[int, int], bool]
+    axes: Axes
+    shared: Mapping[str, tuple[int, ...]]
+    decisions: tuple[Decision, ...]
+
+
+def chunked(
+    job: Staging, places: tuple[int, ...] | None = None, class_caps: tuple[int, ...] = ()
+) -> Chunked:
+    """The model of `job`, cut: at `places`, or so that the slowest stage is done first. The members
+    beside a split head take at most `class_caps` of its classes, where there are any. Raises
+    PlanError."""
+    if job.as_is:
+        return Chunked((), (Chunk(0, _whole(job.profile), "the whole"),), {}, {}, {}, ())
+    stages = range(len(job.form.stages))
+    speeds = _speeds(job)
+    key = (
+        speeds,
+        tuple(tuple(job.member_speeds(stage)) for stage in stages),
+        tuple((stage.path, stage.modules, stage.split, stage.body) for stage in job.form.stages),
+        job.strategy.balance,
+        places,
+        class_caps,
+    )
+    return job.findings.once(("chunked", key), lambda: _chunked(job, speeds, places, class_caps))
+
+
+def _whole(profile: ModelProfile) -> Slice:
+    """Return the slice that is the whole model, of which nobody may know the operations."""
+    return Slice(
+        operations=tuple(profile.graph.by_name) if profile.graph else (),
+        takes=(),
+        gives=(),
+        parameters=tuple(parameter.path for parameter in profile.parameters),
+        modules=("*",),
+        flops=profile.forward_flops,
+        activation_bytes=profile.activation_bytes,
+        entering_bytes=0.0,
+        block_bytes=profile.activation_bytes,
+    )
+
+
+def _chunked(
+    job: Staging,
+    speeds: tuple[float, ...],
+    moved: tuple[int, ...] | None,
+    class_caps: tuple[int, ...],
+) -> Chunked:
+    findings, stages = job.findings, len(job.form.stages)
+    places = moved or _balanced(job, speeds)
+    decisions = list(_explained(job, places, moved is not None))
+    ends = tuple(findings.order.places[place] for place in places)
+    slices = findings.once(("slices", ends), lambda: sliced(job.profile, findings.order, ends))
+    shared = _shared_parameters(slices, stages)
+    chunks = tuple(
+        _chunk(job, i % stages, part, ends[i : i + 2], shared) for i, part in enumerate(slices)
+    )
+    edges = findings.once(("edges", ends), lambda: _edges(job, slices))
+    axes = _axes(job, chunks, class_caps)
+    _check_shapes(job, chunks, axes)
+    return Chunked(places, chunks, edges, axes, shared, tuple(decisions))
+
+
+def _speeds(job: Staging) -> tuple[float, ...]:
+    """Of every chunk's stage, in the copy where it is slowest."""
+    each = [job.stage_speeds(copy) for copy in range(job.form.copies)]
+    slowest = [min(speeds) for speeds in zip(*each, strict=True)]
+    return tuple(slowest * (job.chunk_count // len(slowest)))
+
+
+def _balanced(job: Staging, speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """The places where chunks begin and the last ends, the slowest being done first."""
+    order, count = job.findings.order, job.chunk_count
+    if count == 1:
+        return (0, len(order.places) - 1)
+    stages = job.form.stages
+    faults: list[Fault] = []
+    asked = [(stage.path, stage.modules) for stage in stages]
+    if count > len(stages) and any(modules for _, modules in asked):
+        path = next(path for path, modules in asked if modules)
+        rule = "names modules, and interleaved_1f1b gives a stage several parts of the model"
+        faults.append(Fault(f"{path}.modules", "", rule, "use modules: auto, or 1f1b"))
+    fixed = stage_of_modules(order, job.graph, asked, faults)
+    if faults:
+        raise PlanError(faults)
+    split = [1 if stage.body or not stage.split else stage.shards for stage in stages]
+    members = tuple(split * (count // len(stages)))
+    found = cut_by_speed(job.findings, speeds, members, fixed)
+    if found is None:
+        places = sum(a < b for a, b in pairwise(order.weights))
+        rule = f"has {places} blocks to cut between, too few for {count} stages in this order"
+        path = job.form.pipeline.path if job.form.pipeline else "strategy"
+        remedy = f"use at most {places} stages" if places < count else "name other modules"
+        raise PlanError([Fault(f"{path}.stages", str(len(stages)), rule, remedy)])
+    return found
+
+
+def _explained(job: Staging, places: tuple[int, ...], moved: bool) -> Iterator[Decision]:
+    """What every chunk is, and why."""
+    order, stages, count = job.findings.order, job.form.stages, job.chunk_count
+    why = "the simulated step is shortest" if moved else "the slowest stage is done first"
+    for chunk, (first, last) in enumerate(pairwise(places) if count > 1 else ()):
+        work = (order.flops[last] - order.flops[first]) / (order.flops[-1] or 1.0)
+        modules = modules_of(job.graph, order.operations[order.places[first] : order.places[last]])
+        asked = stages[chunk % len(stages)]
+        yield Decision(
+            f"{asked.path}.modules",
+            f"{_span(modules)} ({100 * work:.0f}% of the work)",
+            "",
+            "as the strategy says" if asked.modules else f"chunk {chunk} of {count}: {why}",
+        )
+
+
+def cut_by_speed(
+    findings: Findings,
+    speeds: tuple[float, ...],
+    members: tuple[int, ...],
+    fixed: Mapping[int, int],
+) -> tuple[int, ...] | None:
+    """The places where chunks of these speeds, over shard groups of so many `members`, begin and
+    the last one ends, the slowest being done as early as can be; None where there are too few
+    places. Each has something to train and, where that is possible, to shard. `fixed` is as in
+    `balanced`."""
+    order = findings.order
+
+    def found(sharded: bool) -> tuple[int, ...] | None:
+        cuts = [findings.weights_to_cut(count) if sharded else order.weights for count in members]
+
+        def chunk_time(chunk: int, first: int, last: int) -> float:
+            of = cuts[chunk]
+            if of[last] == of[first] or order.weights[last] == order.weights[first]:
+                return inf
+            return (order.flops[last] - order.flops[first]) / speeds[chunk]
+
+        return balanced(order, chunk_time, len(speeds), fixed)
+
+    return findings.once(
+        ("cut", speeds, members, tuple(fixed.items())),
+        lambda: (found(sharded=True) if max(members) > 1 else None) or found(sharded=False),
+    )
+
+
+def _edges(job: Staging, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]:
+    """Which chunks send to which, and whether a gradient comes back."""
+    maker = {name: chunk for chunk, part in enumerate(slices) for name in part.gives}
+    found: dict[tuple[int, int], bool] = {}
+    for chunk, part in enumerate(slices):
+        for name in part.takes:
+            edge = (maker[name], chunk)
+            found[edge] = found.get(edge, False) or _has_gradient(job.graph, name)
+    return found
+
+
+def _chunk(
+    job: Staging,
+    stage: int,
+    part: Slice,
+    interval: tuple[int, ...],
+    shared: Mapping[str, tuple[int, ...]],
+) -> Chunk:
+    form, findings = job.form.stages[stage], job.findings
+    held_elsewhere = tuple(path for path in part.parameters if path in shared)
+    alike = findings.once(
+        ("alike", interval, held_elsewhere),
+        lambda: findings.likeness.number(part, held_elsewhere),
+    )
+    if form.split is None or form.shards == 1:
+        return Chunk(stage, part, alike)
+    split = form.split
+    if form.body is not None:
+        key: Hashable = (interval, form.shards, split.modules, held_elsewhere)
+        cut = findings.once(("head", key), lambda: _head_cut(job, stage, part, shared))
+        return Chunk(stage, part, key, head=cut)
+    key = (alike, form.shards, split.dim)
+    if split.patterns or split.modules != ("*",):  # by names, which alike slices do not share
+        key = (*key, interval, split)
+    like, found = findings.once(
+        ("sharded", key), lambda: (part, _sharded(job, stage, part, shared))
+    )
+    if not found.weights:
+        _refuse_whole(job, stage, part, shared)
+    renamed = findings.once(
+        ("renamed", interval, key), lambda: findings.likeness.renamed(found, like, part)
+    )
+    return Chunk(stage, part, key, renamed)
+
+
+def _head_cut(
+    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
+) -> HeadCut:
+    """The stage's slice of the model cut where the head begins; what it takes is its input."""
+    form = job.form.stages[stage]
+    assert form.split is not None
+    alone = job.chunk_count == 1
+    profile = job.profile if alone else _profile_of(job, part)
+    known = find_heads(profile)
+    heads = matching(known, form.split.modules)
+    key, value = f"{form.split.path}.modules", ", ".join(form.split.modules)
+    remedy = "use another stage for it, or a split of the whole stage"
+    if alone:
+        remedy = "use strategy=dp or a zero strategy"
+    faults = []
+    for name in part.takes:
+        shape = job.graph[name].shape
+        if not shape or shape[0] != Size(0, 1):
+            rule = f"shares the samples, and {name}, which enters its stage, has no batch first"
+            faults.append(Fault(key, value, rule, remedy))
+            break
+    if not heads:
+        where = profile.name if alone else _span(part.modules)
+        rule = f"finds no output projection in {where}"
+        if known:
+            rule = f"names no output projection of {where}"
+            remedy = f"use head, or one of: {', '.join(h.module or '(the model)' for h in known)}"
+        faults.append(Fault(key, value, rule, remedy))
+    elif heads[0].weight in shared:
+        rule = f"is {heads[0].module or 'the output'}, whose weight another stage holds as well"
+        faults.append(Fault(key, value, rule, "untie it, or split whole stages"))
+    if faults:
+        raise PlanError(faults)
+    try:
+        cut = cut_head(profile, heads[0])
+    except CutRefused as refusal:
+        rule = f"is {heads[0].module or 'the output'}, which cannot be split from the rest: "
+        raise PlanError([Fault(key, value, f"{rule}{refusal}", remedy)]) from None
+    if profile.batch_norm_modules and len(cut.segments) > 2:
+        rule = "is tied to an embedding, in a model with BatchNorm: not executed yet"
+        raise PlanError([Fault(form.split.path, "", rule, "use strategy=dp")])
+    return cut
+
+
+def _profile_of(job: Staging, part: Slice) -> ModelProfile:
+    """Return the profile of one slice of the model, whose inputs are what it takes."""
+    inside = set(part.operations)
+    taken = [
+        replace(job.graph[name], target="input", args=(), kwargs=(), after=())
+        for name in part.takes
+    ]
+    rest = [op for op in job.graph if op.name in inside or op.target == "output"]
+    held = tuple(p for p in job.profile.parameters if p.path in part.parameters)
+    return replace(job.profile, graph=OperationGraph((*taken, *rest)), parameters=held)
+
+
+def _sharded(
+    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
+) -> Sharded:
+    form = job.form.stages[stage]
+    assert form.split is not None
+    given: dict[str, Layout] = dict.fromkeys(part.takes, R)
+    wanted: dict[str, Layout] = dict.fromkeys(part.gives, R)
+    named = set(form.split.modules)
+    if "head" in named:  # found, not configured
+        named |= {head.module for head in find_heads(job.profile)}
+    # What several stages hold keeps one form, so that their gradients can be added; what the
+    # strategy does not name is not cut.
+    whole = [
+        (path, "replicate")
+        for path in part.parameters
+        if path in shared or not any(is_inside(path.rpartition(".")[0], p) for p in named)
+    ]
+    return choose_patterns(
+        job.graph,
+        part.operations,
+        parameters={
+            name: job.profile.parameter_by_path[job.graph[name].path].path
+            for name in part.operations
+            if job.graph[name].target == "parameter"
+        },
+        held={p.path: p.elements for p in job.profile.parameters},
+        group_size=form.shards,
+        given=given,
+        wanted=wanted,
+        by_hand=(*whole, *form.split.patterns),
+        dim=form.split.dim,
+        key=form.split.path,
+    )
+
+
+def _refuse_whole(
+    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise PlanError for a stage of which nothing is cut over its devices."""
+    form = job.form.stages[stage]
+    assert form.split is not None
+    rule = f"finds nothing to cut over {form.shards} devices in {_span(part.modules)}"
+    if any(path in shared for path in part.parameters):
+        rule += ", beside what another stage holds as well"
+    remedy = "use fewer devices, patterns for its weights, or another primitive"
+    raise PlanError([Fault(form.split.path, "", rule, remedy)])
+
+
+def _axes(job: Staging, chunks: Sequence[Chunk], class_caps: Sequence[int]) -> Axes:
+    """Every axis' intervals over its shard group, in proportion to the members' speed; equal
+    in all copies, so that copies hold the same shards. A split head's are within `class_caps`,
+    where there are any."""
+    found: dict[str, tuple[tuple[int, int], ...]] = {}
+    for chunk in chunks:
+        units = dict(chunk.sharded.axes) if chunk.sharded else {}
+        if chunk.head is not None:
+            weight, shard = next(iter(chunk.head.shards.items()))
+            units[shard.axis] = job.profile.parameter_by_path[weight].shape[shard.dim]
+        speeds = job.member_speeds(chunk.stage)
+        members = len(speeds)
+        for axis, count in units.items():
+            caps = [count] * members
+            if chunk.head is not None and class_caps:
+                caps = [min(cap, count) for cap in class_caps]
+            shares = apportion(job.strategy.balance, count, speeds, caps, 1)
+            if shares is None:
+                asked = job.form.stages[chunk.stage]
+                rule = f"has {count} {axis}, too few to give each of {members} devices one"
+                fault = Fault(asked.path, "", rule, "use fewer devices")
+                if chunk.head is not None and asked.split is not None:
+                    key, remedy = f"{asked.split.path}.modules", "use strategy=dp, or fewer devices"
+                    fault = Fault(key, ", ".join(asked.split.modules), rule, remedy)
+                raise PlanError([fault])
+            assert found.get(axis, tile(count, shares)) == tile(count, shares), axis
+            found[axis] = tile(count, shares)
+    return found
+
+
+def _check_shapes(job: Staging, chunks: Sequence[Chunk], axes: Axes) -> None:
+    """Refuse a split whose local shapes do not agree on some member, before there are any."""
+    for chunk in chunks:
+        if chunk.sharded is None:
+            continue
+        assignment, cut = chunk.sharded.assignment, tuple(axes[axis] for axis in chunk.axes)
+        wrong = job.findings.once(
+            ("shapes", chunk.key, cut),
+            lambda assignment=assignment: shape_check(job.graph, assignment, axes),  # type: ignore[misc]
+        )
+        if wrong:
+            form = job.form.stages[chunk.stage]
+            assert form.split is not None
+            rule = f"cannot be cut so: {wrong[0]}"
+            remedy = "give other patterns: or modules: for it, or use another primitive"
+            raise PlanError([Fault(form.split.path, "", rule, remedy)])
+
+
+def _shared_parameters(slices: Sequence[Slice], stages: int) -> dict[str, tuple[int, ...]]:
+    """Parameters that several stages hold (tied ones), and which stages."""
+    holders: dict[str, dict[int, None]] = {}
+    for chunk, part in enumerate(slices):
+        for path in part.parameters:
+            holders.setdefault(path, {})[chunk % stages] = None
+    return {path: tuple(sorted(found)) for path, found in holders.items() if len(found) > 1}
+
+
+def _has_gradient(graph: OperationGraph, name: str) -> bool:
+    """Whether a value may have a gradient: floating, and made from a parameter."""
+    return "float" in graph[name].dtype and name in graph.made_of_parameters
+
+
+def _span(modules: Sequence[str]) -> str:
+    """`a ... b` for a run of modules."""
+    named = [module or "(the model)" for module in modules]
+    return named[0] if len(named) == 1 else f"{named[0]} ... {named[-1]}" if named else "nothing"

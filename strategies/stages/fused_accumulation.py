@@ -1,0 +1,57 @@
+"""Gradients that are added to where they are made, and so are nowhere by themselves.
+
+Where a step has several backwards, products and lookups add to their weights' gradients
+(`runtime/kernels/weight_gradients.py`). What anything else reads, autograd adds up.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+
+from whale_train.strategies.graph.operation_graph import LOOKUP, PRODUCTS
+from whale_train.strategies.stages.placement import Chunk, Staging
+
+
+def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
+    """The parameters of `chunk` whose gradients are, by path, and the targets of what reads
+    them. A model that runs as it is has its gradients added up by autograd."""
+    if job.as_is:
+        return {}
+    operations = chunk.slice.operations
+    part = ("readers", operations[0], operations[-1], len(operations))
+    readers = job.findings.once(part, lambda: _readers(job, operations))
+    targets = {LOOKUP}
+    if job.training.precision == "fp32":  # 16-bit values make 16-bit gradients, added in fp32
+        targets.update(PRODUCTS)
+
+    def adds(path: str, target: str) -> bool:
+        shard = chunk.shards.get(path)
+        # A member with some of the rows has a lookup of its own
+        # (runtime/kernels/vocab_parallel.py).
+        own = target == LOOKUP and shard is not None and shard.dim == 0
+        return target in targets and not own
+
+    return {path: of for path, of in readers.items() if all(adds(path, target) for target in of)}
+
+
+def named_in_place(job: Staging, chunk: Chunk) -> Set[str]:
+    """What stands in the graph for the parameters of `chunk` that are `added_in_place`."""
+    if job.as_is:
+        return frozenset()
+    graph, canonical = job.graph, job.profile.parameter_by_path
+    paths = added_in_place(job, chunk)
+    return {
+        name
+        for name in chunk.slice.operations
+        if graph[name].target == "parameter" and canonical[graph[name].path].path in paths
+    }
+
+
+def _readers(job: Staging, operations: Sequence[str]) -> Mapping[str, Set[str]]:
+    """The targets of what reads each parameter among `operations`."""
+    graph, canonical = job.graph, job.profile.parameter_by_path
+    found: dict[str, set[str]] = {}
+    for name in operations:
+        for source in graph[name].inputs:
+            if graph[source].target == "parameter" and graph[source].path in canonical:
+                path = canonical[graph[source].path].path
+                found.setdefault(path, set()).add(graph[name].target)
+    return found

@@ -1,0 +1,60 @@
+"""What the chunks of a pipeline send each other, and how long it is on its way."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from whale_train.strategies.cost.collectives import Crowd, crowd_of, group_link, send_time_s
+from whale_train.strategies.hardware.cluster import Link
+from whale_train.strategies.stages.micro_batches import Batches
+from whale_train.strategies.stages.placement import Chunk, Staging
+
+
+class Sends:
+    """Between the positions of a nested strategy that hold `chunks`."""
+
+    def __init__(self, job: Staging, chunks: Sequence[Chunk]) -> None:
+        self._job, self._chunks = job, chunks
+        self._bytes: dict[tuple[int, int, int], float] = {}
+
+    def link(self, copy: int, positions: tuple[int, int]) -> Link:
+        """From one position to another."""
+        seats = self._job.seats.positions[copy]
+        ends = [seats[position][0] for position in positions]
+        return group_link(self._job.cluster, ends, self._senders, by_memory=True)
+
+    def num_bytes(self, sender: int, receiver: int, samples: int) -> float:
+        """Of a micro-batch, from one chunk to another: of values, or, to an earlier chunk, of the
+        gradients of them."""
+        key = (sender, receiver, samples)
+        if key not in self._bytes:
+            maker, taker = sorted((sender, receiver))
+            taken, graph = set(self._chunks[taker].slice.takes), self._job.graph
+            view = self._job.findings.view
+            self._bytes[key] = sum(
+                view.crossing_bytes(name, samples)
+                for name in self._chunks[maker].slice.gives
+                if name in taken and (sender == maker or "float" in graph[name].dtype)
+            )
+        return self._bytes[key]
+
+    def transits(
+        self, copy: int, batches: Batches, edges: Mapping[tuple[int, int], bool]
+    ) -> dict[tuple[int, int], float]:
+        """Of a copy's largest micro-batch, from chunk to chunk, forward along `edges` and back
+        along those with a gradient: the longest between positions that send it. Edges within a
+        position are left out."""
+        samples = max(stop - start for start, stop in batches.samples[copy])
+        owners, found = batches.owners[copy], dict[tuple[int, int], float]()
+        for (first, last), gradient in edges.items():
+            pairs = {p for p in zip(owners[first], owners[last], strict=True) if p[0] != p[1]}
+            if not pairs:
+                continue
+            links = [self.link(copy, pair) for pair in pairs]
+            for ends in ((first, last), (last, first))[: 1 + gradient]:
+                sent = self.num_bytes(*ends, samples)
+                found[ends] = max(send_time_s(sent, link) for link in links)
+        return found
+
+    @cached_property
+    def _senders(self) -> Crowd:
+        return crowd_of(self._job.cluster, self._job.seats.edges())

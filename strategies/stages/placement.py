@@ -1,0 +1,267 @@
+"""What a strategy is resolved from, and who sits where in it.
+
+Ranks follow each other: copies of the pipeline, stages, copies of a stage, shards of a copy; where
+stages name the kind of device that holds them, among the ranks of each kind.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, pairwise
+
+from whale_train.errors import Fault
+from whale_train.strategies.cost.roofline import flops_rate
+from whale_train.strategies.grammar.form import Form, needs_graph
+from whale_train.strategies.grammar.nodes import Strategy
+from whale_train.strategies.grammar.normal_form import read_form
+from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph
+from whale_train.strategies.hardware.cluster import Cluster, Device
+from whale_train.strategies.layouts.propagation import Shard
+from whale_train.strategies.partition.head_partition import HeadCut
+from whale_train.strategies.partition.pipeline_partition import Slice
+from whale_train.strategies.plan.training import Training
+from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.tensor_parallel.choose import Sharded
+
+VIRTUAL_STAGES = 2  # chunks a device holds under interleaved_1f1b
+
+Axes = Mapping[str, tuple[tuple[int, int], ...]]  # every axis' intervals, by member of a group
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Which rank sits where. `positions[copy][p]` are the ranks of position p, a shard group;
+    `stage_of[p]` its stage."""
+
+    positions: tuple[tuple[tuple[int, ...], ...], ...]
+    stage_of: tuple[int, ...]
+
+    def of_stage(self, stage: int) -> list[int]:
+        return [p for p, own in enumerate(self.stage_of) if own == stage]
+
+    def edges(self) -> Iterator[tuple[int, int]]:
+        """Pairs of ranks of neighbouring positions, as far as they send to each other."""
+        for positions in self.positions:
+            for one, other in pairwise(positions):
+                for place, rank in enumerate(other):
+                    yield one[place % len(one)], rank
+
+
+def seats(
+    stages: Sequence[tuple[str | None, int, int]], copies: int, devices: Sequence[Device]
+) -> Seats:
+    """Of `copies` of stages, each (kind of device or None, its copies, shards of each): ranks in
+    order, copy by copy, stage by stage, each stage taking the next ranks of its kind."""
+    waiting: dict[str | None, Iterator[int]] = {None: iter(range(len(devices)))}
+    for kind in {kind for kind, _, _ in stages} - {None}:
+        waiting[kind] = iter([rank for rank, each in enumerate(devices) if each.name == kind])
+    listed = tuple(
+        tuple(
+            tuple(islice(waiting[kind], shards))
+            for kind, width, shards in stages
+            for _ in range(width)
+        )
+        for _ in range(copies)
+    )
+    stage_of = tuple(s for s, (_, width, _) in enumerate(stages) for _ in range(width))
+    return Seats(listed, stage_of)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A slice of the model and the stage that runs it; typed where its stage is a split (`head`:
+    a split of the head beside copies of the rest). Chunks with equal keys are alike: equal but
+    for names, and the number of the stage."""
+
+    stage: int
+    slice: Slice
+    key: Hashable
+    sharded: Sharded | None = None
+    head: HeadCut | None = None
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """Its cut parameters, by canonical path."""
+        if self.sharded is not None:
+            return self.sharded.weights
+        return self.head.shards if self.head is not None else {}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which its parameters and values are cut."""
+        if self.sharded is not None:
+            return tuple(self.sharded.axes)
+        return tuple(dict.fromkeys(shard.axis for shard in self.shards.values()))
+
+
+def alike_members(named: Iterable[str], axes: Axes) -> Sequence[int]:
+    """Of each member of a shard group, the first whose parts along the axes `named` are as large as
+    its own; none where nothing is cut."""
+    cut = [axes[axis] for axis in dict.fromkeys(named) if axis in axes]
+    first: dict[tuple[int, ...], int] = {}
+    sizes = [
+        tuple(each[member][1] - each[member][0] for each in cut)
+        for member in range(len(cut[0]) if cut else 0)
+    ]
+    return [first.setdefault(size, member) for member, size in enumerate(sizes)]
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A strategy on its devices."""
+
+    strategy: Strategy
+    cluster: Cluster
+    findings: Findings
+    training: Training
+    form: Form
+
+    @cached_property
+    def seats(self) -> Seats:
+        stages = [(stage.device, stage.copies, stage.shards) for stage in self.form.stages]
+        return seats(stages, self.form.copies, self.cluster.devices)
+
+    @property
+    def profile(self) -> ModelProfile:
+        return self.findings.profile
+
+    @property
+    def graph(self) -> OperationGraph:
+        return self.findings.graph
+
+    @cached_property
+    def as_is(self) -> bool:
+        """Return whether ranks run the model as it is, and not its exported graph."""
+        return not needs_graph(self.strategy)
+
+    @property
+    def zero(self) -> int:
+        """How copies keep what they have in common."""
+        return self.form.keeper.zero if self.form.keeper else 0
+
+    @property
+    def chunk_count(self) -> int:
+        """Parts the model is cut into."""
+        pipeline = self.form.pipeline
+        interleaved = pipeline is not None and pipeline.schedule == "interleaved_1f1b"
+        return len(self.form.stages) * (VIRTUAL_STAGES if interleaved else 1)
+
+    @cached_property
+    def task_graphs(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of every stage's TaskGraphs: one, or one for the rest and one for a head."""
+        found, number = [], 0
+        for stage in self.form.stages:
+            count = 2 if stage.body else 1
+            found.append(tuple(range(number, number + count)))
+            number += count
+        return tuple(found)
+
+    def member_speeds(self, stage: int) -> list[float]:
+        """FLOP/s by place in the stage's shard group, over all its copies."""
+        speeds = [0.0] * self.form.stages[stage].shards
+        for group in self.replicas(stage):
+            for index, rank in enumerate(group):
+                device = self.cluster.devices[rank]
+                speeds[index] += flops_rate(device, self.training.precision)
+        return speeds
+
+    def stage_speeds(self, copy: int) -> list[float]:
+        """How fast every stage of a copy is: in FLOP/s, or in devices where all count alike."""
+        precision = self.training.precision
+        even = self.strategy.balance == "even"
+        speeds = [0.0] * len(self.form.stages)
+        for position, ranks in enumerate(self.seats.positions[copy]):
+            rates = [1.0 if even else flops_rate(self.cluster.devices[r], precision) for r in ranks]
+            speeds[self.seats.stage_of[position]] += sum(rates)
+        return speeds
+
+    def chunks_of_positions(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks every position holds."""
+        stages = len(self.form.stages)
+        chunks = range(self.chunk_count)
+        return tuple(tuple(chunks[stage::stages]) for stage in self.seats.stage_of)
+
+    def replicas(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """The shard groups that hold a stage."""
+        return tuple(
+            of_copy[position] for of_copy in self.seats.positions
+            for position in self.seats.of_stage(stage)
+        )  # fmt: skip
+
+    def data_parallel(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same shard, per shard."""
+        return tuple(zip(*self.replicas(stage), strict=True))
+
+    def copies_of_rest(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks that hold the same of a stage, but for a split head: beside
+        one, every member of every shard group has a copy of all the rest."""
+        if self.form.stages[stage].body is None:
+            return self.data_parallel(stage)
+        return (tuple(sorted(rank for group in self.replicas(stage) for rank in group)),)
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """(copy, position) of a rank."""
+        return self._places[rank]
+
+    def stage_of_rank(self, rank: int) -> int:
+        """Return the stage that a rank holds a part of."""
+        return self.seats.stage_of[self._places[rank][1]]
+
+    @cached_property
+    def _places(self) -> Mapping[int, tuple[int, int]]:
+        return {
+            rank: (copy, position)
+            for copy, of_copy in enumerate(self.seats.positions)
+            for position, ranks in enumerate(of_copy)
+            for rank in ranks
+        }
+
+
+def form_of(
+    strategy: Strategy, cluster: Cluster, training: Training, faults: list[Fault]
+) -> Form | None:
+    """Return the form of `strategy` on `cluster`; None when `faults` grew by all that can be said
+    against it before there is a model."""
+    sizes = {len(node.devices) for node in cluster.nodes}
+    per_node = sizes.pop() if len(sizes) == 1 else 0
+    kinds = Counter(device.name for device in cluster.devices)
+    form = read_form(strategy, kinds, per_node, cluster.name, faults)
+    if form is None:
+        devices = len(cluster.devices)
+        if not needs_graph(strategy) and training.global_batch < devices:  # whatever its degrees
+            faults.append(_too_few_samples(training.global_batch, devices, "devices"))
+        return None
+    before, batch, pipeline = len(faults), training.global_batch, form.pipeline
+    if pipeline is not None and training.accumulate > 1:
+        rule = "cuts the batch of a strategy whose micro-batches are its pipeline's"
+        remedy = "use 1, and micro_batches in the strategy's pipeline"
+        faults.append(Fault("train.accumulate", str(training.accumulate), rule, remedy))
+        return None
+    sharing, key = form.copies * form.members, "train.global_batch"
+    who = "devices" if form.width == form.members else "copies"
+    if batch < sharing:
+        faults.append(_too_few_samples(batch, sharing, who))
+        return None
+    widest = max(stage.copies for stage in form.stages)
+    asked = pipeline.micro_batches if pipeline else training.accumulate
+    most = batch // sharing
+    if asked and asked > most:
+        path = f"{pipeline.path}.micro_batches" if pipeline else "train.accumulate"
+        rule = f"cuts the {most} samples of a copy into micro-batches of none"
+        if pipeline is None:
+            one = "device" if who == "devices" else "copy"
+            rule = f"cuts a {one}'s share into micro-batches of none (train.global_batch={batch} "
+            rule += f"on {sharing} {who})"
+        faults.append(Fault(path, str(asked), rule, f"use at most {most}"))
+    elif (asked or most) < widest:
+        rule = f"leaves some of a stage's {widest} copies without a micro-batch"
+        path = f"{pipeline.path}.micro_batches" if pipeline and asked else key
+        remedy = f"use at least {widest if asked else widest * form.copies}"
+        faults.append(Fault(path, str(asked or batch), rule, remedy))
+    return form if len(faults) == before else None
+
+
+def _too_few_samples(batch: int, sharing: int, who: str) -> Fault:
+    rule = f"leaves some of the {sharing} {who} without a sample"
+    return Fault("train.global_batch", str(batch), rule, f"use at least {sharing}")

@@ -1,0 +1,395 @@
+"""The bytes that the ranks of a strategy need.
+
+A schedule is played instruction by instruction: forwards add what backwards will want, backwards
+take it away and leave gradients. The worst moment within any of them is what a rank needs.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import accumulate
+
+from whale_train.strategies.graph.saved_tensors import View, whole
+from whale_train.strategies.memory.engine_memory import (
+    Gradients,
+    added,
+    engine_of,
+    head_activation_bytes,
+    head_memory,
+    precision_bytes,
+    unmeasured,
+    weights_bytes,
+)
+from whale_train.strategies.memory.liveness import Passing, passing, passing_again
+from whale_train.strategies.plan.plan import MemoryEstimate
+from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind
+from whale_train.strategies.stages.engines import fraction, held_elements
+from whale_train.strategies.stages.fused_accumulation import added_in_place, named_in_place
+from whale_train.strategies.stages.micro_batches import Batches
+from whale_train.strategies.stages.placement import Axes, Chunk, Staging, alike_members
+
+
+class RankMemory:
+    """What every rank needs, by the samples it takes at a time: what it holds of `chunks`, and what
+    is alive at the worst moment of its schedule, `orders` by copy and position. `recomputed` are
+    the stages that compute blocks again."""
+
+    def __init__(
+        self,
+        job: Staging,
+        chunks: Sequence[Chunk],
+        axes: Axes,
+        orders: Sequence[Sequence[Sequence[Instruction]]],
+        recomputed: Set[int],
+    ) -> None:
+        self._job, self._chunks, self._axes = job, chunks, axes
+        self._orders, self._recomputed = orders, recomputed
+        self._alike_orders = _alike_orders(orders)
+        stages = range(len(job.form.stages))
+        self._held_by = [[n for n, c in enumerate(chunks) if c.stage == stage] for stage in stages]
+        self._alike = [
+            alike_members([axis for n in mine for axis in chunks[n].axes], axes)
+            for mine in self._held_by
+        ]
+        self._held: dict[tuple[int, int, bool], Held] = {}
+        self._known: dict[object, MemoryEstimate] = {}  # of members that hold as much
+
+    def of(self, rank: int, samples: int, own: int) -> MemoryEstimate:
+        """Return what `rank` needs for micro-batches of `samples`, of which it takes `own` itself
+        (all, but for members beside a split head)."""
+        copy, position = self._job.place_of(rank)
+        stage = self._job.seats.stage_of[position]
+        index = self._job.seats.positions[copy][position].index(rank)
+        member = self._alike[stage][index] if self._alike[stage] else 0
+        order = self._orders[copy][position]
+        key = (stage, member, samples, own, self._alike_orders[id(order)])
+        if key not in self._known:
+            self._known[key] = self._member(stage, member, order).needs(order, samples, own)
+        return self._known[key]
+
+    def of_batches(self, batches: Batches) -> dict[int, MemoryEstimate]:
+        """Return what every rank needs for its largest micro-batch of `batches`."""
+        return {rank: self.of(rank, *self._sizes(batches, rank)) for rank in self._ranks}
+
+    def most(self, rank: int, batches: Batches) -> int:
+        """Return how many samples `rank` has room for at a time, at most the whole batch; -1 where
+        not even its weights fit. Beside a split head the others' are as in `batches`."""
+        room, gathered = self._job.cluster.devices[rank].memory_bytes, self._sizes(batches, rank)[0]
+        beside = self._job.form.stages[self._job.stage_of_rank(rank)].body is not None
+
+        def need(own: int) -> float:
+            return self.of(rank, gathered if beside else own, own).total
+
+        return bisect_right(range(self._job.training.global_batch + 1), room, key=need) - 1
+
+    def most_classes(self, rank: int, batches: Batches) -> int:
+        """Return how many classes of a split head `rank` has room for beside a copy of the rest
+        and one sample; at most all of them, and 0 where not even that fits."""
+        room = self._job.cluster.devices[rank].memory_bytes - self._beside_classes(rank, batches)
+        each, classes = self.class_bytes(rank, batches), self._classes
+        if room < 0:
+            return 0
+        return min(classes, int(room / each)) if each > 0 else classes
+
+    def for_one(self, rank: int, batches: Batches) -> float:
+        """Return the bytes that `rank` needs for one sample at a time, and one class of a split
+        head where there is one, which sees all samples of `batches`."""
+        stage = self._job.stage_of_rank(rank)
+        if self._job.form.stages[stage].body is None:
+            return self.of(rank, 1, 1).total
+        return self._beside_classes(rank, batches) + self.class_bytes(rank, batches)
+
+    def sample_bytes(self, rank: int, batches: Batches) -> float:
+        """Return the bytes that `rank` needs for every further sample at a time."""
+        stage = self._job.stage_of_rank(rank)
+        if self._job.form.stages[stage].body is None:
+            return self.of(rank, 2, 2).total - self.of(rank, 1, 1).total
+        gathered = self._sizes(batches, rank)[0]
+        return self.of(rank, gathered, 2).total - self.of(rank, gathered, 1).total
+
+    def class_bytes(self, rank: int, batches: Batches) -> float:
+        """Return the bytes that `rank` needs for every class of a split head."""
+        none, everything = (self._shard(rank, part, batches) for part in (0.0, 1.0))
+        return (everything.total - none.total) / self._classes
+
+    def alike(self, rank: int, batches: Batches) -> tuple[object, ...]:
+        """Return what all of a rank's needs follow from: ranks of which it is equal need as
+        much."""
+        copy, position = self._job.place_of(rank)
+        stage = self._job.seats.stage_of[position]
+        index = self._job.seats.positions[copy][position].index(rank)
+        member = self._alike[stage][index] if self._alike[stage] else 0
+        order = self._alike_orders[id(self._orders[copy][position])]
+        return (stage, member, order, self._sizes(batches, rank)[0])
+
+    def _beside_classes(self, rank: int, batches: Batches) -> float:
+        copy, position = self._job.place_of(rank)
+        stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
+        rest = self._member(stage, 0, order).rest(order, 1)
+        return rest.total + self._shard(rank, 0.0, batches).total
+
+    def _shard(self, rank: int, part: float, batches: Batches) -> MemoryEstimate:
+        copy, position = self._job.place_of(rank)
+        stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
+        return self._member(stage, 0, order).shard(part, order, batches.largest(copy))
+
+    @property
+    def _classes(self) -> int:
+        (axis,) = {s.axis for chunk in self._chunks if chunk.head for s in chunk.shards.values()}
+        return self._axes[axis][-1][1]
+
+    @cached_property
+    def _ranks(self) -> Sequence[int]:
+        return [rank for copy in self._job.seats.positions for ranks in copy for rank in ranks]
+
+    def _sizes(self, batches: Batches, rank: int) -> tuple[int, int]:
+        """Return the samples of the largest micro-batch of a rank's copy, and its own of them."""
+        copy, position = self._job.place_of(rank)
+        samples = batches.largest(copy)
+        if self._job.form.stages[self._job.seats.stage_of[position]].body is None:
+            return samples, samples
+        index = self._job.seats.positions[copy][position].index(rank)
+        return samples, max(b - a for a, b in (of[index] for of in batches.members[copy]))
+
+    def _member(self, stage: int, member: int, order: Sequence[Instruction]) -> "Held":
+        joins = not self._job.as_is and _accumulates(order)
+        key = (stage, member, joins)
+        if key not in self._held:
+            mine = {number: self._chunks[number] for number in self._held_by[stage]}
+            again = stage in self._recomputed
+            self._held[key] = Held(self._job, mine, self._axes, member, again, joins)
+        return self._held[key]
+
+
+def _accumulates(order: Sequence[Instruction]) -> bool:
+    """Return whether weights' gradients are added to as they are made, or left for later: where a
+    chunk has one backward, they are not (`assemble_stages` in runtime/assembly/build_stages.py)."""
+    chunks = {x.chunk for x in order}
+    several = sum(x.kind is Kind.FORWARD for x in order) > len(chunks)
+    return several or any(x.kind is Kind.BACKWARD_WEIGHT for x in order)
+
+
+def _alike_orders(orders: Sequence[Sequence[Sequence[Instruction]]]) -> Mapping[int, int]:
+    """The number of every order, by its id: the same for orders that only differ in which
+    micro-batches are meant, of which any has each chunk's ascending."""
+    found: dict[int, int] = {}
+    numbers: dict[object, int] = {}
+    for order in (order for of_copy in orders for order in of_copy):
+        if id(order) not in found:
+            kinds = tuple((each.kind, each.chunk) for each in order)
+            found[id(order)] = numbers.setdefault(kinds, len(numbers))
+    return found
+
+
+class Held:
+    """What one member of a shard group holds of its chunks, by their numbers, and what their
+    forwards and backwards hold meanwhile. `again`: blocks are computed again in the backward.
+    `accumulates`: gradients are added to as they are made, or left for later."""
+
+    def __init__(
+        self,
+        job: Staging,
+        chunks: Mapping[int, Chunk],
+        axes: Axes,
+        member: int,
+        again: bool,
+        accumulates: bool,
+    ) -> None:
+        self._job, self._chunks = job, chunks
+        self._accumulates = accumulates
+        self._elements: dict[str, float] = {}
+        self._head_part = 0.0
+        self._passing: dict[int, Passing] = {}
+        for number, chunk in chunks.items():
+            local = held_elements(job, chunk, axes, member)
+            if chunk.head is not None:  # whose shard has an engine, and a reckoning, of its own
+                self._head_part = fraction(next(iter(chunk.shards.values())), axes, member)
+                local = {path: n for path, n in local.items() if path not in chunk.shards}
+            self._elements |= local
+            dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
+            self._passing[number] = job.findings.once(
+                ("passing", chunk.key, dealt, again, accumulates),
+                partial(self._passed, chunk, axes, member, local, again),
+            )
+
+    @cached_property
+    def _view(self) -> View:
+        """What values are as ranks run the model: as it is, or rewritten."""
+        findings = self._job.findings
+        if self._job.as_is:
+            return findings.view
+        return findings.once("rewritten", findings.view.rewritten)
+
+    @cached_property
+    def _crossing(self) -> Mapping[int, tuple[float, float]]:
+        """Bytes of a sample that each chunk gives, and takes."""
+        size = self._view.num_bytes
+        return {
+            number: (sum(map(size, chunk.slice.gives)), sum(map(size, chunk.slice.takes)))
+            for number, chunk in self._chunks.items()
+        }
+
+    def _passed(
+        self, chunk: Chunk, axes: Axes, member: int, local: Mapping[str, float], again: bool
+    ) -> Passing:
+        job, part = self._job, chunk.slice
+        if job.profile.graph is None or not any(operation.saved for operation in job.graph):
+            return self._unmeasured(chunk, local, again)
+        operations = part.operations
+        if chunk.head is not None:
+            of_head = job.graph.descendants({chunk.head.operation})
+            operations = tuple(name for name in operations if name not in of_head)
+        canonical = {name: p.path for name, p in job.profile.parameter_by_path.items()}
+        read = ((name, job.graph[name]) for name in operations)
+        paths = {name: canonical[op.path] for name, op in read if op.target == "parameter"}
+        weights = {name: 4.0 * local[path] for name, path in paths.items() if path in local}
+        # The loss is a number, which nobody takes.
+        gives = [name for name in part.gives if name in operations and job.graph[name].shape]
+        in_place = named_in_place(job, chunk) if self._accumulates else ()
+        run = passing_again if again else passing
+        view = self._view.held_by(_part_of(chunk, axes, member))
+        return run(view, operations, weights, part.takes, gives, in_place)
+
+    @cached_property
+    def _largest_made(self) -> float:
+        """Bytes of the largest gradient that is made before it is added."""
+        chunks = self._chunks.values() if self._accumulates else ()
+        in_place = {x for chunk in chunks for x in added_in_place(self._job, chunk)}
+        made = (n for path, n in self._elements.items() if path not in in_place)
+        return 4.0 * max(made, default=0.0)
+
+    def _unmeasured(self, chunk: Chunk, local: Mapping[str, float], again: bool) -> Passing:
+        halved = precision_bytes(self._job.training.precision, self._job.zero).activations
+        part, gradients = chunk.slice, 4.0 * sum(local.values())
+        largest = 4.0 * max(local.values(), default=0.0)
+        if not again:
+            kept = part.activation_bytes
+            if chunk.head is not None:
+                logits = self._job.graph[chunk.head.operation]
+                kept = max(kept - head_activation_bytes(logits), 0.0)
+            return unmeasured(kept * halved, gradients, largest)
+        entering, block = part.entering_bytes * halved, part.block_bytes * halved
+        once = unmeasured(entering + block, gradients, largest)
+        return replace(once, kept=entering, forward=())
+
+    def needs(self, order: Sequence[Instruction], samples: int, own: int) -> MemoryEstimate:
+        """Return what a rank needs that runs micro-batches of `samples` in the order of the
+        schedule; beside a split head it has `own` of these, and of the head a shard."""
+        rest = self.rest(order, own)
+        if not any(chunk.head for chunk in self._chunks.values()):
+            return rest
+        return added(rest, self.shard(self._head_part, order, samples))
+
+    def shard(self, part: float, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
+        """Return what a shard of a split head with a `part` of its classes needs. Its gradients are
+        there from the start where there are several backwards, or copies, whose buckets they are.
+        """
+        job, stage = self._job, self._stage
+        head = next(chunk.head for chunk in self._chunks.values() if chunk.head)
+        kinds = [x.kind for x in order if x.kind in (Kind.FORWARD, *ENDS)]
+        steps = (1 if kind is Kind.FORWARD else -1 for kind in kinds)
+        stay = kinds.count(Kind.FORWARD) > 1 or len(job.replicas(stage)) > 1
+        return head_memory(
+            head, job.profile, part, job.training.optimizer_states,
+            job.training.precision, samples, stay, max(accumulate(steps)),
+        )  # fmt: skip
+
+    @property
+    def _stage(self) -> int:
+        return next(iter(self._chunks.values())).stage
+
+    def rest(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
+        """Return what all but a split head needs, with micro-batches of `samples`."""
+        job, held = self._job, sum(self._elements.values())
+        keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
+        copies = len(job.copies_of_rest(self._stage)[0])
+        offloads = keeper is not None and keeper.offload_optimizer == "cpu"
+        apart = keeper is not None and keeper.offload_parameters == "cpu"
+        sizes = weights_bytes(self._elements, job.profile, precision, job.zero, apart)
+        engine = engine_of(
+            *(job.profile, self._elements, precision, job.zero, copies, on_cpu, offloads),
+            by_block=not job.as_is,
+        )
+        steps = self._steps(order, engine)
+        worst = engine.worst((come, added, values * samples) for come, added, values in steps)
+        parameters = sizes.weights / (copies if job.zero == 3 else 1)
+        if apart and not on_cpu:
+            parameters = 0.0
+        optimizer = 4 * job.training.optimizer_states * held + sizes.master
+        return MemoryEstimate(
+            parameters=parameters + sizes.casts + float(job.profile.buffer_bytes),
+            gradients=worst.gradients,
+            optimizer=0.0 if offloads and not on_cpu else optimizer / (copies if job.zero else 1),
+            activations=worst.activations,
+            communication=worst.moving,
+        )
+
+    def _steps(
+        self, order: Sequence[Instruction], engine: Gradients
+    ) -> Iterator[tuple[float, float, float]]:
+        """The worst moments of every instruction: gradients there are, gradients about to be added
+        to them, and a sample's values. What is sent stays until all of the step's has left: a
+        given value also when its backward has let go of it."""
+        alone = sum(x.kind is Kind.FORWARD for x in order) == 1
+        last = {x.chunk: x for x in order if x.kind in ENDS}
+        values, sent = 0.0, {(x.chunk, x.micro_batch) for x in order if x.kind is Kind.SEND}
+        # DistributedDataParallel has them from its first step on, where it runs every backward.
+        buckets = engine.are_buckets and (alone or self._job.as_is)
+        done = set(self._passing) if buckets else set[int]()
+        come = sum(self._passing[other].gradients for other in done)
+        for instruction in order:
+            kind, number, micro_batch, _ = instruction
+            run = self._passing[number]
+            # Of several backwards the last sums the gradients over the copies: a bucket of them is
+            # put together.
+            summed = not buckets and not alone and last[number] is instruction
+            bucket = engine.summed if summed else 0.0
+            match kind:
+                case Kind.FORWARD:
+                    yield from ((come, 0.0, values + m.values) for m in run.forward)
+                    values += run.kept
+                case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+                    values -= run.kept
+                    if kind is Kind.BACKWARD_INPUT:
+                        # What is left for later takes the place of what is let go of.
+                        most = max((m.values for m in run.first), default=run.kept)
+                        yield come, 0.0, values + most + max(run.deferred - run.kept, 0.0)
+                        values += run.deferred
+                    elif number in done:
+                        for m in run.again:
+                            yield come, m.gradients + bucket, values + m.values
+                    else:
+                        for m in run.first:
+                            yield come + m.gradients, bucket, values + m.values
+                        done.add(number)
+                        come += run.gradients
+                    if (number, micro_batch) in sent:
+                        values += self._crossing[number][0]
+                case Kind.BACKWARD_WEIGHT:
+                    come += 0.0 if number in done else run.gradients
+                    done.add(number)
+                    yield come, self._largest_made + bucket, values
+                    values -= run.deferred
+                case Kind.SEND_GRADIENT:
+                    values += self._crossing[number][1]
+
+
+def _part_of(chunk: Chunk, axes: Axes, member: int) -> Callable[[str], float]:
+    """The part of a value that a member of a chunk's shard group has."""
+    if chunk.sharded is None:  # or beside a split head, whose shard is reckoned by itself
+        return whole
+    layouts = chunk.sharded.assignment.layouts
+    return lambda name: fraction(layouts.get(name), axes, member)
+
+
+def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set[int]:
+    """The stages that compute their blocks again: those told to, and of those left to choose
+    (auto), the ones whose activations do not fit as `memory` has them."""
+    found = set()
+    for stage, form in enumerate(job.form.stages):
+        ranks = [rank for group in job.replicas(stage) for rank in group]
+        over = any(memory[r].total > job.cluster.devices[r].memory_bytes for r in ranks)
+        if form.recompute == "full" or (form.recompute == "auto" and over):
+            found.add(stage)
+    return found

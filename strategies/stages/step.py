@@ -1,0 +1,251 @@
+"""The step of a strategy: the schedule's instructions, sums over copies, the update.
+
+Copies of a pipeline with equal devices and equal micro-batches do the same at the same time: one
+stands for all of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from whale_train.strategies.cost.collectives import (
+    Crowd,
+    all_reduce_time_s,
+    crowd_of,
+    gather_stops_s,
+    gather_time_s,
+    group_link,
+    modules_of,
+    send_time_s,
+)
+from whale_train.strategies.cost.op_cost import part_of
+from whale_train.strategies.cost.roofline import (
+    Times,
+    accumulation_time_s,
+    fetch_time_s,
+    offloaded_update_time_s,
+    update_time_s,
+    zeros_time_s,
+)
+from whale_train.strategies.cost.sync_batchnorm import batch_norm_times
+from whale_train.strategies.graph.operation_graph import LOOKUP
+from whale_train.strategies.schedule.instructions import COMPUTATIONS, ENDS, Instruction, Kind
+from whale_train.strategies.simulate.tasks import Actor, Cost, Step
+from whale_train.strategies.stages.chunk_cost import ChunkTimes
+from whale_train.strategies.stages.engines import engines_of_stages, held_elements
+from whale_train.strategies.stages.fused_accumulation import added_in_place
+from whale_train.strategies.stages.gradient_sync import gradient_sums
+from whale_train.strategies.stages.micro_batches import Batches
+from whale_train.strategies.stages.p2p import Sends
+from whale_train.strategies.stages.placement import Staging
+
+
+class StagedStep:
+    """`orders` are the instructions by copy and position; `shared` the parameters that several
+    stages hold, and which stages."""
+
+    def __init__(
+        self,
+        job: Staging,
+        times: ChunkTimes,
+        batches: Batches,
+        orders: Sequence[Sequence[Sequence[Instruction]]],
+        shared: Mapping[str, Sequence[int]],
+    ) -> None:
+        self.job, self.times, self.batches, self.orders = job, times, batches, orders
+        self.shared, self.cluster = shared, job.cluster
+        self.engines = engines_of_stages(job, times.chunks, times.axes)
+        crossing = (g for of_stage in self.engines for engine in of_stage for g in engine.groups)
+        self.crowd: Crowd = crowd_of(self.cluster, crossing)
+        self.sends = Sends(job, times.chunks)
+        norms = job.profile.batch_norm_modules
+        self.synchronises = bool(norms) and job.training.sync_batchnorm
+        self._of_norms: dict[int, Times] = {}
+        self._gradients: dict[tuple[int, ...], float] = {}
+
+    def step(self) -> tuple[Step, Mapping[int, int]]:
+        """The step of the copies that stand for all, and which rank stands for each. Where ranks
+        share processors, all copies stand for themselves."""
+        first: dict[object, int] = {}
+        stands: dict[int, int] = {}
+        chosen: list[int] = []
+        for copy, positions in enumerate(self.job.seats.positions):
+            alike = (
+                tuple(self._seated(positions)),
+                tuple(stop - start for start, stop in self.batches.samples[copy]),
+                copy if len(self.cluster.devices) > self.cluster.processors else 0,
+            )
+            other = first.setdefault(alike, copy)
+            if other == copy:
+                chosen.append(copy)
+            for mine, theirs in zip(positions, self.job.seats.positions[other], strict=True):
+                stands |= dict(zip(mine, theirs, strict=True))
+        actors, numbers = list[Actor](), dict[tuple[int, int], int]()
+        for copy in chosen:
+            for position in range(len(self.job.seats.stage_of)):
+                numbers[copy, position] = len(actors)
+                actors.append(self._actor(copy, position))
+        norm = all_reduce_time_s(
+            4.0, len(self.cluster.devices), group_link(self.cluster, range(len(stands)))
+        )
+        one_backward = self.job.as_is or self._has_one_backward
+        syncs = gradient_sums(
+            self.job, self.engines, self.shared, self.crowd, numbers, one_backward
+        )
+        return Step(actors, syncs, norm), stands
+
+    def _seated(self, positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+        """Every rank's device, and its node, numbered in the order in which the copy's ranks come
+        upon them."""
+        numbers: dict[int, int] = {}
+        for rank in (rank for ranks in positions for rank in ranks):
+            node = numbers.setdefault(self.cluster.node_of[rank], len(numbers))
+            yield id(self.cluster.devices[rank]), node
+
+    def _actor(self, copy: int, position: int) -> Actor:
+        """Of its instructions those cost the same that are of one kind and chunk, for as many
+        samples, and between the same positions."""
+        ranks = self.job.seats.positions[copy][position]
+        order, sizes = self.orders[copy][position], self._sizes[copy]
+        owners = self.batches.owners[copy]
+        known: dict[object, Cost] = {}
+        ends = [x for x in order if x.kind in ENDS]
+        first, last = {x.chunk: x for x in reversed(ends)}, {x.chunk: x for x in ends}
+
+        def cost(each: Instruction) -> Cost:
+            samples = sizes[each.micro_batch]
+            if each.kind in COMPUTATIONS:
+                adds = each.kind in ENDS and each != first[each.chunk]
+                key = (each.kind, each.chunk, samples, adds)
+                if key not in known:
+                    known[key] = self._cost(copy, position, each, samples)
+                    if each.kind in ENDS:
+                        alone = first[each.chunk] == last[each.chunk]
+                        more = self._gradients_s(each.chunk, ranks, adds, alone)
+                        known[key] = replace(known[key], seconds=known[key].seconds + more)
+                return known[key]
+            there = owners[each.peer][each.micro_batch]
+            to = (each.kind, each.chunk, each.peer, there, samples)
+            if to not in known:
+                link = self.sends.link(copy, (position, there))
+                sent = self.sends.num_bytes(each.chunk, each.peer, samples)
+                known[to] = Cost(send_time_s(sent, link), busy=link.busy)
+            return known[to]
+
+        return Actor(ranks, copy, order, cost, max(self._update_s(rank) for rank in ranks))
+
+    def _gradients_s(self, number: int, ranks: Sequence[int], adds: bool, alone: bool) -> float:
+        """What a backward of a chunk takes, beside making gradients, on the slowest of `ranks`, the
+        members of its shard group: a later one `adds` its own to those there are, but for what is
+        added as it is made; the first makes tables' of zeros, but of those to which, if it is not
+        `alone`, a lookup adds what it found."""
+        devices = [self.cluster.devices[rank] for rank in ranks]
+        key = (number, adds, alone, *map(id, devices))
+        if key not in self._gradients:
+            chunk, axes = self.times.chunks[number], self.times.axes
+            in_place = added_in_place(self.job, chunk)
+            made = [x for x, of in in_place.items() if LOOKUP in of and (alone or len(of) == 1)]
+            listed = []
+            for member, device in enumerate(devices):
+                held = held_elements(self.job, chunk, axes, member)
+                if adds:
+                    own = [n for path, n in held.items() if path not in in_place]
+                    listed.append(accumulation_time_s(sum(own), len(own), device, self._precision))
+                else:
+                    tables = sum(held[path] for path in made)
+                    listed.append(zeros_time_s(tables, device, self._precision))
+            self._gradients[key] = max(listed)
+        return self._gradients[key]
+
+    @property
+    def _has_one_backward(self) -> bool:
+        """Return whether a step runs one backward of all a rank holds, which is when copies on one
+        host sum gradients in shared memory (runtime/comms/process_groups.py)."""
+        one = all(len(of_copy) == 1 for of_copy in self.batches.samples)
+        return one and len(self.times.chunks) == 1
+
+    @property
+    def _precision(self) -> str:
+        return self.job.training.precision
+
+    @cached_property
+    def _sizes(self) -> Sequence[Sequence[int]]:
+        """The samples of every micro-batch, by copy."""
+        return [[stop - start for start, stop in of_copy] for of_copy in self.batches.samples]
+
+    def _cost(self, copy: int, position: int, instruction: Instruction, samples: int) -> Cost:
+        times, moved = self.times.of(instruction.chunk, copy, position, samples)
+        if self.synchronises:
+            norms = self._norms(instruction.chunk)
+            times, moved = times + norms, moved + norms
+        gathers = self._gathers_s(copy, position)
+        match instruction.kind:
+            case Kind.FORWARD:
+                return Cost(times.forward + gathers[0], moved.forward + gathers[0])
+            case Kind.BACKWARD_INPUT:
+                return Cost(times.backward_input, moved.backward_input)
+            case Kind.BACKWARD_WEIGHT:
+                return Cost(times.backward_weight, moved.backward_weight)
+        backward, of_it_moved = times.total - times.forward, moved.total - moved.forward
+        return Cost(backward + gathers[1], of_it_moved + gathers[1])
+
+    def _gathers_s(self, copy: int, position: int) -> tuple[float, float]:
+        """ZeRO 3's parameters, for a forward and for a backward (which no pipeline splits)."""
+        if self.job.zero < 3:
+            return 0.0, 0.0
+        stage = self.job.seats.stage_of[position]
+        engine = self.engines[stage][0]  # ZeRO has none of a split head's
+        group, held = engine.groups[0], max(engine.elements)
+        width = self.job.findings.weight_width(self.job.zero)
+        link = group_link(self.cluster, group, self.crowd)
+        sent = gather_time_s(width * held, len(group), link)
+        keeper = self.job.form.keeper
+        if keeper is not None and keeper.offload_parameters == "cpu":
+            holders = [self.cluster.devices[rank] for rank in group]
+            sent += fetch_time_s(width * held / len(group), holders, self.cluster.on_cpu)
+        mine = [chunk for chunk in self.times.chunks if chunk.stage == stage]
+        of_head = {path for chunk in mine if chunk.head for path in chunk.shards}
+        paths = [path for chunk in mine for path in chunk.slice.parameters if path not in of_head]
+        forward, backward = gather_stops_s(
+            held, len(modules_of(paths)), self.cluster.devices, self.job.training.precision
+        )
+        return sent + forward, sent + backward
+
+    def _norms(self, number: int) -> Times:
+        """The collectives of a chunk's BatchNorms over the copies of its stage."""
+        if number not in self._of_norms:
+            self._of_norms[number] = self._priced_norms(number)
+        return self._of_norms[number]
+
+    def _priced_norms(self, number: int) -> Times:
+        chunk = self.times.chunks[number]
+        if self.job.profile.graph is None:
+            return Times()  # of operations nobody knows
+        groups = self.job.copies_of_rest(chunk.stage)
+        assignment = chunk.sharded.assignment if chunk.sharded else None
+        found = batch_norm_times(
+            self.job.graph,
+            chunk.slice.operations,
+            len(groups[0]),
+            group_link(self.cluster, groups[0], self.crowd),
+            part_of(assignment, self.times.axes, 0),
+        )
+        if chunk.stage in self.times.recomputed:
+            found += Times(backward_input=found.forward)
+        return found
+
+    def _update_s(self, rank: int) -> float:
+        copy, position = self.job.place_of(rank)
+        number = self.job.seats.stage_of[position]
+        member = self.job.seats.positions[copy][position].index(rank)
+        keeper, seconds = self.job.form.keeper, 0.0
+        device, states = self.cluster.devices[rank], self.job.training.optimizer_states
+        for place, engine in enumerate(self.engines[number]):
+            held, is_rest = engine.elements[member], place == 0
+            if self.job.zero and is_rest:
+                held /= len(engine.groups[0])
+            if keeper is not None and keeper.offload_optimizer == "cpu" and is_rest:
+                seconds += offloaded_update_time_s(held, states, device, self.cluster.on_cpu)
+            else:
+                seconds += update_time_s(held, states, device)
+        return seconds

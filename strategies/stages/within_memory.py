@@ -1,0 +1,190 @@
+"""Samples and classes within the memory of every device, and where that cannot be, what is missing.
+
+How much anything needs is `rank_memory.py`'s; this file owns what follows from it: how many
+samples and classes each rank has room for, and the refusal of a plan that has no room.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from whale_train.errors import Fault, PlanError
+from whale_train.quantities import in_bytes
+from whale_train.strategies.grammar.nodes import Replicate, Strategy
+from whale_train.strategies.hardware.cluster import Cluster
+from whale_train.strategies.schedule.apportion import most_shared
+from whale_train.strategies.schedule.instructions import Instruction, Kind
+from whale_train.strategies.stages.chunk_cost import ChunkTimes
+from whale_train.strategies.stages.chunks import Chunked, chunked
+from whale_train.strategies.stages.micro_batches import Batches, BatchTooLargeError, share_batch
+from whale_train.strategies.stages.placement import Staging, form_of
+from whale_train.strategies.stages.rank_memory import RankMemory
+
+
+class ShortOfMemoryError(PlanError):
+    """Some rank needs `short_bytes` more than its device has, which took `work` to find out."""
+
+    def __init__(self, fault: Fault, short_bytes: float, work: int) -> None:
+        super().__init__([fault])
+        self.short_bytes, self.work = short_bytes, work
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of the ranks of `job`, whose model is cut as `cut`, for `batches`; what each needs
+    is `memory`'s."""
+
+    job: Staging
+    cut: Chunked
+    memory: RankMemory
+    batches: Batches
+
+    @property
+    def short_bytes(self) -> float:
+        """By how much the rank that is shortest of it has too little; not positive where all
+        fit."""
+        needs = self.memory.of_batches(self.batches)
+        devices = self.job.cluster.devices
+        return max(need.total - devices[rank].memory_bytes for rank, need in needs.items())
+
+    def samples(self) -> tuple[int, ...]:
+        """Return how many samples each rank has room for at a time; 0 or less where some rank has
+        none for a single one."""
+        first: dict[object, int] = {}
+        found = []
+        for rank, device in enumerate(self.job.cluster.devices):
+            alike = (*self.memory.alike(rank, self.batches), device.memory_bytes)
+            if alike not in first:
+                first[alike] = self.memory.most(rank, self.batches)
+            found.append(first[alike])
+        return tuple(found)
+
+    def classes(self) -> tuple[int, ...]:
+        """Return how many classes of a split head each member of its shard group has room for, in
+        every copy, beside the rest and one sample; nothing where there is no split head."""
+        stages = [chunk.stage for chunk in self.cut.chunks if chunk.head]
+        if not stages:
+            return ()
+        groups = self.job.replicas(stages[0])
+        return tuple(
+            min(self.memory.most_classes(rank, self.batches) for rank in ranks)
+            for ranks in zip(*groups, strict=True)
+        )
+
+
+def refuse_memory(room: Room, times: ChunkTimes, micro_batches: int, work: int) -> None:
+    """Raise ShortOfMemoryError where some rank of `room` needs more than its device has: by how
+    much, and what helps. `times` price the chunks, `work` is what the error says it took."""
+    short = room.short_bytes
+    if short <= 0:
+        return
+    job, samples = room.job, room.samples()
+    shares = job.as_is or job.form.copies * job.form.members > 1
+    fault = None
+    if job.as_is or (job.form.pipeline is None and job.form.members > 1):
+        fault = _no_room_for_one(room)
+    classes = room.classes()
+    if fault is None and classes and sum(classes) < _class_count(room):
+        fault = _no_room_for_head(room, classes)
+    if fault is None and shares and min(samples) >= 1:
+        try:
+            share_batch(job, times, micro_batches, samples)
+        except BatchTooLargeError as error:
+            fault = _no_room_for_batch(room, error.most)
+    raise ShortOfMemoryError(fault or _no_room(room), short, work)
+
+
+def _no_room(room: Room) -> Fault:
+    devices = room.job.cluster.devices
+    needs = room.memory.of_batches(room.batches)
+    over = {rank: need.total - devices[rank].memory_bytes for rank, need in needs.items()}
+    worst = max(over, key=lambda rank: (over[rank], -rank))
+    need = needs[worst]
+    rule = (
+        f"needs {in_bytes(need.total)} on rank {worst} ({devices[worst].name}), "
+        f"{in_bytes(over[worst])} more than its {in_bytes(devices[worst].memory_bytes)}"
+    )
+    if need.activations > need.total / 2:
+        remedy = "use more micro-batches, recompute: full, or a smaller train.global_batch"
+    else:
+        remedy = "use more stages or a wider split, or zero: 1 among copies"
+    return Fault("strategy", room.job.strategy.name, rule, remedy)
+
+
+def _no_room_for_one(room: Room) -> Fault | None:
+    """Say that some device cannot even hold its copy, one sample and one class of a split head;
+    None where all can."""
+    job, devices = room.job, room.job.cluster.devices
+    tight = min(range(len(devices)), key=lambda rank: devices[rank].memory_bytes)
+    need, has = room.memory.for_one(tight, room.batches), devices[tight].memory_bytes
+    if need <= has:
+        return None
+    rule = (
+        f"needs {in_bytes(need)} on rank {tight} ({devices[tight].name}) for one sample"
+        f"{' and one class' if job.form.members > 1 else ''}, "
+        f"{in_bytes(need - has)} more than its {in_bytes(has)}"
+    )
+    return Fault("strategy", job.strategy.name, rule, _fitting_zero(job))
+
+
+def _class_count(room: Room) -> int:
+    (shards,) = (chunk.shards for chunk in room.cut.chunks if chunk.head)
+    axis = next(iter(shards.values())).axis
+    return room.cut.axes[axis][-1][1]
+
+
+def _no_room_for_head(room: Room, caps: Sequence[int]) -> Fault:
+    job, classes = room.job, _class_count(room)
+    most = most_shared(job.strategy.balance, caps)
+    missing = classes - most
+    each = room.memory.class_bytes(0, room.batches)
+    rule = (
+        f"has {classes} classes, {missing} more than the devices of hardware={job.cluster.name} "
+        f"have memory for ({in_bytes(missing * each)} short)"
+    )
+    remedy = f"use more devices, a smaller train.global_batch, or at most {most} classes"
+    (split,) = (stage.split for stage in job.form.stages if stage.body)
+    return Fault(f"{split.path if split else 'strategy'}.modules", "head", rule, remedy)
+
+
+def _no_room_for_batch(room: Room, most: int) -> Fault:
+    job, batch = room.job, room.job.training.global_batch
+    missing = batch - most
+    sample = room.memory.sample_bytes(0, room.batches)
+    rule = (
+        f"is {missing} samples ({in_bytes(missing * sample)}) more than the memory of "
+        f"hardware={job.cluster.name} holds under strategy={job.strategy.name}"
+    )
+    return Fault("train.global_batch", str(batch), rule, f"use at most {most}, or more ZeRO")
+
+
+def _fitting_zero(job: Staging) -> str:
+    """Return, as a remedy, the least ZeRO of the whole model that fits one sample on every
+    device."""
+    cluster, profile = job.cluster, job.profile
+    for name, zero, offload in (
+        ("zero1", 1, "none"),
+        ("zero2", 2, "none"),
+        ("zero3", 3, "none"),
+        ("zero3_offload", 3, "cpu"),
+    ):
+        node = Replicate("", None, zero, offload, offload)
+        needed = _bytes_for_one(replace(job.strategy, graph=(node,)), job, cluster)
+        if needed is not None and not profile.perhaps_unused:
+            return f"use strategy={name}, which needs {in_bytes(needed)}"
+    return "no ZeRO stage makes it fit: use more devices or a smaller model"
+
+
+def _bytes_for_one(strategy: Strategy, job: Staging, cluster: Cluster) -> float | None:
+    """Return what each device of `cluster` needs for one sample under `strategy`, which copies the
+    whole model; None where it has no such copies, or some device has less."""
+    enough = replace(job.training, global_batch=len(cluster.devices), accumulate=1)
+    form = form_of(strategy, cluster, enough, [])
+    if form is None:
+        return None
+    copied = Staging(strategy, cluster, job.findings, enough, form)
+    order = [Instruction(Kind.FORWARD, 0, 0), Instruction(Kind.BACKWARD, 0, 0)]
+    cut = chunked(copied)
+    memory = RankMemory(copied, cut.chunks, cut.axes, [[order]] * form.copies, frozenset())
+    needed = memory.of(0, 1, 1).total
+    fits = all(needed <= device.memory_bytes for device in cluster.devices)
+    return needed if fits else None

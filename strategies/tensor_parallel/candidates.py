@@ -1,0 +1,283 @@
+"""Which ways a weight could be cut: what the search of `choose.py` has to choose from.
+
+A weight is a parameter that a product, a convolution or a table lookup reads, perhaps through a
+transpose. Its candidates are its output and input dimensions, its experts or its rows; a fused
+weight (several projections in one) is found by looking ahead at what takes its result apart.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from whale_train.strategies.graph.operation_graph import Operation, OperationGraph, Ref, Size
+from whale_train.strategies.layouts.rule_table import RULES
+from whale_train.strategies.layouts.rules.matmul import (
+    addmm,
+    convolution,
+    grouped_mm,
+    linear,
+    matmul,
+    transposed_convolution,
+)
+from whale_train.strategies.layouts.rules.pointwise import pointwise
+from whale_train.strategies.layouts.rules.reductions import cross_entropy, embedding
+from whale_train.strategies.layouts.rules.slicing import LISTS, narrow, part_sizes, unbind
+from whale_train.strategies.layouts.rules.views import (
+    permute,
+    reshape,
+    reverse,
+    select,
+    squeeze,
+    transpose,
+    unsqueeze,
+    viewed,
+)
+from whale_train.strategies.layouts.types import (
+    Shard,
+    Typed,
+    dimension,
+    flat_pieces,
+    product,
+    shard,
+)
+
+_CHAIN = (transpose, reverse, permute)
+_MOST_PIECES = 8  # projections fused into one weight; more are heads or experts, not projections
+_LOOK_AHEAD = 40  # operations; a fused result is taken apart a handful of operations on
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A pattern's name and the cut it means, along an axis of the weight's own."""
+
+    pattern: str
+    layout: Shard
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter with a choice: its path, the operation that first reads it, and its candidates
+    in the order of preference. `follows` is whether that operation sees how its other operand
+    lies, and takes the weight in rows where that is cut; a transpose does not."""
+
+    path: str
+    reader: str
+    candidates: tuple[Candidate, ...]
+    follows: bool
+
+
+def find_weights(
+    graph: OperationGraph, region: set[str], parameters: Mapping[str, str], least: int
+) -> dict[str, Weight]:
+    """The parameters of `region` that a product, convolution or lookup reads there, by path;
+    `least` is the fewest units worth having."""
+    found: dict[str, Weight] = {}
+    for operation in graph:
+        if operation.name not in region:
+            continue
+        for name in _weights_read(graph, operation):
+            root, dims = _through_transposes(graph, name)
+            path = parameters.get(root, "")
+            if not path or path in found or root not in region:
+                continue
+            candidates = _candidates(graph, operation, dims, path, graph[root], least)
+            chained = root != name
+            reader = _first_reader(graph, root, operation.name)
+            if candidates:
+                found[path] = Weight(path, reader, candidates, not chained)
+    return found
+
+
+def cuts_of(
+    graph: OperationGraph, operation: Operation, parameters: Mapping[str, str]
+) -> Iterator[Candidate]:
+    """The candidates of the weights that `operation` reads, be they worth having or not."""
+    for name in _weights_read(graph, operation):
+        root, dims = _through_transposes(graph, name)
+        if root in parameters:
+            yield from _candidates(graph, operation, dims, parameters[root], graph[root], 1)
+
+
+def _weights_read(graph: OperationGraph, operation: Operation) -> tuple[str, ...]:
+    position = _WEIGHT_POSITION.get(RULES.get(operation.target))  # type: ignore[arg-type]
+    if position is None or position >= len(operation.args):
+        return ()
+    argument = operation.args[position]
+    return (argument.name,) if isinstance(argument, Ref) else ()
+
+
+_WEIGHT_POSITION = {
+    linear: 1, addmm: 2, matmul: 1, convolution: 1, transposed_convolution: 1, embedding: 0,
+    grouped_mm: 1,
+}  # fmt: skip
+
+
+def _first_reader(graph: OperationGraph, root: str, reader: str) -> str:
+    users = graph.users[root]
+    return users[0] if users else reader
+
+
+def _through_transposes(graph: OperationGraph, name: str) -> tuple[str, tuple[int, ...]]:
+    """The parameter that `name` is a transpose of, and which of its dimensions each dimension of
+    `name` is."""
+    operation = graph[name]
+    dims = tuple(range(len(operation.shape or ())))
+    while RULES.get(operation.target) in _CHAIN or (
+        operation.target in ("aten.to.dtype", "aten.contiguous.default", "aten.clone.default")
+    ):
+        typed = Typed(operation, {}, graph)
+        rule = RULES[operation.target]
+        rank = len(dims)
+        if rule is transpose:
+            a, b = (dimension(typed.argument(i, i - 1), rank) for i in (1, 2))
+            swapped = {a: b, b: a}
+            inward = tuple(swapped.get(d, d) for d in range(rank))
+        elif rule is reverse:
+            inward = tuple(reversed(range(rank)))
+        elif rule is permute:
+            order = typed.argument(1)
+            assert isinstance(order, tuple)
+            inward = tuple(dimension(x, rank) for x in order)
+        else:
+            inward = tuple(range(rank))
+        dims = tuple(inward[d] for d in dims)
+        operation = graph[operation.inputs[0]]
+    return operation.name, dims
+
+
+def _candidates(
+    graph: OperationGraph,
+    operation: Operation,
+    dims: tuple[int, ...],
+    path: str,
+    parameter: Operation,
+    least: int,
+) -> tuple[Candidate, ...]:
+    """`dims` are the parameter's dimensions as the operation sees them."""
+    rule = RULES[operation.target]
+    shape = parameter.shape or ()
+    listed: list[tuple[str, int, tuple[int, ...]]] = []
+
+    def plain(pattern: str, seen: int) -> None:
+        listed.append((pattern, dims[seen], (shape[dims[seen]].fixed,)))
+
+    def fused(seen: int, result: int) -> None:
+        pattern = "vocabulary" if _feeds_cross_entropy(graph, operation.name) else "column"
+        plain(pattern, seen)
+        extent = shape[dims[seen]].fixed
+        for pieces in parts_of(graph, operation.name, result, extent):
+            listed.append((pattern, dims[seen], pieces))
+
+    rank = len(operation.shape or ())
+    if rule is embedding:
+        plain("vocabulary", 0)
+        plain("column", 1)
+    elif rule in (convolution, transposed_convolution):
+        fused(0 if rule is convolution else 1, 1)
+        plain("row", 1 if rule is convolution else 0)
+    elif rule is grouped_mm:
+        if len(dims) != 3:
+            return ()
+        plain("experts", 0)
+        fused(2, rank - 1)
+        plain("row", 1)
+    else:
+        if len(dims) != 2:
+            return ()
+        out = 0 if rule is linear else 1
+        fused(out, rank - 1)
+        plain("row", 1 - out)
+    found = []
+    for pattern, dim, pieces in listed:
+        if min(pieces) >= least:
+            found.append(Candidate(pattern, shard(dim, path, pieces)))
+    return tuple(dict.fromkeys(found))
+
+
+def parts_of(graph: OperationGraph, name: str, dim: int, extent: int) -> list[tuple[int, ...]]:
+    """The parts into which `name`'s users take its dimension `dim` of `extent`, where they do."""
+    edges = {0, extent}
+    seen: set[tuple[str, int, int]] = set()
+    stack = [(name, dim, 1)]  # a value, its dimension, and how many elements one index of it is
+    while stack and len(seen) < _LOOK_AHEAD:
+        value, at, scale = stack.pop(0)
+        if (value, at, scale) in seen:
+            continue
+        seen.add((value, at, scale))
+        for user in graph.users[value]:
+            operation = graph[user]
+            if operation.inputs[0] != value and RULES.get(operation.target) is not pointwise:
+                continue
+            edges.update(edge * scale for edge in _edges(graph, operation, value, at))
+            onward = _onward(graph, operation, value, at, scale, extent)
+            if onward is not None:
+                stack.append((user, *onward))
+    ordered = sorted(edges)
+    pieces = tuple(b - a for a, b in pairwise(ordered))
+    return [pieces] if 1 < len(pieces) <= _MOST_PIECES else []
+
+
+def _edges(graph: OperationGraph, operation: Operation, value: str, at: int) -> tuple[int, ...]:
+    """Where `operation` cuts dimension `at` of what it takes apart."""
+    typed = Typed(operation, {}, graph)
+    rule, shape = RULES.get(operation.target), graph[value].shape or ()
+    kind = operation.target.removeprefix("aten.")
+    if kind in LISTS:
+        if dimension(typed.argument(2, 0, "dim"), len(shape)) != at:
+            return ()
+        sizes = part_sizes(typed) or []
+        return tuple(sum(sizes[:i]) for i in range(len(sizes)))
+    if rule in (select, unbind, narrow) and dimension(typed.argument(1, 0), len(shape)) == at:
+        if rule is unbind:
+            return tuple(range(shape[at].fixed))
+        start = typed.argument(2, 0)
+        if not isinstance(start, int):
+            return ()
+        start %= max(shape[at].fixed, 1)
+        length = 1 if rule is select else (operation.shape or ())[at].fixed
+        return start, start + length
+    return ()
+
+
+def _onward(
+    graph: OperationGraph, operation: Operation, value: str, at: int, scale: int, extent: int
+) -> tuple[int, int] | None:
+    """The dimension of `operation`'s result that the fused dimension leads to, and its scale."""
+    rule, shape = RULES.get(operation.target), graph[value].shape or ()
+    target = operation.shape or ()
+    probe = Shard(at, "probe", 1, (extent // scale,))
+    if rule is reshape:
+        found = viewed(probe, shape, target)
+        if found is None or found[0].outer != 1:
+            return None
+        length = sum(flat_pieces(found[0]) or ())
+        # Nor any longer than what was fused, where a view moves elements of other dimensions in.
+        fits = target[found[0].dim] == Size(length) and length and extent % length == 0
+        return (found[0].dim, extent // length) if fits else None
+    if rule is pointwise:
+        same = len(shape) == len(target) and shape[at] == target[at]
+        return (at, scale) if same and product(shape) == product(target) else None
+    if rule in (transpose, permute, reverse, squeeze, unsqueeze):
+        typing = RULES[operation.target](Typed(operation, {value: probe}, graph))
+        laid = typing.gives if typing else None
+        return (laid.dim, scale) if isinstance(laid, Shard) else None
+    return None
+
+
+def _feeds_cross_entropy(graph: OperationGraph, name: str) -> bool:
+    """Whether the classes of a loss are what it computes: no other product comes between."""
+    stack, seen = [name], set[str]()
+    while stack and len(seen) < _LOOK_AHEAD:
+        value = stack.pop(0)
+        if value in seen:
+            continue
+        seen.add(value)
+        for user in graph.users[value]:
+            rule = RULES.get(graph[user].target)
+            if rule is cross_entropy:
+                return True
+            if rule in (pointwise, reshape, transpose, permute, narrow) and value in (
+                graph[user].inputs
+            ):
+                stack.append(user)
+    return False

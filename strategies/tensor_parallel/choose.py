@@ -1,0 +1,157 @@
+"""The pattern of every weight: replicate, column, row, vocabulary or experts.
+
+Owns what is asked for and what is answered; `viterbi.py` finds it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from whale_train.errors import Fault, PlanError
+from whale_train.strategies.graph.operation_graph import OperationGraph
+from whale_train.strategies.layouts.propagation import Assignment, Cast, Layout, R, Shard
+from whale_train.strategies.tensor_parallel.region import Region, matches
+from whale_train.strategies.tensor_parallel.state import State
+from whale_train.strategies.tensor_parallel.viterbi import cheapest
+
+PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A region typed with its weights cut.
+
+    `weights` are the parameters that are cut, by canonical path, and buffers that are cut with
+    them (a batch norm's statistics); `axes` the units of every axis they are cut along, to be
+    dealt out to the group's members. `patterns` names each weight's pattern.
+    """
+
+    assignment: Assignment
+    weights: dict[str, Shard]
+    axes: dict[str, int]
+    patterns: dict[str, str]
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The modules whose weights stayed replicated."""
+        left = (path for path, pattern in self.patterns.items() if pattern == "replicate")
+        return tuple(dict.fromkeys(path.rpartition(".")[0] for path in left))
+
+
+def choose_patterns(
+    graph: OperationGraph,
+    region: Sequence[str],
+    *,
+    parameters: Mapping[str, str],
+    held: Mapping[str, int],
+    group_size: int,
+    given: Mapping[str, Layout],
+    wanted: Mapping[str, Layout],
+    by_hand: Sequence[tuple[str, str]] = (),
+    dim: str = "auto",
+    key: str = "strategy.graph.split",
+) -> Sharded:
+    """Lay the operations `region` of `graph` over a group of `group_size` ranks.
+
+    `parameters` maps the region's parameter operations to canonical paths (a tied parameter has
+    one), `held` those paths to their elements. `given` are the layouts of values from outside,
+    `wanted` those in which values are handed on. `by_hand` are (glob over parameter or module
+    paths, pattern), the first that matches wins. `dim` limits the choice: `auto`, `tensor` (no
+    experts), `vocabulary` (tables and output classes only), `experts`; `sequence` is `tensor` with
+    what lies between the products (norms, dropout, residuals) cut by tokens. Raises PlanError, its
+    keys below `key`, for a pattern that cannot be had.
+    """
+    chosen = set(region)
+    asked = Region(
+        graph,
+        tuple(op for op in graph if op.name in chosen),
+        {name: path for name, path in parameters.items() if name in chosen},
+        held,
+        group_size,
+        given,
+        wanted,
+        dim,
+    )
+    return _answer(asked, cheapest(asked, _by_hand(asked, by_hand, key)))
+
+
+def _by_hand(region: Region, by_hand: Sequence[tuple[str, str]], key: str) -> dict[str, str]:
+    """Which weight gets which pattern. Raises PlanError for what cannot be had."""
+    fixed: dict[str, str] = {}
+    faults = []
+    paths = sorted(set(region.parameters.values()))
+    for glob, pattern in by_hand:
+        matched = [p for p in paths if matches(p, glob)]
+        able = [p for p in matched if pattern == "replicate" or _can(region, p, pattern)]
+        for path in able:
+            fixed.setdefault(path, pattern)
+        if pattern not in PATTERNS:
+            rule, remedy = "is not a pattern", f"use one of: {', '.join(PATTERNS)}"
+            faults.append(Fault(f"{key}.patterns.{glob}", pattern, rule, remedy))
+        elif matched and not able:
+            rule = f"cannot be had for {matched[0]}"
+            options = dict.fromkeys(
+                c.pattern for p in matched if p in region.weights
+                for c in region.weights[p].candidates
+            )  # fmt: skip
+            remedy = f"use {' or '.join((*options, 'replicate'))}"
+            faults.append(Fault(f"{key}.patterns.{glob}", pattern, rule, remedy))
+    if faults:
+        raise PlanError(faults)
+    return fixed
+
+
+def _can(region: Region, path: str, pattern: str) -> bool:
+    weight = region.weights.get(path)
+    if weight is None:
+        return False
+    named = any(c.pattern == pattern for c in weight.candidates)
+    return named or (pattern == "row" and weight.follows)
+
+
+def _answer(region: Region, best: State) -> Sharded:
+    """What the best state has laid, read off its records."""
+    records = []
+    record = best.record
+    while record is not None:
+        records.append(record)
+        record = record.before
+    records.reverse()
+    axes = best.axes
+    weights: dict[str, Shard] = {}
+    patterns: dict[str, str] = {}
+    layouts: dict[str, Layout] = {**region.given}
+    casts: list[Cast] = []
+    for each in records:
+        for path, pattern, layout in each.decisions:
+            laid = axes.laid(layout)
+            if isinstance(laid, Shard):
+                weights[path] = laid
+            if pattern:
+                patterns[path] = pattern
+        if each.name:
+            layouts[each.name] = axes.laid(each.layout)
+        casts += [
+            Cast(c.user, c.value, c.kind, axes.laid(c.source), axes.laid(c.target))
+            for c in each.casts
+        ]
+    for operation in region.operations:
+        path = region.parameter_path(operation.name)
+        layouts.setdefault(operation.name, weights.get(path, R) if path else R)
+    assignment = Assignment(
+        layouts,
+        tuple(casts),
+        {each.name: each.becomes for each in records if each.becomes},
+        tuple(each.name for each in records if each.gathered),
+        {
+            operation.name: "shared" if layouts[operation.name] == R else "own"
+            for operation in region.operations
+            if operation.random
+        },
+    )
+    used = {x.axis for x in (*weights.values(), *layouts.values()) if isinstance(x, Shard)}
+    return Sharded(
+        assignment,
+        weights,
+        {axis: units for axis, units in axes.units.items() if axis in used},
+        patterns,
+    )

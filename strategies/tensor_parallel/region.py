@@ -1,0 +1,159 @@
+"""A region whose patterns are searched: what is asked of it, and what is known of its weights."""
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from whale_train.strategies.graph.operation_graph import Operation, OperationGraph
+from whale_train.strategies.layouts.propagation import RULES, Layout, Shard, differentiable
+from whale_train.strategies.layouts.rules.reductions import batch_norm, embedding
+from whale_train.strategies.tensor_parallel.candidates import Candidate, Weight, find_weights
+
+_SMALL = 100  # a weight of less than 1/100 of its block may stay whole without being counted
+
+
+@dataclass(frozen=True)
+class Region:
+    """The operations `operations` of `graph`, in order, to be laid over `group_size` ranks.
+
+    `parameters` maps its parameter operations to canonical paths (a tied parameter has one),
+    `held` those paths to their elements. `given` are the layouts of values from outside, `wanted`
+    those in which values are handed on. `dim` limits the choice as in `split.dim`.
+    """
+
+    graph: OperationGraph
+    operations: tuple[Operation, ...]
+    parameters: Mapping[str, str]
+    held: Mapping[str, int]
+    group_size: int
+    given: Mapping[str, Layout]
+    wanted: Mapping[str, Layout]
+    dim: str
+
+    @cached_property
+    def weights(self) -> dict[str, Weight]:
+        """Those with a choice, by path."""
+        names = {operation.name for operation in self.operations}
+        found = find_weights(self.graph, names, self.parameters, self.group_size)
+        return {path: _limited(weight, self.dim) for path, weight in found.items()}
+
+    @cached_property
+    def gradients(self) -> frozenset[str]:
+        """The values that have one."""
+        return differentiable(self.graph)
+
+    @cached_property
+    def tables(self) -> Set[str]:
+        """The paths of weights that an embedding reads."""
+        readers = {path: self.graph[weight.reader] for path, weight in self.weights.items()}
+        return {path for path, reader in readers.items() if RULES.get(reader.target) is embedding}
+
+    @cached_property
+    def counted(self) -> dict[str, int]:
+        """The elements of each weight that count as left whole."""
+        return _counted_elements(self.weights, self.held)
+
+    @cached_property
+    def weight_of(self) -> dict[str, str]:
+        """The paths of the weights by their names, and by those of their transposes and copies."""
+        found = {name: path for name, path in self.parameters.items() if path in self.weights}
+        for operation in self.graph:
+            if len(operation.inputs) == 1 and operation.inputs[0] in found:
+                found[operation.name] = found[operation.inputs[0]]
+        return found
+
+    @cached_property
+    def made_by_weight(self) -> Set[str]:
+        """Products of a weight with another value."""
+        return {
+            op.name for op in self.operations
+            if len(op.inputs) > 1 and not self.weight_of.keys().isdisjoint(op.inputs)
+        }  # fmt: skip
+
+    @cached_property
+    def statistics(self) -> dict[str, str]:
+        """Buffers that a batch norm updates where they stand, with their paths: cut with its
+        input, never sliced from a whole copy."""
+        buffers = {op.name: op.path for op in self.operations if op.target == "buffer"}
+        return {
+            name: buffers[name]
+            for op in self.operations
+            if RULES.get(op.target) is batch_norm
+            for name in op.inputs
+            if name in buffers
+        }
+
+    @cached_property
+    def last_use(self) -> dict[str, int]:
+        """The position of each value's last reader; of a parameter, that of its last alias'."""
+        by_path: dict[str, int] = {}
+        found: dict[str, int] = {}
+        for position, operation in enumerate(self.operations):
+            for name in operation.inputs:
+                found[name] = position
+                if path := self.parameter_path(name):
+                    by_path[path] = position
+        for name in found:
+            if path := self.parameter_path(name):
+                found[name] = by_path[path]
+        end = len(self.operations)
+        return found | dict.fromkeys(self.wanted, end)
+
+    @cached_property
+    def uses(self) -> dict[str, int]:
+        """How many operations read each parameter, by path."""
+        counts: dict[str, int] = {}
+        for operation in self.operations:
+            for name in operation.inputs:
+                if path := self.parameter_path(name):
+                    counts[path] = counts.get(path, 0) + 1
+        return counts
+
+    def parameter_path(self, name: str) -> str:
+        """The path of a parameter, or of a batch norm's statistics; of another value, empty."""
+        return self.parameters.get(name) or self.statistics.get(name, "")
+
+
+def by_token(operation: Operation) -> Shard | None:
+    """[batch, tokens, width] cut by tokens, along an axis of all values that long."""
+    shape = operation.shape or ()
+    if len(shape) != 3 or not shape[0].per_sample or shape[1].per_sample or shape[1].fixed < 2:
+        return None
+    return Shard(1, f"sequence.{shape[1].fixed}", 1, (shape[1].fixed,))
+
+
+def matches(path: str, glob: str) -> bool:
+    return fnmatchcase(path, glob) or fnmatchcase(path.rpartition(".")[0], glob)
+
+
+def _limited(weight: Weight, dim: str) -> Weight:
+    """With the candidates that `dim` leaves."""
+    if dim == "auto":
+        return weight
+    allowed: Callable[[Candidate], bool] = {
+        "tensor": lambda c: c.pattern != "experts",
+        "sequence": lambda c: c.pattern != "experts",
+        "vocabulary": lambda c: c.pattern == "vocabulary",
+        "experts": lambda c: c.pattern == "experts",
+    }[dim]
+    kept = tuple(c for c in weight.candidates if allowed(c))
+    return replace(
+        weight, candidates=kept, follows=weight.follows and dim in ("tensor", "sequence")
+    )
+
+
+def _counted_elements(weights: Mapping[str, Weight], held: Mapping[str, int]) -> dict[str, int]:
+    """The elements of each weight that count as left whole: all, but of weights that are small
+    beside the others of their block (the module path up to its first number)."""
+    blocks: dict[str, int] = {}
+    for path in weights:
+        blocks[block_of_parameter(path)] = blocks.get(block_of_parameter(path), 0) + held[path]
+    return {p: held[p] if held[p] * _SMALL >= blocks[block_of_parameter(p)] else 0 for p in weights}
+
+
+def block_of_parameter(path: str) -> str:
+    """The module path of its block: up to the first number, empty where there is none."""
+    parts = path.split(".")
+    numbered = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbered[0] + 1]) if numbered else ""

@@ -1,0 +1,83 @@
+"""States of the search for patterns: one way each to have laid everything so far, and its cost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from whale_train.strategies.layouts.propagation import Axes, Cast, Layout, Owned, Shard
+
+# Elements of weights left whole, bytes moved, collectives: compared in this order.
+Cost = tuple[int, float, int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one operation added to a state, and the record before it."""
+
+    before: "Record | None"
+    name: str
+    layout: Layout
+    casts: tuple[Cast, ...]
+    becomes: str
+    gathered: bool
+    decisions: tuple[tuple[str, str, Layout], ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """One way to have laid everything so far. `layouts` are of values still to be read that are
+    not R; `decided` of parameters still to be read; `made` the casts of such values, which need
+    not be made again."""
+
+    layouts: Mapping[str, Layout]
+    decided: Mapping[str, Layout]
+    made: Mapping[str, tuple[Layout, ...]]
+    axes: Axes
+    cost: Cost
+    record: Record | None
+
+
+def moved(cast: Cast, size: float, gradient: bool, reduced: bool) -> tuple[float, int]:
+    """Bytes that a cast moves per rank, forward and backward, and how many collectives it is.
+    `size` is what a gather moves; an all-reduce moves it twice."""
+    back = 1.0 if gradient else 0.0
+    match cast.kind:
+        case "enter":
+            return 2 * size, 1
+        case "reduce":
+            return 2 * size, 1
+        case "reduce_enter":
+            return (2 if reduced else 4) * size, 1 if reduced else 2
+        case "gather":
+            return size, 1
+        case "slice" | "reduce_slice":
+            return back * size, int(gradient)
+        case "gather_enter" | "reduce_scatter" | "reshard":
+            return (1 + back) * size, 2
+        case "once":
+            return 0.0, 0
+    raise AssertionError(cast.kind)
+
+
+def signature(state: State) -> Any:
+    """What decides a state's future: all layouts to come, with axes named by order of
+    appearance, and their units."""
+    names: dict[str, int] = {}
+
+    def of(layout: Layout) -> Any:
+        laid = state.axes.laid(layout)
+        if not isinstance(laid, Shard | Owned):
+            return laid
+        number = names.setdefault(laid.axis, len(names))
+        return replace(laid, axis=str(number)), state.axes.units.get(laid.axis)
+
+    return (
+        tuple((name, of(state.layouts[name])) for name in sorted(state.layouts)),
+        tuple((path, of(state.decided[path])) for path in sorted(state.decided)),
+        tuple((name, tuple(of(x) for x in state.made[name])) for name in sorted(state.made)),
+    )
+
+
+def plus(cost: Cost, left_whole: int, sent: float, casts: int) -> Cost:
+    """`cost` and so much more."""
+    return cost[0] + left_whole, cost[1] + sent, cost[2] + casts

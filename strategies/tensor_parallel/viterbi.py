@@ -1,0 +1,341 @@
+"""The search for patterns: a walk over a region with the ways to lay what it has passed.
+
+The region is walked in order with a set of states, each a way to have laid everything so far. At
+a weight with a choice every state branches; states that agree on all that is still to be read
+are one, and only the cheapest is kept (Viterbi). Cheapest means: the smallest part of the weights
+left whole, then the fewest bytes moved forward and backward, then the fewest collectives. After
+Whale's sharding patterns (USENIX ATC 2022) and TAP's cost (arXiv 2302.00247).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from whale_train.strategies.graph.operation_graph import Operation
+from whale_train.strategies.layouts.propagation import (
+    Axes,
+    Cast,
+    Layout,
+    P,
+    PartialSum,
+    R,
+    Shard,
+    Typing,
+    cast_kind,
+    casts_of,
+    typing_of,
+    whole,
+    written_value,
+)
+from whale_train.strategies.layouts.types import elements
+from whale_train.strategies.tensor_parallel.candidates import Candidate, Weight
+from whale_train.strategies.tensor_parallel.region import Region, by_token
+from whale_train.strategies.tensor_parallel.state import Cost, Record, State, moved, plus, signature
+
+_BEAM = 64  # states kept; blocks of the models at hand need fewer than half of them
+_SAMPLES = 8  # for which bytes are counted: a nominal micro-batch
+_BYTES = 4  # of an element; all patterns move the same dtype, so only ratios matter
+
+
+def cheapest(region: Region, fixed: Mapping[str, str]) -> State:
+    """The cheapest state at the end of `region`. `fixed` are patterns given by hand, by path."""
+    return _Search(region, fixed).run()
+
+
+class _Search:
+    def __init__(self, region: Region, fixed: Mapping[str, str]) -> None:
+        self.region, self.fixed = region, fixed
+        self._by_tokens = region.dim == "sequence"
+
+    def run(self) -> State:
+        first = {name: x for name, x in self.region.given.items() if x != R}
+        states = [State(first, {}, {}, Axes(least=self.region.group_size), (0, 0.0, 0), None)]
+        for position, operation in enumerate(self.region.operations):
+            if operation.target in ("input", "parameter", "buffer", "output"):
+                continue
+            if operation.name in self.region.given:
+                continue
+            followed: list[State] = []
+            for state in states:
+                followed += self.step(state, operation)
+            assert followed, operation
+            states = self.merged([self.forgetting(s, operation, position) for s in followed])
+        return min((self.handed_on(state) for state in states), key=lambda s: s.cost)
+
+    def step(self, state: State, operation: Operation) -> Iterator[State]:
+        """The states after `operation`: one for every choice it leaves."""
+        known = {name: self.layout(state, name) for name in operation.inputs}
+        open_weights = [
+            name for name in operation.inputs
+            if (path := self.region.parameters.get(name)) in self.region.weights
+            and path not in state.decided
+        ]  # fmt: skip
+        if not open_weights:
+            if all(name not in state.layouts and known[name] == R for name in known):
+                yield state
+                return
+            yield from self.typed(state, operation, known, ())
+            return
+        name = open_weights[0]
+        weight = self.region.weights[self.region.parameters[name]]
+        for other in open_weights[1:]:  # one choice an operation: what else it reads stays whole
+            state = self.left_whole(state, self.region.parameters[other])
+        yield from self.decisions(state, operation, known, name, weight)
+
+    def left_whole(self, state: State, path: str) -> State:
+        decided = ((path, "replicate", R),)
+        record = Record(state.record, "", R, (), "", False, decided)
+        cost = plus(state.cost, self.region.counted.get(path, 0), 0.0, 0)
+        return replace(state, decided={**state.decided, path: R}, cost=cost, record=record)
+
+    def decisions(
+        self, state: State, operation: Operation, known: dict[str, Layout], name: str,
+        weight: Weight,
+    ) -> Iterator[State]:  # fmt: skip
+        """Every pattern the weight read as `name` may have here."""
+        fixed, path = self.fixed.get(weight.path), weight.path
+        made = 0
+        for candidate in weight.candidates:
+            if fixed not in (None, candidate.pattern) or (fixed is None and self.shuns(candidate)):
+                continue
+            axes = state.axes.added(candidate.layout)
+            if axes is None:
+                continue
+            cut = replace(state, axes=axes)
+            decided = ((path, candidate.pattern, candidate.layout),)
+            laid = {**known, name: candidate.layout}
+            for result in self.typed(cut, operation, laid, decided, keep_cut=True):
+                made += 1
+                yield result
+        if weight.follows and fixed in (None, "row"):
+            typing = typing_of(self.region.graph, operation, known, self.region.gradients)
+            wish = typing.wants.get(name) if typing else None
+            if typing and isinstance(wish, Shard):
+                decided = ((path, "row", wish),)
+                laid = {**known, name: wish}
+                for result in self.typed(state, operation, laid, decided, keep_cut=True):
+                    made += 1
+                    yield result
+        if fixed in (None, "replicate") or not made:
+            stays = ((path, "replicate", R),)
+            left = replace(state, cost=plus(state.cost, self.region.counted.get(path, 0), 0.0, 0))
+            typing = typing_of(self.region.graph, operation, known, self.region.gradients)
+            if typing and not isinstance(typing.wants.get(name), Shard):
+                yield from self.typed(left, operation, known, stays)
+            else:
+                yield from self.applied(left, operation, known, whole(known), stays, True)
+
+    def shuns(self, candidate: Candidate) -> bool:
+        """A table of any size is cut by rows: by columns a gather would do where rows need an
+        all-reduce, but sums of tables (words and positions) share that one, and so do heads that
+        are tied to them. And rows of a weight follow the input; an input is not cut for them."""
+        path = candidate.layout.axis
+        if candidate.pattern == "row":
+            return self.region.weights[path].follows
+        return (
+            candidate.pattern == "column"
+            and path in self.region.tables
+            and bool(self.region.counted[path])
+        )
+
+    def typed(
+        self, state: State, operation: Operation, known: dict[str, Layout],
+        decided: tuple[tuple[str, str, Layout], ...], keep_cut: bool = False,
+    ) -> Iterator[State]:  # fmt: skip
+        """As the rule says; and with whole tensors where there is no rule, where it would have
+        values cut that a gradient comes back to, or right after a weight's product. A weight that
+        is cut for this very operation is not gathered for it."""
+        typing = typing_of(self.region.graph, operation, known, self.region.gradients)
+        found = 0
+        if self._by_tokens and (typing is None or R in typing.wants.values()):
+            sequenced = self.scattered(state, operation, known)
+            if sequenced is not None:
+                yield from self.applied(*sequenced, decided, False)
+                return
+        if typing is not None:
+            for result in self.applied(state, operation, known, typing, decided, False):
+                found += 1
+                yield result
+        moves = typing is not None and any(
+            isinstance(wish, Shard) and known[name] != wish and name in self.region.gradients
+            and name not in self.region.weight_of
+            for name, wish in typing.wants.items()
+        )  # fmt: skip
+        moves = moves or any(isinstance(x, Shard) and name in self.region.made_by_weight
+                             for name, x in known.items())  # fmt: skip
+        if (not found and not keep_cut) or (found and moves):
+            yield from self.applied(state, operation, known, whole(known), decided, typing is None)
+
+    def scattered(
+        self, state: State, operation: Operation, known: Mapping[str, Layout]
+    ) -> tuple[State, Operation, Mapping[str, Layout], Typing] | None:
+        """`operation` done on shards of the sequence, where it would need sums of values
+        [batch, tokens, width]: those are scattered as they are summed."""
+        sums = {
+            name: by_token(self.region.graph[name]) for name, x in known.items()
+            if isinstance(x, PartialSum)
+        }  # fmt: skip
+        shards = {name: x for name, x in sums.items() if x is not None}
+        if not sums or len(shards) < len(sums):
+            return None
+        axes = state.axes
+        for laid in shards.values():
+            extended = axes if laid.axis in axes.units else axes.added(laid)
+            if extended is None:
+                return None
+            axes = extended
+        typing = typing_of(self.region.graph, operation, {**known, **shards}, self.region.gradients)
+        if typing is None or not isinstance(typing.gives, Shard):
+            return None
+        wants = {**shards, **typing.wants}
+        return replace(state, axes=axes), operation, known, replace(typing, wants=wants)
+
+    def applied(
+        self, state: State, operation: Operation, known: Mapping[str, Layout], typing: Typing,
+        decided: tuple[tuple[str, str, Layout], ...], gathered: bool,
+    ) -> Iterator[State]:  # fmt: skip
+        """The state after `operation` is typed so; none where an axis would be too coarse."""
+        axes = state.axes.after(typing)
+        if axes is None or self.loses_updates(state, typing, known):
+            return
+        absorbed = [
+            (path, "", axes.laid(wish))
+            for name, wish in typing.wants.items()
+            if isinstance(wish, Shard) and (path := self.absorbable(state, name, known[name]))
+        ]
+        taken = {path for path, _, _ in absorbed}
+        wants = {
+            name: wish for name, wish in typing.wants.items()
+            if self.region.parameter_path(name) not in taken
+        }  # fmt: skip
+        casts = self.casts(state, operation.name, wants, known, axes)
+        cost, made = self.paid(state, casts)
+        if typing.becomes == "split_cross_entropy":  # maxima, sums and labels' logits of all rows
+            rows = (self.region.graph[operation.inputs[0]].shape or ())[:1]
+            sent = 3 * 2 * self.ring * elements(rows, _SAMPLES) * _BYTES
+            cost = plus(cost, 0, sent, 3)
+        gives = axes.laid(typing.gives)
+        layouts = dict(state.layouts)
+        changed = written_value(operation)
+        for name in (operation.name, changed) if changed else (operation.name,):
+            layouts.pop(name, None)
+            if gives != R:
+                layouts[name] = gives
+        if changed in made:
+            made = {name: casts for name, casts in made.items() if name != changed}
+        every = (*decided, *absorbed)
+        settled = {**state.decided, **{path: layout for path, _, layout in every}}
+        cut_before = any(isinstance(x, Shard) for x in known.values())
+        record = Record(
+            state.record, operation.name, gives, casts, typing.becomes, gathered and cut_before,
+            every,
+        )  # fmt: skip
+        yield State(layouts, settled, made, axes, cost, record)
+
+    def casts(
+        self, state: State, user: str, wants: Mapping[str, Layout], known: Mapping[str, Layout],
+        axes: Axes,
+    ) -> tuple[Cast, ...]:  # fmt: skip
+        """The casts on the way into `user`. A sum once taken is there for all who come later, as
+        if the value had been whole, or scattered, from the start."""
+        found = []
+        there = {c.value: c for c in casts_of(user, wants, known, self.region.gradients, axes)}
+        for name, laid in known.items():
+            cast = there.get(name)
+            if isinstance(state.layouts.get(name), PartialSum) and not isinstance(laid, PartialSum):
+                target = cast.target if cast else laid
+                if isinstance(target, PartialSum):
+                    continue  # which is what it still is
+                kind = "reduce_slice" if cast and cast.kind == "slice" else cast_kind(P, target)
+                cast = Cast(user, name, kind, P, target)
+            if cast is not None:
+                found.append(cast)
+        return tuple(found)
+
+    def layout(self, state: State, name: str) -> Layout:
+        path = self.region.parameter_path(name)
+        found = state.decided.get(path, R) if path else state.layouts.get(name, R)
+        if isinstance(found, PartialSum):
+            made = state.made.get(name, ())
+            if R in made:
+                return R
+            found = next((x for x in made if isinstance(x, Shard)), found)
+        return state.axes.laid(found)
+
+    def absorbable(self, state: State, name: str, known: Layout) -> str:
+        """The path of a parameter that may be held as its one user wants it (a bias, a norm
+        inside a sharded region), or of a buffer that is updated where it stands."""
+        path = self.region.parameter_path(name)
+        free = path and path not in state.decided and path not in self.region.weights
+        alone = self.region.uses.get(path) == 1
+        by_hand = self.fixed.get(path) == "replicate"
+        return path if free and alone and known == R and not by_hand else ""
+
+    def loses_updates(self, state: State, typing: Typing, known: Mapping[str, Layout]) -> bool:
+        """Whether statistics would be updated in a slice or a gathered copy of the buffer."""
+        return any(
+            wish != known[name] and not self.absorbable(state, name, known[name])
+            for name, wish in typing.wants.items()
+            if name in self.region.statistics
+        )
+
+    # --- What a state costs, and which are one ---
+
+    @property
+    def ring(self) -> float:
+        """What a gather moves of its result, per rank: (n-1)/n."""
+        return (self.region.group_size - 1) / self.region.group_size
+
+    def paid(
+        self, state: State, casts: tuple[Cast, ...]
+    ) -> tuple[Cost, Mapping[str, tuple[Layout, ...]]]:
+        """The cost after `casts`, none of which is made twice of one value."""
+        cost, made = state.cost, state.made
+        for cast in casts:
+            there = made.get(cast.value, ())
+            if cast.target in there:
+                continue
+            operation = self.region.graph[cast.value]
+            if isinstance(cast.source, Shard) and cast.kind.startswith("gather"):
+                path = self.region.weight_of.get(cast.value, "")
+                cost = plus(cost, self.region.counted.get(path, 0), 0.0, 0)
+            size = elements(operation.shape or (), _SAMPLES) * _BYTES * self.ring
+            sent, count = moved(cast, size, cast.value in self.region.gradients, R in there)
+            cost = plus(cost, 0, sent, count)
+            added = (cast.target,) if cast.kind != "reduce_enter" else (cast.target, R)
+            made = {**made, cast.value: (*there, *added)}
+        return cost, made
+
+    def forgetting(self, state: State, operation: Operation, position: int) -> State:
+        """Without the values that nobody reads any more."""
+        gone = [
+            name for name in (*operation.inputs, operation.name)
+            if self.region.last_use.get(name, -1) <= position
+        ]  # fmt: skip
+        paths = {p for n in gone if (p := self.region.parameter_path(n))}
+        if not any(name in state.layouts or name in state.made for name in gone) and not paths:
+            return state
+        return replace(
+            state,
+            layouts={n: x for n, x in state.layouts.items() if n not in gone},
+            made={n: x for n, x in state.made.items() if n not in gone},
+            decided={p: x for p, x in state.decided.items() if p not in paths},
+        )
+
+    def merged(self, states: list[State]) -> list[State]:
+        """The cheapest of those that agree on all that is still to be read."""
+        if len(states) == 1:
+            return states
+        best: dict[Any, State] = {}
+        for state in states:
+            key = signature(state)
+            if key not in best or state.cost < best[key].cost:
+                best[key] = state
+        return sorted(best.values(), key=lambda state: state.cost)[:_BEAM]
+
+    def handed_on(self, state: State) -> State:
+        known = {name: self.layout(state, name) for name in self.region.wanted}
+        casts = self.casts(state, "", self.region.wanted, known, state.axes)
+        cost, made = self.paid(state, casts)
+        record = Record(state.record, "", R, casts, "", False, ())
+        return replace(state, cost=cost, made=made, record=record)
