@@ -64,6 +64,7 @@ def decide(
     """Return `strategy`, resolved: cut at the places `cut`, or balanced; `moving` the ends of its
     stages to where its step is shortest. Raises PlanError with all faults of a stage."""
     job, decisions = _staging(strategy, cluster, findings, training), list[Decision]()
+    _refuse_pieces(job, _asked_micro_batches(job))
     first = chunked(job, cut or None)
     priced = ChunkTimes(job, first.chunks, first.axes, frozenset(_told_to_recompute(job)))
     micro_batches = count_micro_batches(job, priced, decisions)
@@ -180,8 +181,10 @@ def _staging(
     if profile.graph is None and not job.as_is:
         rule = f"needs the model's graph, and {profile.name} cannot be exported"
         remedy = "use strategy=dp or a zero strategy, which run the model as it is"
-        path = strategy.graph[0].path
-        faults.append(Fault(path, "", f"{rule} ({profile.export_error})", remedy))
+        key, value = strategy.graph[0].path, ""
+        for split in (stage.split for stage in form.stages if stage.body and stage.split):
+            key, value = f"{split.path}.modules", ", ".join(split.modules)
+        faults.append(Fault(key, value, f"{rule} ({profile.export_error})", remedy))
     if job.zero and profile.perhaps_unused:
         rule = (
             "needs to know which parameters get no gradient, and whether "
@@ -227,6 +230,12 @@ def _refuse_pieces(job: Staging, micro_batches: int) -> None:
         refuse_learned_targets(profile, path, "", "use one copy, or strategy=dp", faults)
     if faults:
         raise PlanError(faults)
+
+
+def _asked_micro_batches(job: Staging) -> int:
+    """Return how many micro-batches of a copy the request asks for; 1 where it leaves that open."""
+    pipeline = job.form.pipeline
+    return job.training.accumulate if pipeline is None else pipeline.micro_batches or 1
 
 
 def _told_to_recompute(job: Staging) -> set[int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import gcd, lcm
 
+_SAME = 1.05  # times a fixed part is another one that is as long, as far as predictions tell
 _ROUNDS = 3  # in which shares settle: a step's fixed part is small beside what grows with samples
 
 
@@ -73,10 +74,14 @@ def _line(time: Callable[[int], float], samples: int) -> tuple[float, float]:
 
 def _ending_together(total: int, lines: Sequence[tuple[float, float]]) -> list[float]:
     """Return the shares, not whole, of members that take (fixed, each) seconds, all of which end
-    when the last does; next to nothing for one whose fixed part alone is longer."""
+    when the last does; next to nothing for one whose fixed part alone is longer. Fixed parts that
+    differ by less than a prediction's error are equal."""
+    fixed = [start for start, _ in lines]
+    if max(fixed) <= _SAME * min(fixed):
+        return [1 / each for _, each in lines]
     rate = sum(1 / each for _, each in lines)
-    end = (total + sum(fixed / each for fixed, each in lines)) / rate
-    return [max((end - fixed) / each, 1e-6) for fixed, each in lines]
+    end = (total + sum(start / each for start, each in lines)) / rate
+    return [max((end - start) / each, 1e-6) for start, each in lines]
 
 
 def most_shared(balance: str, caps: Sequence[int]) -> int:
