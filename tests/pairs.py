@@ -1,7 +1,8 @@
 """Chooses the cases of a product, and the examples of a property, that a run of the tests takes.
 
-All of them, where WHALE_TRAIN_FULL is in the environment (`make test-all`). Else so many that
-every value, and every pair of values of two axes, occurs in one of the cases.
+All of them, where WHALE_TRAIN_FULL is in the environment (`make test-all`). Else so many that all
+the test wants shown occurs in one of the cases: every pair of values of two axes, as a rule; where
+one axis alone is long (models under strategies), every value with every kind of the other's.
 """
 
 import os

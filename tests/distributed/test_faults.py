@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.pairs import IS_FULL
 
-# More with WHALE_TRAIN_FAULTS=20: the promise is any rank, any step, every time.
-REPEATS = int(os.environ.get("WHALE_TRAIN_FAULTS", "3"))
+# The promise is any rank, any step, every time.
+REPEATS = 20 if IS_FULL else 3
 STRATEGIES = ("dp", "zero1", "hybrid_split_dp", "zero3")
 START_DEADLINE_S = 120.0
 END_DEADLINE_S = 10.0
