@@ -26,7 +26,9 @@ from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.comms.process_groups import make_channels, make_groups
 from whale_train.runtime.process import rank_main as worker
 from whale_train.runtime.process.rank_context import Seat
-from whale_train.runtime.train.loop import Batches, Loop, Metrics
+from whale_train.runtime.train.batches import Batches
+from whale_train.runtime.train.loop import Loop
+from whale_train.runtime.train.metrics import Metrics
 from whale_train.runtime.train.timeline import Trace
 from whale_train.strategies.plan.plan import Plan
 

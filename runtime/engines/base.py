@@ -5,7 +5,7 @@ DeepSpeed engine (`runtime/engines/deepspeed.py`; docs/adr/003). Where they aver
 their copies, a loss is scaled by the number of copies first; `backward` hides that. Where a step
 has several backwards, a gradient is summed over the copies once, when it is final
 (`runtime/engines/grad_reduce.py`). The global gradient norm spans the engines of a job, so an
-update is a matter of all of a rank's engines at once (`runtime/train/optimizer_step.py`).
+update is a matter of all of a rank's engines at once (`runtime/train/loop.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

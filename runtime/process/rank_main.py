@@ -38,7 +38,9 @@ from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
 from whale_train.runtime.process.fork_server import num_threads
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.runtime.process.shared_init import build_shared, let_go
-from whale_train.runtime.train.loop import Batches, Metrics, peak_memory_bytes, train
+from whale_train.runtime.train.batches import Batches
+from whale_train.runtime.train.loop import train
+from whale_train.runtime.train.metrics import Metrics, peak_memory_bytes
 from whale_train.runtime.train.recorder import verify
 from whale_train.runtime.train.step_programs import Program
 from whale_train.runtime.train.timeline import Trace, merge

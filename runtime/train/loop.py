@@ -1,143 +1,27 @@
-"""The training loop: batches, steps, learning rate, evaluation, metrics."""
+"""The training loop: steps, their updates, learning rate, evaluation."""
 
-import json
 import math
-import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from whale_train.config import Request
-from whale_train.data.dataset import Dataset
-from whale_train.data.order import evaluation_batches, step_indices
-from whale_train.runtime.train.evaluation import HeldBack
+from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.engines.ddp import TorchEngine
+from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
+from whale_train.runtime.train.batches import Batches
 from whale_train.runtime.train.grad_scaler import START, LossScale
 from whale_train.runtime.train.lr_schedule import learning_rate
-from whale_train.runtime.train.optimizer_step import update
-from whale_train.runtime.train.step_programs import PendingLoss, Program
+from whale_train.runtime.train.metrics import Metrics, Step
+from whale_train.runtime.train.step_programs import Program
 from whale_train.runtime.train.timeline import Trace, span
 from whale_train.strategies.plan.plan import Plan
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What is known of a step when it ends, its loss perhaps still on its way."""
-
-    number: int
-    loss: PendingLoss
-    grad_norm: Tensor | None
-    lr: float
-    seconds: float
-    evaluation: dict[str, float]
-    loss_scale: float | None = None
-
-
-@dataclass(frozen=True)
-class _HeldBack:
-    """Held-back samples whose batches are read each time they are iterated over."""
-
-    samples: int
-    read: Callable[[], Iterator[tuple[float, list[dict[str, Tensor]]]]]
-
-    def __iter__(self) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
-        return self.read()
-
-
-class Batches:
-    """This rank's micro-batches of every global batch, read when asked for."""
-
-    def __init__(
-        self, request: Request, plan: Plan, dataset: Dataset, rank: int, device: torch.device
-    ) -> None:
-        self._request, self._plan, self._dataset = request, plan, dataset
-        self._device = device
-        self._mine = [slice(*interval) for interval in plan.ranks[rank].samples]
-        self._names = {field.name for field in dataset.fields}
-
-    def training(self, step: int) -> list[dict[str, Tensor]]:
-        seed, shuffle = self._request.seed, self._request.data.shuffle
-        total, batch = self._dataset.num_samples, self._plan.global_batch
-        indices = step_indices(total, batch, step, seed, shuffle)
-        return [self._tensors(self._dataset.samples(indices[mine])) for mine in self._mine]
-
-    def evaluation(self) -> HeldBack:
-        """The first held-back samples, as many as were asked for and exist."""
-        wanted = min(self._request.train.evaluation_samples, self._dataset.num_evaluation_samples)
-        return _HeldBack(wanted, partial(self._evaluated, wanted))
-
-    def _evaluated(self, samples: int) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
-        for weight, indices in evaluation_batches(samples, self._plan.global_batch):
-            parts = (self._dataset.evaluation_samples(indices[mine]) for mine in self._mine)
-            yield weight, [self._tensors(part) for part in parts]
-
-    def tokens(self, batches: Sequence[dict[str, Tensor]]) -> int:
-        """Tokens of a global batch, known from this rank's part of it; its samples where a
-        sample is no sequence of token numbers."""
-        ids = batches[0].get("input_ids") if batches else None
-        per_sample = ids[0].numel() if ids is not None and len(ids) else 1
-        return self._plan.global_batch * per_sample
-
-    def _tensors(self, arrays: dict[str, Any]) -> dict[str, Tensor]:
-        return {
-            name: torch.from_numpy(array).to(self._device, non_blocking=True)
-            for name, array in arrays.items()
-            if name in self._names
-        }
-
-
-class Metrics:
-    """`metrics.jsonl`, and TensorBoard beside it: written by rank 0, a line a step."""
-
-    def __init__(self, run_dir: Path, tensorboard: bool, device: torch.device) -> None:
-        self._file: IO[str] = (run_dir / "metrics.jsonl").open("a", buffering=1)
-        self._device = device
-        self._board = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def write(self, step: _Step, samples: int, tokens: int) -> float:
-        """Write a step's line, waiting for its loss, which is returned."""
-        loss = step.loss.item()
-        norm = None if step.grad_norm is None else float(step.grad_norm)
-        line: dict[str, Any] = {
-            "step": step.number,
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": step.lr,
-            **({} if step.loss_scale is None else {"loss_scale": step.loss_scale}),
-            "samples": samples,
-            "tokens": tokens,
-            "step_time_s": step.seconds,
-            "samples_per_s": samples / step.seconds,
-            "peak_memory_bytes": peak_memory_bytes(self._device),
-            **step.evaluation,
-        }
-        # JSON has no NaN: a loss that is no number is null.
-        finite = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
-        }
-        self._file.write(json.dumps(finite) + "\n")
-        if self._board is not None:
-            for name in ("loss", "grad_norm", "lr", "samples_per_s", *step.evaluation):
-                if line[name] is not None:
-                    self._board.add_scalar(f"train/{name}", line[name], step.number)
-        return loss
-
-    def close(self) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
 
 
 class Loop:
@@ -157,7 +41,7 @@ class Loop:
         self._trace = program.trace = trace
         self._request, self._plan, self._program = request, plan, program
         self._batches, self._metrics = batches, metrics
-        self._pending: tuple[_Step, int] | None = None
+        self._pending: tuple[Step, int] | None = None
         self._sum_over_job = _sum_over_job if plan.rewrite is not None else None
         self._loss_scale: LossScale | None = None
         if plan.precision == "fp16":
@@ -192,7 +76,7 @@ class Loop:
         evaluation = {}
         if options.evaluate_every and (number + 1) % options.evaluate_every == 0:
             evaluation = evaluate(program, batches)
-        step = _Step(number + 1, loss, norm, lr, seconds, evaluation, scale)
+        step = Step(number + 1, loss, norm, lr, seconds, evaluation, scale)
         self._pending = (step, batches.tokens(batch))
         return seconds
 
@@ -250,8 +134,63 @@ def evaluate(program: Program, batches: Batches) -> dict[str, float]:
     return found
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Of this rank so far: allocated on its GPU, or resident in its process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def update(
+    engines: Sequence[Engine],
+    clip: float,
+    measure: bool,
+    sum_over_job: Callable[[Tensor], Tensor] | None,
+    loss_scale: float | None = None,
+) -> Tensor | None:
+    """One optimizer step of all of a rank's engines; the global L2 norm of the gradients before
+    clipping (None unless `measure` or `clip` or a loss scale asks for it).
+
+    With a `loss_scale`, by which the gradients were multiplied, a step whose gradients are not
+    finite is skipped; the norm is the same number on every rank, so they all do. Norms are
+    without it.
+
+    `sum_over_job` adds a scalar over all ranks whose engines hold different parameters; None where
+    every rank's engines hold, among their copies, all there are.
+    """
+
+    def counts(engine: Engine) -> bool:
+        return sum_over_job is None or engine.counts_norm
+
+    plain = [engine for engine in engines if isinstance(engine, TorchEngine)]
+    partitioned = [engine for engine in engines if isinstance(engine, DeepSpeedEngine)]
+    assert len(plain) + len(partitioned) == len(engines)
+    assert len(partitioned) <= 1, "each DeepSpeed step wants the whole norm before the next"
+    for engine in engines:
+        engine.loss_scale = loss_scale or 1.0
+    if not (measure or clip or loss_scale):
+        for engine in partitioned:
+            engine.step(None)
+        for plain_engine in plain:
+            plain_engine.step(None, 0.0)
+        return None
+    counted = [engine.squared_norm() for engine in plain if counts(engine)]
+    squared = torch.stack(counted).sum() if counted else None
+    total: list[Tensor] = []
+
+    def global_squared(own: Tensor | None, is_counted: bool) -> Tensor:
+        parts = [x for x in (squared, own if is_counted else None) if x is not None]
+        anything = own if own is not None else squared
+        mine = torch.stack(parts).sum() if parts else torch.zeros_like(_given(anything, engines))
+        total.append(mine if sum_over_job is None else sum_over_job(mine))
+        return total[0]
+
+    for engine in partitioned:
+        engine.step(lambda own, e=engine: global_squared(own, counts(e)))  # type: ignore[misc]
+    if not partitioned:
+        global_squared(None, False)
+    norm = total[0].sqrt() / (loss_scale or 1.0)
+    skips = loss_scale is not None and not bool(norm.isfinite())
+    for plain_engine in plain:
+        plain_engine.step(norm, clip, skips)
+    return norm
+
+
+def _given(value: Tensor | None, engines: Iterable[Engine]) -> Tensor:
+    if value is not None:
+        return value
+    device = next((p.device for e in engines for p in e.module.parameters()), torch.device("cpu"))
+    return torch.zeros((), device=device)

@@ -26,9 +26,11 @@ from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.graph.shard_graph import Segment
 from whale_train.runtime.pipeline.chunk import Batch
+from whale_train.runtime.train.batches import Batches
 from whale_train.runtime.train.evaluation import Evaluation, HeldBack
-from whale_train.runtime.train.loop import Batches, Loop, Metrics
+from whale_train.runtime.train.loop import Loop
 from whale_train.runtime.train.lr_schedule import learning_rate
+from whale_train.runtime.train.metrics import Metrics
 from whale_train.runtime.train.step_programs import PendingLoss, Program
 from whale_train.runtime.train.timeline import Trace
 from whale_train.strategies.plan.plan import Plan

@@ -26,7 +26,7 @@ from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup
 from whale_train.runtime.engines.base import Copies
 from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.engines.optimizers import make_optimizer
-from whale_train.runtime.train.optimizer_step import update
+from whale_train.runtime.train.loop import update
 
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "zero2_offload", "hybrid_split_dp")
 FP16 = ("train.precision=fp16",)

@@ -1,0 +1,79 @@
+"""What rank 0 writes of every step: `metrics.jsonl`, TensorBoard, and the run's memory."""
+
+import json
+import math
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from whale_train.runtime.train.step_programs import PendingLoss
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of a step when it ends, its loss perhaps still on its way."""
+
+    number: int
+    loss: PendingLoss
+    grad_norm: Tensor | None
+    lr: float
+    seconds: float
+    evaluation: dict[str, float]
+    loss_scale: float | None = None
+
+
+class Metrics:
+    """`metrics.jsonl`, and TensorBoard beside it: written by rank 0, a line a step."""
+
+    def __init__(self, run_dir: Path, tensorboard: bool, device: torch.device) -> None:
+        self._file: IO[str] = (run_dir / "metrics.jsonl").open("a", buffering=1)
+        self._device = device
+        self._board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(self, step: Step, samples: int, tokens: int) -> float:
+        """Write a step's line, waiting for its loss, which is returned."""
+        loss = step.loss.item()
+        norm = None if step.grad_norm is None else float(step.grad_norm)
+        line: dict[str, Any] = {
+            "step": step.number,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": step.lr,
+            **({} if step.loss_scale is None else {"loss_scale": step.loss_scale}),
+            "samples": samples,
+            "tokens": tokens,
+            "step_time_s": step.seconds,
+            "samples_per_s": samples / step.seconds,
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+            **step.evaluation,
+        }
+        # JSON has no NaN: a loss that is no number is null.
+        finite = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
+        }
+        self._file.write(json.dumps(finite) + "\n")
+        if self._board is not None:
+            for name in ("loss", "grad_norm", "lr", "samples_per_s", *step.evaluation):
+                if line[name] is not None:
+                    self._board.add_scalar(f"train/{name}", line[name], step.number)
+        return loss
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Of this rank so far: allocated on its GPU, or resident in its process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
