@@ -225,8 +225,8 @@ UNEXECUTED = (
     Case(
         "split",
         f"strategy=split {PLAN} hardware.devices=1",
-        "strategy.graph.split has nothing to divide over 1 device; use a degree of at least 2, or "
-        "no split",
+        "strategy.graph.split has nothing to divide over 1 device; use strategy=single, or more "
+        "devices",
     ),
     Case(
         "split_pattern",

@@ -167,8 +167,8 @@ def test_strategies_are_compared_side_by_side(tmp_path: Path) -> None:
     assert sum("fastest" in line for line in lines) == 1
     assert lines[4] == "split_zero3 cannot be:"
     assert " ".join(" ".join(lines[5:-3]).split()) == (
-        "strategy.graph.replicate=2 devices does not divide the 3 devices of hardware=cpu; "
-        "use 1 or 3"
+        "strategy.graph.replicate.of.split.degree=2 does not divide the 3 devices of "
+        "hardware=cpu; use 1 or 3"
     )
     plans = {name: tmp_path / "compared" / "plans" / f"{name}.json" for name in names[1:4]}
     assert lines[-3:] == [f"the plan: {path}" for path in plans.values()]

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tests.cli.command import whale_train
+from tests.cli.command import whale_train, whale_train_process
 
 # Imports are listed on stderr.
 LISTED = {"PYTHONPROFILEIMPORTTIME": "1"}
@@ -41,7 +41,7 @@ def test_a_second_plan_is_the_same_without_torch(model: tuple[str, ...], tmp_pat
     cache = {"WHALE_TRAIN_CACHE": str(tmp_path / ".cache")}
     arguments = ["mode=plan", "strategy=hybrid_split_dp", "hardware=v100_p100_mix", *model]
     first, second = (
-        whale_train([*arguments, f"hydra.run.dir=runs/{name}"], tmp_path, cache | LISTED)
+        whale_train_process([*arguments, f"hydra.run.dir=runs/{name}"], tmp_path, cache | LISTED)
         for name in ("first", "second")
     )
     assert (first.status, second.status) == (0, 0)

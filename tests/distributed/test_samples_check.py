@@ -123,7 +123,7 @@ def test_draws_are_one_number() -> None:
         drawn = [torch.rand(3), torch.randn(2, 2), torch.empty(2).normal_()]
         order, whole = torch.randperm(4), torch.randint(3, 9, (5,))
     assert all(bool((x == 0.5).all()) for x in drawn)
-    assert order.tolist() == [0, 1, 2, 3]
+    assert order.tolist() == [3, 2, 1, 0]  # and not the one there was
     assert len(set(whole.tolist())) == 1
 
 

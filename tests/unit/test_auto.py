@@ -128,7 +128,8 @@ def test_the_search_finds_about_what_trying_all_does(
         assert rank.memory_bytes.total <= used.devices[rank.rank].memory_bytes
     held = {path for task_graph in plan.task_graphs for path in task_graph.parameters}
     assert held == {parameter.path for parameter in profile.parameters}
-    if plan.pipeline is not None:
+    beside = any(task_graph.primitive == "replicate" for task_graph in plan.task_graphs)
+    if plan.pipeline is not None and not beside:  # a split head shares its devices with the rest
         check(plan, profile)
 
 

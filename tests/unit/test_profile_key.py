@@ -172,7 +172,7 @@ def test_the_config_of_saved_weights_is_in_the_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", OWN_SOURCES, ids=lambda path: path.stem)
 def test_own_sources_import_no_others_of_ours(path: Path) -> None:
     """So that none of what makes a profile is left out of its key."""
-    package = Path(room.__file__).parent.parent
+    package = Path(room.__file__).parents[2]
     known = {
         f"whale_train.{each.relative_to(package).with_suffix('')}".replace("/", ".")
         for each in OWN_SOURCES
