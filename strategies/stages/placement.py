@@ -13,7 +13,7 @@ from itertools import islice, pairwise
 from whale_train.errors import Fault
 from whale_train.strategies.cost.roofline import flops_rate
 from whale_train.strategies.grammar.form import Form, needs_graph
-from whale_train.strategies.grammar.nodes import Strategy
+from whale_train.strategies.grammar.nodes import Pipeline, Strategy, every_node
 from whale_train.strategies.grammar.normal_form import read_form
 from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph
 from whale_train.strategies.hardware.cluster import Cluster, Device
@@ -223,21 +223,21 @@ def form_of(
 ) -> Form | None:
     """Return the form of `strategy` on `cluster`; None when `faults` grew by all that can be said
     against it before there is a model."""
+    before = len(faults)
     sizes = {len(node.devices) for node in cluster.nodes}
     per_node = sizes.pop() if len(sizes) == 1 else 0
     kinds = Counter(device.name for device in cluster.devices)
+    if training.accumulate > 1 and any(isinstance(x, Pipeline) for x in every_node(strategy.graph)):
+        rule = "cuts the batch of a strategy whose micro-batches are its pipeline's"
+        remedy = "use 1, and micro_batches in the strategy's pipeline"
+        faults.append(Fault("train.accumulate", str(training.accumulate), rule, remedy))
     form = read_form(strategy, kinds, per_node, cluster.name, faults)
     if form is None:
         devices = len(cluster.devices)
         if not needs_graph(strategy) and training.global_batch < devices:  # whatever its degrees
             faults.append(_too_few_samples(training.global_batch, devices, "devices"))
         return None
-    before, batch, pipeline = len(faults), training.global_batch, form.pipeline
-    if pipeline is not None and training.accumulate > 1:
-        rule = "cuts the batch of a strategy whose micro-batches are its pipeline's"
-        remedy = "use 1, and micro_batches in the strategy's pipeline"
-        faults.append(Fault("train.accumulate", str(training.accumulate), rule, remedy))
-        return None
+    batch, pipeline = training.global_batch, form.pipeline
     sharing, key = form.copies * form.members, "train.global_batch"
     who = "devices" if form.width == form.members else "copies"
     if batch < sharing:
@@ -259,7 +259,7 @@ def form_of(
         path = f"{pipeline.path}.micro_batches" if pipeline and asked else key
         remedy = f"use at least {widest if asked else widest * form.copies}"
         faults.append(Fault(path, str(asked or batch), rule, remedy))
-    return form if len(faults) == before else None
+    return None if len(faults) > before else form
 
 
 def _too_few_samples(batch: int, sharing: int, who: str) -> Fault:
