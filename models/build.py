@@ -1,6 +1,6 @@
 """From the options of a model to an `nn.Module`: finding and checking the class, building it.
 
-It tells models apart by `_target_` only, and measures nothing (see profile.py).
+It tells models apart by `_target_` only, and measures nothing (see `profile/measure.py`).
 """
 
 import importlib

@@ -247,7 +247,7 @@ def _busy(group: dist.ProcessGroup | None, device: torch.device, transfer_s: flo
 
 
 def _updates(elements: int, device: torch.device, make: MakeOptimizer) -> tuple[list[float], float]:
-    """Seconds of some of an optimizer's updates, and the bytes of one as `cost.py` counts them:
+    """Seconds of some of an optimizer's updates, and the bytes of one as `roofline.py` counts them:
     states and weights read and written, gradients read once for it and once for their norm."""
     parameters = [torch.nn.Parameter(torch.randn(elements // 8, device=device)) for _ in range(8)]
     optimizer, taken = make(parameters), []

@@ -23,7 +23,7 @@ _LONGEST = 24  # operations
 class Probe:
     """`length` operations in a row: `step(value, index, held)` is one, and `make(length)` gives the
     first value and what they hold. Each has `flops` forward, and moves `num_bytes` forward and
-    `backward_bytes` backward, as `work.py` counts them."""
+    `backward_bytes` backward, as `op_work.py` counts them."""
 
     kind: Kind
     flops: float

@@ -1,7 +1,7 @@
 """The strategy grammar: what a strategy file may say, read into frozen nodes.
 
-Owns the keys, their types and defaults, and which nestings have a meaning. Binding the nodes to
-a model and to devices is `graph.py`'s. Every fault carries the full path of its key, such as
+Owns the keys, their types and defaults, and which nestings have a meaning. What form they come
+down to on how many devices is `normal_form.py`'s. Every fault carries the full path of its key, such as
 `strategy.graph.replicate.of.pipeline.stages[2].split.degree`.
 """
 
