@@ -133,7 +133,9 @@ def read_stack(dump: str) -> tuple[Call, ...]:
 
 def stack_text(stack: Sequence[Call]) -> str:
     """As Python shows a traceback: the innermost call last, those of the host left out."""
-    calls = [c for c in stack if Path(c.file).name != "fork_server.py" and not c.file.startswith("<")]
+    calls = [
+        c for c in stack if Path(c.file).name != "fork_server.py" and not c.file.startswith("<")
+    ]
     lines = (f'  File "{c.file}", line {c.line}, in {c.function}' for c in reversed(calls))
     return "\n".join(("Stack (most recent call last):", *lines))
 

@@ -1,8 +1,8 @@
 """The strategy grammar: what a strategy file may say, read into frozen nodes.
 
 Owns the keys, their types and defaults, and which nestings have a meaning. What form they come
-down to on how many devices is `normal_form.py`'s. Every fault carries the full path of its key, such as
-`strategy.graph.replicate.of.pipeline.stages[2].split.degree`.
+down to on how many devices is `normal_form.py`'s. Every fault carries the full path of its key,
+such as `strategy.graph.replicate.of.pipeline.stages[2].split.degree`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

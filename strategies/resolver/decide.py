@@ -14,18 +14,13 @@ from math import inf
 from whale_train.errors import Fault, PlanError
 from whale_train.quantities import in_bytes, in_seconds
 from whale_train.strategies.grammar.nodes import Strategy
-from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.memory.host_memory import kept_on_hosts, offload_decisions
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.boundary_search import Look, move_ends
 from whale_train.strategies.resolver.evaluated import Considered
-from whale_train.strategies.resolver.shared_batch import (
-    refuse_learned_targets,
-    refuse_shared_batch,
-    refuse_written_parameters,
-)
+from whale_train.strategies.resolver.refusals import refuse_model, refuse_pieces
 from whale_train.strategies.resolver.write import Decided, simulated_step, written
 from whale_train.strategies.schedule.apportion import even_shares
 from whale_train.strategies.schedule.instructions import Durations, Instruction, Position, Transits
@@ -64,12 +59,12 @@ def decide(
     """Return `strategy`, resolved: cut at the places `cut`, or balanced; `moving` the ends of its
     stages to where its step is shortest. Raises PlanError with all faults of a stage."""
     job, decisions = _staging(strategy, cluster, findings, training), list[Decision]()
-    _refuse_pieces(job, _asked_micro_batches(job))
+    refuse_pieces(job, _asked_micro_batches(job))
     first = chunked(job, cut or None)
     priced = ChunkTimes(job, first.chunks, first.axes, frozenset(_told_to_recompute(job)))
     micro_batches = count_micro_batches(job, priced, decisions)
     refuse_batch_norm(job, micro_batches)
-    _refuse_pieces(job, micro_batches)
+    refuse_pieces(job, micro_batches)
     look = _look(job, first, micro_batches)
     if moving and _may_move(job):
         look = _moved(job, micro_batches, look, decisions)
@@ -174,62 +169,12 @@ def _staging(
     strategy: Strategy, cluster: Cluster, findings: Findings, training: Training
 ) -> Staging:
     faults: list[Fault] = []
-    form, profile = form_of(strategy, cluster, training, faults), findings.profile
+    form = form_of(strategy, cluster, training, faults)
     if faults or form is None:
         raise PlanError(faults)
     job = Staging(strategy, cluster, findings, training, form)
-    if profile.graph is None and not job.as_is:
-        rule = f"needs the model's graph, and {profile.name} cannot be exported"
-        remedy = "use strategy=dp or a zero strategy, which run the model as it is"
-        key, value = strategy.graph[0].path, ""
-        for split in (stage.split for stage in form.stages if stage.body and stage.split):
-            key, value = f"{split.path}.modules", ", ".join(split.modules)
-        faults.append(Fault(key, value, f"{rule} ({profile.export_error})", remedy))
-    if job.zero and profile.perhaps_unused:
-        rule = (
-            "needs to know which parameters get no gradient, and whether "
-            f"{profile.perhaps_unused[0]} does depends on the values {profile.name} looks at"
-        )
-        assert form.keeper is not None
-        faults.append(Fault(f"{form.keeper.path}.zero", str(job.zero), rule, "use strategy=dp"))
-    refuse_written_parameters(profile, job.zero, faults)
-    if job.as_is and form.copies > 1 and not job.zero:
-        _refuse_reentrant(profile, faults)
-    if faults:
-        raise PlanError(faults)
+    refuse_model(job)
     return job
-
-
-def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
-    """Add a fault for a reentrant checkpoint: DistributedDataParallel takes for unused what it
-    calls."""
-    if "autograd function CheckpointFunction" in profile.export_error:
-        rule = "checkpoints with use_reentrant=True, which DistributedDataParallel does not follow"
-        remedy = "use use_reentrant=False, or strategy=zero1"
-        faults.append(Fault("model", profile.name, rule, remedy))
-
-
-def _refuse_pieces(job: Staging, micro_batches: int) -> None:
-    """Raise PlanError where the batch may not be trained in as many pieces as there are."""
-    faults: list[Fault] = []
-    form, profile = job.form, job.profile
-    pieces = form.copies * micro_batches
-    key = f"{form.pipeline.path}.micro_batches" if form.pipeline else "train.accumulate"
-    value, remedy = str(micro_batches), "use 1, and one copy" if form.pipeline else "use 1"
-    if pieces > 1 or form.members > 1:
-        refuse_shared_batch(job.findings, job.training, micro_batches, faults)
-    if micro_batches > 1 and profile.graph is None:
-        rule = (
-            f"counts a step's targets by the model's graph, and {profile.name} cannot be exported"
-        )
-        faults.append(Fault(key, value, f"{rule} ({profile.export_error})", "use 1"))
-    elif micro_batches > 1:
-        refuse_learned_targets(profile, key, value, remedy, faults)
-    elif pieces > 1 and not job.as_is:
-        path = job.strategy.graph[0].path
-        refuse_learned_targets(profile, path, "", "use one copy, or strategy=dp", faults)
-    if faults:
-        raise PlanError(faults)
 
 
 def _asked_micro_batches(job: Staging) -> int:

@@ -166,6 +166,18 @@ class Temperature(Odd):
         return F.cross_entropy(logits * self.temperature.exp(), labels)
 
 
+class WideHead(Odd):
+    """A head in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES, dtype=torch.double)
+
+    def forward(self, points: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Loss:
+        z = torch.tanh(self.inner(points)).mean(1)
+        return Loss(F.cross_entropy(self.head(z.double()), labels))
+
+
 ODD_STATE = [
     made
     for made in list(globals().values())

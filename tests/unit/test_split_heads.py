@@ -78,7 +78,7 @@ UNEXPORTED = replace(gpt(), graph=None, export_error="ValueError: it branches")
         (
             HYBRID,
             UNEXPORTED,
-            "strategy.graph[0].replicate needs the model's graph, and gpt cannot be "
+            "strategy.graph[1].split.modules=head needs the model's graph, and gpt cannot be "
             "exported (ValueError: it branches); use strategy=dp or a zero strategy, which run "
             "the model as it is",
         ),
@@ -126,6 +126,17 @@ def test_zero_must_know_which_parameters_get_a_gradient(zero: int) -> None:
         f"strategy.graph.replicate.zero={zero} needs to know which parameters get no gradient, "
         "and whether block.weight does depends on the values gpt looks at; use strategy=dp"
     ]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_keeps_no_values_of_64_bits(zero: int) -> None:
+    first, *rest = gpt().parameters
+    doubled = replace(gpt(), parameters=(replace(first, bytes_per_element=8), *rest))
+    assert faults_of({"replicate": {"zero": zero}}, doubled) == [
+        f"strategy.graph.replicate.zero={zero} keeps fp32 values of parameters, and {first.path} "
+        "of gpt is of fp64; use strategy=dp"
+    ]
+    assert planned("replicate", doubled).world_size == 8
 
 
 def test_without_zero_it_need_not_be_known() -> None:

@@ -1,0 +1,83 @@
+"""What the resolver refuses of a model under a strategy, before anything is decided."""
+
+from whale_train.errors import Fault, PlanError
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.resolver.shared_batch import (
+    refuse_learned_targets,
+    refuse_shared_batch,
+    refuse_written_parameters,
+)
+from whale_train.strategies.stages.placement import Staging
+
+
+def refuse_model(job: Staging) -> None:
+    """Raise PlanError with all that keeps the strategy of `job` from training its model."""
+    faults: list[Fault] = []
+    if job.profile.graph is None and not job.as_is:
+        _refuse_no_graph(job, faults)
+    refuse_written_parameters(job.profile, job.zero, faults)
+    if job.zero:
+        _refuse_partitions(job, faults)
+    elif job.as_is and job.form.copies > 1:
+        _refuse_reentrant(job.profile, faults)
+    if faults:
+        raise PlanError(faults)
+
+
+def _refuse_no_graph(job: Staging, faults: list[Fault]) -> None:
+    """Add a fault for a strategy that cuts a model nobody could export."""
+    profile, key, value = job.profile, job.strategy.graph[0].path, ""
+    for split in (stage.split for stage in job.form.stages if stage.body and stage.split):
+        key, value = f"{split.path}.modules", ", ".join(split.modules)
+    rule = f"needs the model's graph, and {profile.name} cannot be exported"
+    remedy = "use strategy=dp or a zero strategy, which run the model as it is"
+    faults.append(Fault(key, value, f"{rule} ({profile.export_error})", remedy))
+
+
+def _refuse_partitions(job: Staging, faults: list[Fault]) -> None:
+    """Add a fault for what ZeRO, of which `job` has some stage, cannot partition."""
+    profile, keeper = job.profile, job.form.keeper
+    assert keeper is not None
+    rules = []
+    if profile.perhaps_unused:
+        rules.append(
+            "needs to know which parameters get no gradient, and whether "
+            f"{profile.perhaps_unused[0]} does depends on the values {profile.name} looks at"
+        )
+    wide = next((p.path for p in profile.parameters if p.bytes_per_element > 4), None)
+    if wide is not None:
+        rules.append(f"keeps fp32 values of parameters, and {wide} of {profile.name} is of fp64")
+    for rule in rules:
+        faults.append(Fault(f"{keeper.path}.zero", str(job.zero), rule, "use strategy=dp"))
+
+
+def _refuse_reentrant(profile: ModelProfile, faults: list[Fault]) -> None:
+    """Add a fault for a reentrant checkpoint: DistributedDataParallel takes for unused what it
+    calls."""
+    if "autograd function CheckpointFunction" in profile.export_error:
+        rule = "checkpoints with use_reentrant=True, which DistributedDataParallel does not follow"
+        remedy = "use use_reentrant=False, or strategy=zero1"
+        faults.append(Fault("model", profile.name, rule, remedy))
+
+
+def refuse_pieces(job: Staging, micro_batches: int) -> None:
+    """Raise PlanError where the batch may not be trained in as many pieces as there are."""
+    faults: list[Fault] = []
+    form, profile = job.form, job.profile
+    pieces = form.copies * micro_batches
+    key = f"{form.pipeline.path}.micro_batches" if form.pipeline else "train.accumulate"
+    value, remedy = str(micro_batches), "use 1, and one copy" if form.pipeline else "use 1"
+    if pieces > 1 or form.members > 1:
+        refuse_shared_batch(job.findings, job.training, micro_batches, faults)
+    if micro_batches > 1 and profile.graph is None:
+        rule = (
+            f"counts a step's targets by the model's graph, and {profile.name} cannot be exported"
+        )
+        faults.append(Fault(key, value, f"{rule} ({profile.export_error})", "use 1"))
+    elif micro_batches > 1:
+        refuse_learned_targets(profile, key, value, remedy, faults)
+    elif pieces > 1 and not job.as_is:
+        path = job.strategy.graph[0].path
+        refuse_learned_targets(profile, path, "", "use one copy, or strategy=dp", faults)
+    if faults:
+        raise PlanError(faults)
