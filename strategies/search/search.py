@@ -37,6 +37,7 @@ _SAME = 1 - 1e-9  # steps closer than this are equally long
 _REFUSED = 4_000  # tasks that a strategy which cannot be counts for
 _REFUSALS = 2  # of its like, after which no more of them are resolved
 _BUDGET = 100_000  # tasks simulated, and ranks laid out, where a search has no time limit
+_FEW = 128  # promising candidates that are all simulated, near or not
 _FAR = 1.3  # times the fastest: estimates err by less, so that what is further is not simulated
 _NEAR = 1.1  # times the fastest: what is estimated further, once a family's error is known
 _MOVED = 3  # pipelines whose boundaries are moved at the most,
@@ -226,6 +227,7 @@ class _Search:
         """Simulate the first of each family, then whichever is estimated to be fastest by what is
         known of the errors of its like, until nothing is near, or the budget is spent."""
         far = _FAR if most == inf else _NEAR
+        few = sum(map(len, self.waiting.values())) <= _FEW
         while True:
             listed = []
             for kind, promises in self.waiting.items():
@@ -234,7 +236,8 @@ class _Search:
                     name = promises[-1].candidate.family
                     family = self.family(name)
                     seconds = promises[-1].seconds * self.errors.get(kind, family.error)
-                    if seconds < self.best_s * (far if family.simulated else _FAR):
+                    near = far if family.simulated else _FAR
+                    if seconds < self.best_s * near or few:
                         listed.append((family.simulated > 0, seconds, kind))
             if not listed:
                 return
