@@ -36,6 +36,7 @@ from whale_train.runtime.process.rank_context import Seat
 from whale_train.strategies.graph.operation_graph import is_repeated
 from whale_train.strategies.layouts.propagation import BATCH
 from whale_train.strategies.plan.plan import Plan, TaskGraph
+from whale_train.strategies.plan.program import PlannedChunk, PlannedShard
 
 _Sharing = tuple[tuple[int, int], ...]  # the intervals of a micro-batch that members take
 
@@ -56,19 +57,19 @@ def assemble_stages(
     """The program of `seat.rank`."""
     assert plan.pipeline is not None
     assert plan.rewrite is not None
-    place = PipelinePlace.of(plan, seat.rank)
-    copy = plan.pipeline["copies"][place.copy]
-    held = plan.pipeline["positions"][place.position]
-    pieces = sum(len(each["samples"]) for each in plan.pipeline["copies"])
+    place = PipelinePlace.of(plan.pipeline, seat.rank)
+    copy = plan.pipeline.copies[place.copy]
+    held = plan.pipeline.positions[place.position]
+    pieces = sum(len(each.samples) for each in plan.pipeline.copies)
     counter = None
     if pieces > 1 or request.train.evaluate_every is not None:
         counter = target_counter(module, graph, seat.groups["world"], seat.device)
-    loss = LossOfPieces(copy["samples"], plan.loss_weights, counter, seat.device)
+    loss = LossOfPieces(copy.samples, plan.loss_weights, counter, seat.device)
     weight_gradients, counts = WeightGradients(), Counts()
-    numbers = [n for chunk in held for n in plan.pipeline["chunks"][chunk]["segments"]]
+    numbers = [n for chunk in held for n in plan.pipeline.chunks[chunk].segments]
     task_graphs = [plan.task_graphs[number] for number in plan.ranks[seat.rank].task_graphs]
     canonical, tensors = own_tensors(
-        [plan.rewrite["segments"][number] for number in numbers],
+        [plan.rewrite.segments[number] for number in numbers],
         *(task_graphs, module, graph, place.index, seat),
     )
     places = {
@@ -76,7 +77,7 @@ def assemble_stages(
             device=seat.device,
             group=_shard_group(task_graph, seat) or seat.groups[_copies_of(task_graph)],
             index=place.index,
-            axes=plan.rewrite["axes"],
+            axes=plan.rewrite.axes,
             batch_norm_group=(
                 seat.groups.get(_copies_of(task_graph)) if request.model.sync_batchnorm else None
             ),
@@ -88,16 +89,16 @@ def assemble_stages(
     # An evaluation has several batches, and so several pieces, where a step has one.
     scale = None if counter is None else loss.scale
     writer = _Writer(plan, seat.rank, graph, canonical, tensors, counts, weight_gradients, scale)
-    sharings: tuple[_Sharing, ...] = tuple(dict.fromkeys(copy.get("members", ())))
+    sharings: tuple[_Sharing, ...] = tuple(dict.fromkeys(copy.members))
     written: list[_Written] = []
     for chunk in held:
-        described = plan.pipeline["chunks"][chunk]
-        for number, sharing in enumerate(sharings if described["shares_samples"] else ((),)):
+        described = plan.pipeline.chunks[chunk]
+        for number, sharing in enumerate(sharings if described.shares_samples else ((),)):
             here = {
                 owner: replace(at, axes={**at.axes, BATCH: sharing}, seed=at.seed + number)
                 for owner, at in places.items()
             }
-            segments = [writer.segment(n, described, here) for n in described["segments"]]
+            segments = [writer.segment(n, described, here) for n in described.segments]
             written.append(_Written(chunk, sharing, segments))
     engines: dict[int, Engine] = {}
     for task_graph in task_graphs:
@@ -108,7 +109,7 @@ def assemble_stages(
         engines[task_graph.id] = make_engine(
             request, plan, task_graph, mine, copies, seat, overlap=once
         )
-    chunks = _chunks(written, engines, copy.get("members", ()), places[task_graphs[-1].id])
+    chunks = _chunks(written, engines, copy.members, places[task_graphs[-1].id])
     transport = Transport(seat.device, seat.channels)
     return PipelineModel(plan, seat.rank, chunks, loss, transport, counts, weight_gradients)
 
@@ -134,16 +135,16 @@ class _Writer:
         self._several = plan.ranks[rank].micro_batches > 1
 
     def segment(
-        self, number: int, described: Mapping[str, Any], places: Mapping[int, Place]
+        self, number: int, described: PlannedChunk, places: Mapping[int, Place]
     ) -> tuple[int, Segment]:
         """Return the number of its TaskGraph, and segment `number` of the plan as the chunk
         `described` runs it at `places`, by TaskGraph."""
         assert self._plan.rewrite is not None
-        written = self._plan.rewrite["segments"][number]
-        here = places[written["task_graph"]]
+        written = self._plan.rewrite.segments[number]
+        here = places[written.task_graph]
         paths = tensor_paths(written, self._graph, self._canonical)
         held = {path: self._tensors[path] for path in paths}
-        segment = Segment(tuple(written["takes"]), tuple(written["gives"]), held)
+        segment = Segment(written.takes, written.gives, held)
         evaluated = replace(here, loss_scale=self._evaluation_scale)
         for at, counts in ((here, None), (evaluated, self._counts)):
             write_segment_graph(segment, written, self._graph, self._canonical, at, counts)
@@ -151,12 +152,12 @@ class _Writer:
             segment.defer_weight_gradients(self._weight_gradients)
         else:
             segment.overlap_weight_gradients(self._weight_gradients if self._several else None)
-        again = described["recompute"] == "full"
-        gathered = self._plan.task_graphs[written["task_graph"]].zero == 3
+        again = described.recompute == "full"
+        gathered = self._plan.task_graphs[written.task_graph].zero == 3
         if again or gathered:
             random = here.random if again else None
             segment.divide(partial(_recomputed, random), gathered=gathered)
-        return written["task_graph"], segment
+        return written.task_graph, segment
 
 
 def _chunks(
@@ -172,7 +173,7 @@ def _chunks(
         gives = parts[-1].segment.gives
         if each.sharing:
             at = replace(head, axes={**head.axes, BATCH: each.sharing})
-            chunk: Chunk = SharingChunk(parts, gives, at.along({"axis": BATCH, "outer": 1}))
+            chunk: Chunk = SharingChunk(parts, gives, at.along(PlannedShard(0, BATCH)))
         else:
             chunk = Chunk(parts, gives)
         made.setdefault(each.chunk, {})[each.sharing] = chunk
@@ -202,7 +203,7 @@ def _copies(plan: Plan, task_graph: TaskGraph, tensors: Mapping[str, Tensor], se
     assert plan.pipeline is not None
     listed = ((path, tensors[path]) for path in task_graph.parameters)
     held = {path: tensor for path, tensor in listed if isinstance(tensor, nn.Parameter)}
-    shared = {path: owners for path, owners in plan.pipeline["shared"].items() if path in held}
+    shared = {path: owners for path, owners in plan.pipeline.shared.items() if path in held}
     return Copies(
         seat.groups.get(_copies_of(task_graph)),
         _shard_group(task_graph, seat),
@@ -222,5 +223,5 @@ def _has_one_backward(plan: Plan, module: Segments, rank: int) -> bool:
     """Whether a step has one forward and one backward of all `module` holds, which is what
     DistributedDataParallel wants."""
     assert plan.pipeline is not None
-    one_part = len(module.parts) == 1 and len(plan.pipeline["chunks"]) == 1
+    one_part = len(module.parts) == 1 and len(plan.pipeline.chunks) == 1
     return one_part and plan.ranks[rank].micro_batches == 1

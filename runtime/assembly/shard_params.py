@@ -16,10 +16,11 @@ from whale_train.runtime.graph.nested_graphs import attribute, is_tensor
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.runtime.process.shared_init import places_of
 from whale_train.strategies.plan.plan import TaskGraph
+from whale_train.strategies.plan.program import PlannedSegment
 
 
 def own_tensors(
-    written: Sequence[dict[str, list[str]]],
+    written: Sequence[PlannedSegment],
     task_graphs: Sequence[TaskGraph],
     module: LossModule,
     graph: fx.GraphModule,
@@ -77,10 +78,10 @@ def narrow_of(task_graph: TaskGraph, tensors: Mapping[str, Tensor]) -> frozenset
 
 
 def tensor_paths(
-    written: dict[str, list[str]], graph: fx.GraphModule, canonical: dict[str, str]
+    written: PlannedSegment, graph: fx.GraphModule, canonical: dict[str, str]
 ) -> list[str]:
     """Canonical paths of the tensors a segment reads, each once."""
-    chosen = set(written["operations"])
+    chosen = set(written.operations)
     found = (
         model_path(str(node.target))
         for node in graph.graph.nodes

@@ -25,7 +25,7 @@ it changed in place.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup
+from whale_train.strategies.plan.program import PlannedShard
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,14 @@ def reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> T
 
 
 def shard_of(
-    tensor: Tensor, layout: Mapping[str, Any], intervals: Sequence[tuple[int, int]], index: int
+    tensor: Tensor, layout: PlannedShard, intervals: Sequence[tuple[int, int]], index: int
 ) -> Tensor:
     """A contiguous copy of what member `index` holds of a whole `tensor` laid as the plan's
-    `layout` (its `dim`, `outer` and `pieces`), `intervals` being its axis'. Nothing else of the
+    `layout`, `intervals` being its axis'. Nothing else of the
     tensor is read, so that of a mapped one only the shard's pages are."""
     units, (start, stop) = max(stop for _, stop in intervals), intervals[index]
-    pieces = layout.get("pieces") or (units,)
-    dim = layout["dim"] % tensor.dim()
+    pieces = layout.pieces or (units,)
+    dim = layout.dim % tensor.dim()
     shape = tensor.shape
     outer = shape[dim] // sum(pieces)  # not -1, which a tensor of no elements leaves open
     runs = tensor.detach().reshape(*shape[:dim], outer, sum(pieces), *shape[dim + 1 :])

@@ -20,6 +20,7 @@ from whale_train.runtime.emulate.emulated_links import Links
 from whale_train.runtime.emulate.throttle import Pace
 from whale_train.runtime.failures.timeouts import group_name
 from whale_train.strategies.plan.plan import Plan, TaskGraph
+from whale_train.strategies.plan.program import PlannedPipeline
 
 # A rank that ends is noticed by its host; this only bounds a wait for one that hangs.
 TIMEOUT = timedelta(minutes=30)
@@ -105,7 +106,7 @@ def make_channels(
     found: dict[tuple[int, int, int], dist.ProcessGroup] = {}
     pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
     of_ranks = [] if device.type == "cuda" else homes()
-    for source, target, channel in _messages(plan):
+    for source, target, channel in _messages(plan.pipeline):
         if device.type == "cuda":
             group = dist.new_group([source, target], timeout=timeout)
         elif of_ranks[source] == of_ranks[target]:
@@ -120,15 +121,14 @@ def make_channels(
     return found
 
 
-def _messages(plan: Plan) -> Iterator[tuple[int, int, int]]:
+def _messages(pipeline: PlannedPipeline) -> Iterator[tuple[int, int, int]]:
     """(source, target, channel) of all that ranks of a pipeline say to each other: an edge's values
     and, the other way, their gradients."""
-    assert plan.pipeline is not None
-    for copy in plan.pipeline["copies"]:
-        for number, (start, end, _) in enumerate(plan.pipeline["edges"]):
-            talking = set(zip(copy["owners"][start], copy["owners"][end], strict=True))
+    for copy in pipeline.copies:
+        for number, (start, end, _) in enumerate(pipeline.edges):
+            talking = set(zip(copy.owners[start], copy.owners[end], strict=True))
             for a, b in sorted(talking):
-                here, there = copy["positions"][a], copy["positions"][b]
+                here, there = copy.positions[a], copy.positions[b]
                 width = max(len(here), len(there)) if a != b else 0
                 pairs = {(here[j % len(here)], there[j % len(there)]) for j in range(width)}
                 for source, target in sorted(pairs):
@@ -153,7 +153,7 @@ def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     """The ranks of copies whose gradients DistributedDataParallel sums, and their groups' name:
     where a step of a graph has one backward, or the model runs as it is."""
     once = all(rank.micro_batches == 1 for rank in plan.ranks)
-    if plan.pipeline is not None and not (once and len(plan.pipeline["chunks"]) == 1):
+    if plan.pipeline is not None and not (once and len(plan.pipeline.chunks) == 1):
         return
     for task_graph in plan.task_graphs:
         lists = plan.groups.get(f"{task_graph.name}.data_parallel", ())

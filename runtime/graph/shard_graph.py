@@ -49,6 +49,7 @@ from whale_train.runtime.loss.graph_losses import (
     written_value,
 )
 from whale_train.strategies.graph.operation_graph import block_of
+from whale_train.strategies.plan.program import PlannedCast, PlannedSegment
 
 __all__ = ["Counts", "Place", "Segment", "targets_graph", "write_segment_graph"]
 
@@ -78,11 +79,11 @@ class Place:
 
     def pieces(self, laid: Laid) -> tuple[tuple[int, ...], ...]:
         """Every piece's extents by member, of one repetition of a cut dimension."""
-        intervals = self.axes[laid["axis"]]
+        intervals = self.axes[laid.axis]
         units = intervals[-1][1]
         return tuple(
             tuple(stop * e // units - start * e // units for start, stop in intervals)
-            for e in laid.get("pieces") or (units,)
+            for e in laid.pieces or (units,)
         )
 
     def mine(self, laid: Laid) -> tuple[int, ...]:
@@ -98,7 +99,7 @@ class Place:
 
 def write_segment_graph(
     segment: Segment,
-    written: dict[str, Any],
+    written: PlannedSegment,
     source: fx.GraphModule,
     canonical: dict[str, str],
     place: Place,
@@ -120,7 +121,7 @@ class _Writer:
 
     def __init__(
         self,
-        written: dict[str, Any],
+        written: PlannedSegment,
         source: fx.GraphModule,
         canonical: dict[str, str],
         place: Place,
@@ -131,7 +132,7 @@ class _Writer:
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.made: dict[str, fx.Node] = {}
-        self.casts = {(c["user"], c["value"]): c for c in written["casts"]}
+        self.casts = {(cast.user, cast.value): cast for cast in written.casts}
         self.cast_nodes: dict[tuple[Any, ...], fx.Node] = {}
 
     def write(
@@ -139,7 +140,7 @@ class _Writer:
     ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...]]:
         """The graph module, the paths of the tensors it reads, and the inputs it reads; its
         arguments are takes, inputs, tensors."""
-        chosen = set(self.written["operations"])
+        chosen = set(self.written.operations)
         nodes = [node for node in self.source.graph.nodes if node.name in chosen]
         for name in takes:
             self.made[name] = self.graph.placeholder(name)
@@ -191,7 +192,7 @@ class _Writer:
 
         args = list(fx.node.map_aggregate(node.args, argument))
         kwargs = dict(fx.node.map_aggregate(node.kwargs, argument))
-        becomes = self.written["becomes"].get(node.name)
+        becomes = self.written.becomes.get(node.name)
         target = str(node.target).removeprefix("aten.")
         if self.counts is not None:
             args, kwargs = in_evaluation(node.target, args, kwargs)
@@ -205,7 +206,7 @@ class _Writer:
         if target == "batch_norm.default" and self.place.batch_norm_group is not None:
             function = _batch_norm(self.place.batch_norm_group)
             return self.call(node, function, args[:8])
-        laid = self.written["layouts"].get(node.name)
+        laid = self.written.layouts.get(node.name)
         source = self.laid(node, 0)
         function, args, kwargs = local_call(node, args, kwargs, laid, source, self.place.mine)
         if self.is_drawn_alike(node):
@@ -215,7 +216,7 @@ class _Writer:
 
     def is_drawn_alike(self, node: fx.Node) -> bool:
         """Whether all members draw the same random numbers in a call."""
-        return bool(self.written.get("random", {}).get(node.name) == "shared")
+        return self.written.random.get(node.name) == "shared"
 
     def laid(self, node: fx.Node, position: int) -> Laid | None:
         """How an operand of `node` is cut when it gets there (None: it is not)."""
@@ -224,9 +225,8 @@ class _Writer:
             return None
         cast = self.casts.get((node.name, value.name))
         if cast is None:
-            found: Laid | None = self.written["layouts"].get(value.name)
-            return found
-        return cast if cast["kind"] in _CUTTING else None
+            return self.written.layouts.get(value.name)
+        return cast.shard if cast.kind in _CUTTING else None
 
     def wrapped(self, node: fx.Node) -> fx.Node:
         """A graph inside the graph, run under another mode: without gradients, or not under
@@ -248,8 +248,7 @@ class _Writer:
         node = self.made[value]
         key: tuple[Any, ...] = (value,)
         for kind, laid in _steps(cast):
-            cut = (laid.get("dim"), laid["axis"], laid["outer"], tuple(laid.get("pieces", ())))
-            key = (*key, kind, *cut)
+            key = (*key, kind, laid)
             if key not in self.cast_nodes:
                 function = self.collective(kind, laid)
                 self.cast_nodes[key] = self.call(None, function, [node], kind)
@@ -261,12 +260,12 @@ class _Writer:
         for key in [key for key in self.cast_nodes if key[0] == value]:
             del self.cast_nodes[key]
 
-    def collective(self, kind: str, laid: Laid) -> Callable[..., Tensor]:
-        if kind in ("enter", "reduce", "once"):
+    def collective(self, kind: str, laid: Laid | None) -> Callable[..., Tensor]:
+        if laid is None:
             simple: dict[str, Callable[..., Tensor]]
             simple = {"enter": enter, "reduce": reduce, "once": once}
             return partial(simple[kind], group=self.place.group)
-        dim, outer, shards = laid["dim"], laid["outer"], self.place.along(laid)
+        dim, outer, shards = laid.dim, laid.outer, self.place.along(laid)
         cutting: dict[str, Callable[..., Tensor]] = {
             "gather": gather,
             "slice": slice_,
@@ -332,16 +331,15 @@ class _Writer:
 # Casts that are two collectives, of which the first may be shared with others of the value.
 _TWO_STEPS = {"reduce_enter": ("reduce", "enter"), "reduce_slice": ("reduce", "slice")}
 _CUTTING = ("slice", "reduce_scatter", "reduce_slice", "reshard")
-_NOT_CUT: Laid = {"axis": "", "outer": 1}
 
 
-def _steps(cast: Mapping[str, Any]) -> list[tuple[str, Laid]]:
-    kind = cast["kind"]
-    if kind == "reshard":
-        return [("gather", cast["from"]), ("slice", cast)]
+def _steps(cast: PlannedCast) -> list[tuple[str, Laid | None]]:
+    """Return the collectives of a cast, each with the cut that it makes or undoes."""
+    if cast.kind == "reshard":
+        return [("gather", cast.source), ("slice", cast.shard)]
     return [
-        (step, cast if step not in ("enter", "reduce", "once") else _NOT_CUT)
-        for step in _TWO_STEPS.get(kind, (kind,))
+        (step, cast.shard if step not in ("enter", "reduce", "once") else None)
+        for step in _TWO_STEPS.get(cast.kind, (cast.kind,))
     ]
 
 

@@ -4,15 +4,18 @@ Most operations are called on shards as on whole tensors. Owns the others: those
 extents, positions or numbers of groups among their arguments.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from whale_train.strategies.plan.program import PlannedShard
+
 aten = torch.ops.aten
-Laid = Mapping[str, Any]  # a cut as the plan has it: dim, axis, outer and perhaps pieces
+Laid = PlannedShard
 Extents = Callable[[Laid], tuple[int, ...]]  # my part of each piece of one repetition
 
 _VIEWS = ("view.default", "reshape.default", "_unsafe_view.default")
@@ -43,7 +46,7 @@ def local_call(
         return node.target, sizes, kwargs
     if laid is not None and kind == "unflatten.int":
         first = args[1] % len(_shape(given))
-        inside, whole = {**laid, "dim": laid["dim"] - first}, _shape(node)[first:]
+        inside, whole = replace(laid, dim=laid.dim - first), _shape(node)[first:]
         return node.target, [args[0], args[1], _sizes(args[2], whole, inside, mine)], kwargs
     if source is not None and kind in _SPLITS:
         return _split(node, args, kwargs, source, mine)
@@ -74,7 +77,7 @@ def _shape(node: fx.Node | None) -> tuple[Any, ...]:
 
 def _extent(laid: Laid, mine: Extents) -> int:
     """My extent of the cut dimension; 0 where the batch decides."""
-    return int(laid["outer"]) * sum(mine(laid))
+    return laid.outer * sum(mine(laid))
 
 
 def _sizes(sizes: list[Any], whole: tuple[Any, ...], laid: Laid, mine: Extents) -> list[Any]:
@@ -83,14 +86,14 @@ def _sizes(sizes: list[Any], whole: tuple[Any, ...], laid: Laid, mine: Extents) 
     extent = _extent(laid, mine) or -1
     if extent == -1:
         sizes = [whole[i] if x == -1 and type(x) is int else x for i, x in enumerate(sizes)]
-    known = [extent if i == laid["dim"] else x for i, x in enumerate(sizes)]
+    known = [extent if i == laid.dim else x for i, x in enumerate(sizes)]
     assert all(isinstance(x, int | fx.Node) for x in known), (known, laid)
     return known
 
 
 def _expanded(sizes: list[Any], laid: Laid) -> list[Any]:
     """The cut dimension is never one that is repeated: it stays as it is."""
-    return [-1 if i == laid["dim"] else x for i, x in enumerate(sizes)]
+    return [-1 if i == laid.dim else x for i, x in enumerate(sizes)]
 
 
 def _split(
@@ -99,7 +102,7 @@ def _split(
     """Parts of a cut dimension are whole pieces: each as long as mine of it."""
     whole = _shape(node.args[0])  # type: ignore[arg-type]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % len(whole)
-    if dim != source["dim"]:
+    if dim != source.dim:
         return node.target, args, kwargs
     parts = [value.shape[dim] for value in node.meta["val"]]
     edges = [sum(parts[:i]) for i in range(len(parts) + 1)]
@@ -113,7 +116,7 @@ def _sliced(
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     whole = _shape(node.args[0])  # type: ignore[arg-type]
     dim = (args[1] if len(args) > 1 else 0) % len(whole)
-    if dim != source["dim"]:
+    if dim != source.dim:
         return node.target, args, kwargs
     length, extent = _shape(node)[dim], whole[dim]
     if length == extent:
@@ -125,11 +128,11 @@ def _sliced(
 
 def _before(source: Laid, edge: int, mine: Extents) -> int:
     """How much of mine lies before `edge` of the whole dimension, an end of a piece."""
-    pieces, held = source.get("pieces"), mine(source)
+    pieces, held = source.pieces, mine(source)
     if not pieces:
         pieces = (edge,) if edge else (1,)
     position = found = 0
-    for number in range(int(source["outer"]) * len(pieces)):
+    for number in range(source.outer * len(pieces)):
         if position >= edge:
             break
         position += pieces[number % len(pieces)]

@@ -22,6 +22,7 @@ from whale_train.runtime.train.evaluation import Evaluation, HeldBack
 from whale_train.runtime.train.step_programs import PendingLoss
 from whale_train.runtime.train.timeline import Trace, span
 from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.program import PlannedGraph, PlannedPipeline
 from whale_train.strategies.schedule.instructions import (
     COMPUTATIONS,
     Durations,
@@ -44,10 +45,9 @@ class Place:
     index: int
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> "Place":
-        assert plan.pipeline is not None
-        for copy, described in enumerate(plan.pipeline["copies"]):
-            for position, ranks in enumerate(described["positions"]):
+    def of(cls, pipeline: PlannedPipeline, rank: int) -> "Place":
+        for copy, described in enumerate(pipeline.copies):
+            for position, ranks in enumerate(described.positions):
                 if rank in ranks:
                     return cls(copy, position, ranks.index(rank))
         raise AssertionError(rank)
@@ -57,16 +57,13 @@ class Route:
     """Who sends what to whom, for one copy of the pipeline."""
 
     def __init__(
-        self, plan: Plan, place: Place, values: Mapping[tuple[int, int], list[str]]
+        self, pipeline: PlannedPipeline, place: Place, values: Mapping[tuple[int, int], list[str]]
     ) -> None:
-        assert plan.pipeline is not None
-        copy = plan.pipeline["copies"][place.copy]
+        copy = pipeline.copies[place.copy]
         self.place = place
-        self.positions: Sequence[Sequence[int]] = copy["positions"]
-        self.owners: Sequence[Sequence[int]] = copy["owners"]
-        self.samples: Sequence[tuple[int, int]] = copy["samples"]
+        self.positions, self.owners, self.samples = copy.positions, copy.owners, copy.samples
         self.values = values  # of each edge
-        self.gradient = {(a, b): gradient for a, b, gradient in plan.pipeline["edges"]}
+        self.gradient = pipeline.gradient_edges
         self._numbers = {edge: i for i, edge in enumerate(self.gradient)}
         self._most_values = max((len(names) for names in values.values()), default=1)
 
@@ -102,21 +99,22 @@ class PipelineModel:
         weight_gradients: WeightGradients,
     ) -> None:
         assert plan.pipeline is not None
-        self.place = Place.of(plan, rank)
-        self.instructions = instructions_of(plan, self.place)
+        assert plan.rewrite is not None
+        self.place = Place.of(plan.pipeline, rank)
+        self.instructions = instructions_of(plan.pipeline, self.place)
         self.trace: Trace | None = None
-        gives, takes = values_of_chunks(plan)
+        gives, takes = values_of_chunks(plan.rewrite, plan.pipeline)
         maker = {name: chunk for chunk, names in enumerate(gives) for name in names}
         values: dict[tuple[int, int], list[str]] = {}
         for chunk, names in enumerate(takes):
             for name in names:
                 values.setdefault((maker[name], chunk), []).append(name)
-        self.route = Route(plan, self.place, values)
+        self.route = Route(plan.pipeline, self.place, values)
         self._chunks, self._loss, self._transport = chunks, loss, transport
         self._takes = takes
         self._maker = maker
         self._last = len(gives) - 1
-        self._shares_samples = bool(plan.pipeline["chunks"][self._last]["shares_samples"])
+        self._shares_samples = plan.pipeline.chunks[self._last].shares_samples
         self._counts = counts
         self._weight_gradients = weight_gradients
         self._finality = Finality(chunks, self.instructions)
@@ -169,32 +167,31 @@ class PipelineModel:
 _FORWARDS = (Kind.FORWARD, Kind.RECEIVE, Kind.SEND)
 
 
-def values_of_chunks(plan: Plan) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """What every chunk gives to others, and what it takes from them."""
-    assert plan.pipeline is not None
-    assert plan.rewrite is not None
+def values_of_chunks(
+    graph: PlannedGraph, pipeline: PlannedPipeline
+) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """Return what every chunk gives to other chunks, and what it takes from them."""
     gives, takes = [], []
-    for chunk in plan.pipeline["chunks"]:
-        segments = [plan.rewrite["segments"][number] for number in chunk["segments"]]
-        made = {name for segment in segments for name in segment["gives"]}
-        read = dict.fromkeys(name for segment in segments for name in segment["takes"])
-        gives.append(tuple(segments[-1]["gives"]))
+    for chunk in pipeline.chunks:
+        segments = [graph.segments[number] for number in chunk.segments]
+        made = {name for segment in segments for name in segment.gives}
+        read = dict.fromkeys(name for segment in segments for name in segment.takes)
+        gives.append(segments[-1].gives)
         takes.append(tuple(name for name in read if name not in made))
     return gives, takes
 
 
-def instructions_of(plan: Plan, place: Place) -> tuple[Instruction, ...]:
-    """The instructions of a position, as the plan's schedule orders them."""
-    assert plan.pipeline is not None
-    copy = plan.pipeline["copies"][place.copy]
+def instructions_of(pipeline: PlannedPipeline, place: Place) -> tuple[Instruction, ...]:
+    """Return the instructions of a position, as the plan's schedule orders them."""
+    copy = pipeline.copies[place.copy]
     return schedule(
-        plan.pipeline["schedule"],
-        [Position(tuple(held)) for held in plan.pipeline["positions"]],
-        copy["owners"],
-        {(a, b): gradient for a, b, gradient in plan.pipeline["edges"]},
-        len(copy["samples"]),
-        {(chunk, position): Durations(*times) for chunk, position, *times in copy["durations"]},
-        {(here, there): seconds for here, there, seconds in copy["transits"]},
+        pipeline.schedule,
+        [Position(chunks) for chunks in pipeline.positions],
+        copy.owners,
+        pipeline.gradient_edges,
+        len(copy.samples),
+        {(chunk, position): Durations(*times) for chunk, position, *times in copy.durations},
+        {(here, there): seconds for here, there, seconds in copy.transits},
     )[place.position]
 
 

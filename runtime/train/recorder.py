@@ -120,9 +120,9 @@ def part_of(plan: Plan, rank: int, path: str, shape: tuple[int, ...]) -> dict[st
             ranks = next(ranks for ranks in task_graph.replicas if rank in ranks)
             units = max(stop for _, stop in task_graph.shards[path])
             start, stop = task_graph.shards[path][ranks.index(rank)]
-            layout = task_graph.shard_layouts.get(path, {"outer": 1})
+            layout = task_graph.shard_layouts[path]
             held, offset = [], 0
-            for extent in tuple(layout.get("pieces", (units,))) * layout["outer"]:
+            for extent in (layout.pieces or (units,)) * layout.outer:
                 held.append((offset + start * extent // units, offset + stop * extent // units))
                 offset += extent
             dim = task_graph.shard_dims[path]

@@ -5,10 +5,15 @@ resolve nothing again.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from whale_train.strategies.plan.loss_weights import LossWeights
+from whale_train.strategies.plan.program import PlannedGraph, PlannedPipeline, PlannedShard
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class TaskGraph:
     narrow: tuple[str, ...] = ()
     shards: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     shard_dims: dict[str, int] = field(default_factory=dict)
-    shard_layouts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shard_layouts: dict[str, PlannedShard] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,8 @@ class Plan:
     decisions: tuple[Decision, ...]
     predicted_here: Prediction | None = None
     exported: bool = True
-    rewrite: dict[str, Any] | None = None
-    pipeline: dict[str, Any] | None = None
+    rewrite: PlannedGraph | None = None
+    pipeline: PlannedPipeline | None = None
     loss_over: Literal["mean", "sum"] = "mean"
 
     @property
@@ -145,42 +150,14 @@ class Plan:
         return LossWeights(self.loss_over, self.global_batch)
 
     def to_json(self) -> str:
-        """The file's text; keys keep the order of the fields, so equal plans are equal bytes."""
-        content = asdict(self)
-        for written, rank in zip(content["ranks"], self.ranks, strict=True):
-            written["memory_bytes"]["total"] = rank.memory_bytes.total
-        return json.dumps(content, indent=1) + "\n"
+        """Return the file's text; keys keep the order of the fields, so equal plans are equal
+        bytes."""
+        return json.dumps(_plain(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The plan `to_json` wrote."""
-        content = json.loads(text)
-        for rank in content["ranks"]:
-            del rank["memory_bytes"]["total"]
-            rank["memory_bytes"] = MemoryEstimate(**rank["memory_bytes"])
-        return cls(
-            **{
-                **content,
-                "task_graphs": tuple(TaskGraph(**_tuples(x)) for x in content["task_graphs"]),
-                "groups": _tuples(content["groups"]),
-                "ranks": tuple(
-                    RankPlan(
-                        **{
-                            **x,
-                            "task_graphs": tuple(x["task_graphs"]),
-                            "samples": _tuples(x["samples"]),
-                        }
-                    )
-                    for x in content["ranks"]
-                ),
-                "predicted": Prediction(**content["predicted"]),
-                "predicted_here": content["predicted_here"]
-                and Prediction(**content["predicted_here"]),
-                "decisions": tuple(Decision(**x) for x in content["decisions"]),
-                "rewrite": _tuples(content["rewrite"]),
-                "pipeline": _tuples(content["pipeline"]),
-            }
-        )
+        """Return the plan that `to_json` wrote."""
+        return _reader().validate_json(text)
 
     def task_graph_of(self, rank: int, primitive: str) -> TaskGraph | None:
         """The TaskGraph of that primitive which `rank` holds a part of."""
@@ -188,8 +165,20 @@ class Plan:
         return next((t for t in held if t.primitive == primitive), None)
 
 
-def _tuples(value: Any) -> Any:
-    """JSON's lists as the tuples they were."""
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+@cache
+def _reader() -> TypeAdapter[Plan]:
+    return TypeAdapter(Plan)
+
+
+def _plain(value: Any) -> Any:
+    """Return the plan's parts as JSON has them."""
+    if is_dataclass(value):
+        written = {
+            part.name: _plain(getattr(value, part.name))
+            for part in fields(value)
+            if getattr(value, part.name) or "omitted" not in part.metadata
+        }
+        return {**written, "total": value.total} if isinstance(value, MemoryEstimate) else written
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -16,8 +16,14 @@ from whale_train.strategies.plan.plan import (
     RankPlan,
     TaskGraph,
 )
+from whale_train.strategies.plan.program import (
+    PlannedChunk,
+    PlannedCopy,
+    PlannedGraph,
+    PlannedPipeline,
+)
 from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
-from whale_train.strategies.resolver.segment_json import segment_plan, shard_plan
+from whale_train.strategies.resolver.planned_segment import planned_segment, planned_shard
 from whale_train.strategies.schedule.instructions import Instruction, Transits
 from whale_train.strategies.simulate.prediction import Simulated, simulated
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
@@ -94,10 +100,10 @@ def written(
     if job.as_is:
         return plan
     segments = [tuple(_segments(job, chunk)) for chunk in decided.chunks]
-    written_segments = tuple(segment_plan(x) for each in segments for x in each)
+    of_plan = tuple(planned_segment(x) for of_chunk in segments for x in of_chunk)
     return replace(
         plan,
-        rewrite={"axes": decided.axes, "segments": written_segments},
+        rewrite=PlannedGraph(decided.axes, of_plan),
         pipeline=_pipeline(job, decided, [len(each) for each in segments]),
     )
 
@@ -108,47 +114,42 @@ def simulated_step(job: Staging, decided: Decided) -> Simulated:
     return simulated(*priced.step(), job.cluster, job.training.global_batch)
 
 
-def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> dict[str, Any]:
-    """Who runs which chunk for which micro-batch; `segments` counts those of each chunk."""
-    form, batches = job.form, decided.batches
+def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> PlannedPipeline:
+    """Return who runs which chunk for which micro-batch; `segments` counts those of each chunk."""
+    form = job.form
     first = [sum(segments[:number]) for number in range(len(segments))]
-    copies: list[dict[str, Any]] = []
-    for copy in range(form.copies):
-        copies.append(
-            {
-                "positions": job.seats.positions[copy],
-                "samples": batches.samples[copy],
-                "owners": batches.owners[copy],
-                "durations": tuple(
-                    (*place, *times)
-                    for place, times in decided.times.durations(copy, batches.largest(copy)).items()
-                ),
-                "transits": tuple(
-                    (*ends, seconds) for ends, seconds in decided.transits[copy].items()
-                ),
-            }
-        )
-        if batches.members:
-            copies[-1]["members"] = batches.members[copy]
-    return {
-        "schedule": form.pipeline.schedule if form.pipeline else "1f1b",
-        "positions": job.chunks_of_positions(),
-        "copies": tuple(copies),
-        "edges": tuple((*edge, gradient) for edge, gradient in decided.edges.items()),
-        "chunks": tuple(
-            {
-                "stage": chunk.stage,
-                "segments": tuple(range(first[number], first[number] + segments[number])),
-                "recompute": "full" if chunk.stage in decided.recomputed else "none",
-                "shares_samples": chunk.head is not None,
-            }
+    return PlannedPipeline(
+        schedule=form.pipeline.schedule if form.pipeline else "1f1b",
+        positions=job.chunks_of_positions(),
+        copies=tuple(_pipeline_copy(job, decided, copy) for copy in range(form.copies)),
+        edges=tuple((*edge, gradient) for edge, gradient in decided.edges.items()),
+        chunks=tuple(
+            PlannedChunk(
+                stage=chunk.stage,
+                segments=tuple(range(first[number], first[number] + segments[number])),
+                recompute="full" if chunk.stage in decided.recomputed else "none",
+                shares_samples=chunk.head is not None,
+            )
             for number, chunk in enumerate(decided.chunks)
         ),
-        "shared": {
+        shared={
             path: tuple(job.task_graphs[stage][0] for stage in stages)
             for path, stages in decided.shared.items()
         },
-    }
+    )
+
+
+def _pipeline_copy(job: Staging, decided: Decided, copy: int) -> PlannedCopy:
+    batches = decided.batches
+    durations = decided.times.durations(copy, batches.largest(copy))
+    return PlannedCopy(
+        positions=job.seats.positions[copy],
+        samples=batches.samples[copy],
+        owners=batches.owners[copy],
+        durations=tuple((*place, *times) for place, times in durations.items()),
+        transits=tuple((*ends, seconds) for ends, seconds in decided.transits[copy].items()),
+        members=batches.members[copy] if batches.members else (),
+    )
 
 
 def _segments(job: Staging, chunk: Chunk) -> Iterator[Segment]:
@@ -247,7 +248,7 @@ def _cut(job: Staging, task_graph: TaskGraph, shards: Mapping[str, Shard], axes:
         trained=tuple(path for path in task_graph.parameters if path not in unused),
         shards={path: axes[shard.axis] for path, shard in shards.items()},
         shard_dims={path: shard.dim for path, shard in shards.items()},
-        shard_layouts={path: shard_plan(shard) for path, shard in shards.items()},
+        shard_layouts={path: planned_shard(shard) for path, shard in shards.items()},
     )
 
 

@@ -89,10 +89,12 @@ class ChunkTimes:
             if segment.assignment is None
         )  # fmt: skip
 
-    def durations(self, copy: int, samples: int) -> dict[tuple[int, int], tuple[float, ...]]:
+    def durations(
+        self, copy: int, samples: int
+    ) -> dict[tuple[int, int], tuple[float, float, float]]:
         """Seconds of (forward, input gradient, weight gradient) of a micro-batch of `samples` of a
         copy, by chunk and the position that holds it."""
-        found: dict[tuple[int, int], tuple[float, ...]] = {}
+        found: dict[tuple[int, int], tuple[float, float, float]] = {}
         for number, chunk in enumerate(self.chunks):
             for position in self.job.seats.of_stage(chunk.stage):
                 times, _ = self.of(number, copy, position, samples)

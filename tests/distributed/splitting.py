@@ -6,7 +6,6 @@ to what autograd gives on the whole model.
 """
 
 import copy
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from whale_train.runtime.graph.shard_graph import Counts, Place, Segment, write_
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.shape_check import shape_check
 from whale_train.strategies.partition.head_partition import Segment as WrittenSegment
-from whale_train.strategies.resolver.segment_json import segment_plan, shard_plan
+from whale_train.strategies.resolver.planned_segment import planned_segment, planned_shard
 from whale_train.strategies.schedule.apportion import optimal_shares, tile
 from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
 
@@ -74,7 +73,7 @@ class Written:
         layout = self.sharded.weights.get(path)
         if layout is None:
             return whole.detach()
-        return shard_of(whole, shard_plan(layout), self.axes[layout.axis], index)
+        return shard_of(whole, planned_shard(layout), self.axes[layout.axis], index)
 
 
 def write(
@@ -117,7 +116,6 @@ def write(
         assert shares is not None
         axes[axis] = tile(units, shares)
     assert shape_check(operations, sharded.assignment, axes) == ()
-    plan = segment_plan(WrittenSegment(0, region, (), (loss,), sharded.assignment))
     found = Written(_held(), module, sharded, axes, loss, by_path)  # of whose parts it is made
     index = dist.get_rank()
     tensors = _tensors(graph, module, canonical, found, index)
@@ -127,12 +125,12 @@ def write(
             "device": torch.device("cpu"),
             "group": dist.group.WORLD,
             "index": index,
-            "axes": json.loads(json.dumps(axes)),
+            "axes": axes,
             "batch_norm_group": None,
             **place,
         }
     )
-    written = json.loads(json.dumps(plan))
+    written = planned_segment(WrittenSegment(0, region, (), (loss,), sharded.assignment))
     write_segment_graph(segment, written, graph, canonical, here, counts)
     if counts is None:
         segment.overlap_weight_gradients()

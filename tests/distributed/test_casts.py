@@ -1,7 +1,5 @@
 """Casts, against the same program on whole tensors."""
 
-from typing import Any
-
 import pytest
 import torch
 from tests.distributed.harness import RankError, run_ranks
@@ -10,6 +8,7 @@ from torch import distributed as dist
 
 from whale_train.runtime.comms import layout_collectives as casts
 from whale_train.runtime.comms.layout_collectives import ShardGroup
+from whale_train.strategies.plan.program import PlannedShard
 
 SIZES = [(3, 3), (4, 1), (1, 0, 4), (2, 2, 2)]
 
@@ -164,18 +163,18 @@ def test_once_adds_to_a_sum_on_one_member_alone() -> None:
 @pytest.mark.parametrize(
     ("layout", "extents"),
     [
-        ({"dim": 1, "outer": 1}, (8,)),
-        ({"dim": 0, "outer": 3, "pieces": (16,)}, (16,) * 3),
-        ({"dim": 1, "outer": 1, "pieces": (24, 8)}, (24, 8)),
-        ({"dim": -1, "outer": 0, "pieces": (8,)}, (8, 8)),
+        (PlannedShard(1, "axis"), (8,)),
+        (PlannedShard(0, "axis", 3, (16,)), (16,) * 3),
+        (PlannedShard(1, "axis", 1, (24, 8)), (24, 8)),
+        (PlannedShard(-1, "axis", 0, (8,)), (8, 8)),
     ],
 )
 def test_a_shard_is_copied_out_of_a_whole_tensor(
-    layout: dict[str, Any], extents: tuple[int, ...], index: int
+    layout: PlannedShard, extents: tuple[int, ...], index: int
 ) -> None:
     intervals = ((0, 5), (5, 6), (6, 8))
     shape = [5, 7]
-    shape[layout["dim"]] = sum(extents)
+    shape[layout.dim] = sum(extents)
     whole = drawn(9, *shape)
     kept, position = [], 0
     for extent in extents:
@@ -183,13 +182,13 @@ def test_a_shard_is_copied_out_of_a_whole_tensor(
         kept += range(position + each * intervals[index][0], position + each * intervals[index][1])
         position += extent
     found = casts.shard_of(whole, layout, intervals, index)
-    assert torch.equal(found, whole.index_select(layout["dim"], torch.tensor(kept)))
+    assert torch.equal(found, whole.index_select(layout.dim, torch.tensor(kept)))
     assert found.is_contiguous()
     assert found.untyped_storage().nbytes() == found.nbytes
 
 
 def test_a_shard_of_no_elements_has_its_shape() -> None:
-    layout = {"dim": 1, "outer": 1, "pieces": (6, 2)}
+    layout = PlannedShard(1, "axis", 1, (6, 2))
     assert casts.shard_of(torch.empty(0, 8), layout, ((0, 1), (1, 2)), 1).shape == (0, 4)
 
 

@@ -26,6 +26,7 @@ from whale_train.runtime.engines.base import Copies
 from whale_train.runtime.engines.optimizers import make_optimizer
 from whale_train.runtime.train.recorder import DropoutOff, part_of, slope_of
 from whale_train.strategies.plan.plan import Plan, TaskGraph
+from whale_train.strategies.plan.program import PlannedShard
 
 # --- Comparisons of tensors given here -----------------------------------------------------------
 
@@ -95,7 +96,10 @@ def test_a_part_is_where_the_plan_cuts_it() -> None:
         shares=(2, 2),
         shards={"fused": ((0, 3), (3, 4)), "plain": ((0, 5), (5, 7))},
         shard_dims={"fused": 1, "plain": 0},
-        shard_layouts={"fused": {"dim": 1, "axis": "heads", "outer": 2, "pieces": (8, 4)}},
+        shard_layouts={
+            "fused": PlannedShard(1, "heads", 2, (8, 4)),
+            "plain": PlannedShard(0, "rows"),
+        },
     )
     ranks = [SimpleNamespace(task_graphs=(1,))] * 8
     plan = cast(Plan, SimpleNamespace(task_graphs=(None, task_graph), ranks=ranks))

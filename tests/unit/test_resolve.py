@@ -17,6 +17,7 @@ from tests.unit.plan_requests import at_peak, mixed, shipped, strategy_of, train
 
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
 from whale_train.strategies.plan.plan import Decision
+from whale_train.strategies.plan.program import PlannedCast, PlannedSegment, PlannedShard
 from whale_train.strategies.resolver.resolve import resolve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -124,9 +125,9 @@ def test_a_split_head_on_the_mixed_cluster() -> None:
         "head.model_parallel": (RANKS,),
     }
     assert plan.rewrite is not None
-    assert plan.rewrite["axes"]["classes"] == tuple(rows)
+    assert plan.rewrite.axes["classes"] == tuple(rows)
     assert plan.pipeline is not None
-    ((members,),) = (copy["members"] for copy in plan.pipeline["copies"])
+    ((members,),) = (copy.members for copy in plan.pipeline.copies)
     assert members[7:9] == ((1099, 1256), (1256, 1349))
     assert [rank.deepspeed for rank in plan.ranks] == [{"0": None, "1": None}] * 16
     assert plan.decisions[-1] == Decision(
@@ -164,42 +165,40 @@ def test_memory_of_a_rank_is_both_its_task_graphs() -> None:
 def test_the_cut_is_written_for_the_ranks() -> None:
     plan = resolve(shipped("hybrid_split_dp"), mixed().first(2), gpt(tied=True), training(5))
     assert plan.rewrite is not None
-    assert plan.rewrite["axes"] == {"classes": ((0, 6), (6, 12))}
+    assert plan.rewrite.axes == {"classes": ((0, 6), (6, 12))}
     assert plan.pipeline is not None
-    assert plan.pipeline["copies"][0]["members"] == (((0, 3), (3, 5)),)
-    first, backbone, last = plan.rewrite["segments"]
-    batch, classes = ({"dim": 0, "axis": axis, "outer": 1} for axis in ("batch", "classes"))
-    none = {"dim": 0, "axis": "", "outer": 1}
-    assert first == {
-        "task_graph": 1,
-        "operations": ("lm_head_weight", "input_ids", "embedding"),
-        "takes": (),
-        "gives": ("embedding",),
-        "layouts": {"lm_head_weight": classes, "input_ids": batch},
-        "casts": (
-            {"user": "embedding", "value": "input_ids", "kind": "gather", **batch},
-            {"user": "", "value": "embedding", "kind": "reduce_scatter", **batch},
+    assert plan.pipeline.copies[0].members == (((0, 3), (3, 5)),)
+    first, backbone, last = plan.rewrite.segments
+    batch, classes = (PlannedShard(0, axis) for axis in ("batch", "classes"))
+    assert first == PlannedSegment(
+        task_graph=1,
+        operations=("lm_head_weight", "input_ids", "embedding"),
+        takes=(),
+        gives=("embedding",),
+        layouts={"lm_head_weight": classes, "input_ids": batch},
+        casts=(
+            PlannedCast("embedding", "input_ids", "gather", batch),
+            PlannedCast("", "embedding", "reduce_scatter", batch),
         ),
-        "becomes": {"embedding": "split_embedding"},
-    }
-    assert backbone == {
-        "task_graph": 0,
-        "operations": ("block_weight", "norm_weight", "linear", "norm"),
-        "takes": ("embedding",),
-        "gives": ("norm",),
-        "layouts": {},
-        "casts": (),
-        "becomes": {},
-    }
-    assert last["layouts"]["logits"] == {"dim": 2, "axis": "classes", "outer": 1}
-    assert last["layouts"]["flat"] == {"dim": 1, "axis": "classes", "outer": 1}
-    assert "loss" not in last["layouts"]
-    assert last["becomes"] == {"loss": "split_cross_entropy"}
-    assert {"user": "logits", "value": "norm", "kind": "gather_enter", **batch} in last["casts"]
+        becomes={"embedding": "split_embedding"},
+    )
+    assert backbone == PlannedSegment(
+        task_graph=0,
+        operations=("block_weight", "norm_weight", "linear", "norm"),
+        takes=("embedding",),
+        gives=("norm",),
+        layouts={},
+        casts=(),
+        becomes={},
+    )
+    assert last.layouts["logits"] == PlannedShard(2, "classes")
+    assert last.layouts["flat"] == PlannedShard(1, "classes")
+    assert "loss" not in last.layouts
+    assert last.becomes == {"loss": "split_cross_entropy"}
+    assert PlannedCast("logits", "norm", "gather_enter", batch) in last.casts
     bias = resolve(shipped("hybrid_split_dp"), mixed().first(2), conv1d_head(), training(5))
     assert bias.rewrite is not None
-    entered = {"user": "addmm", "value": "flat", "kind": "enter", **none}
-    assert entered in bias.rewrite["segments"][-1]["casts"]
+    assert PlannedCast("addmm", "flat", "enter", None) in bias.rewrite.segments[-1].casts
 
 
 def test_zero_configs_carry_the_rank_s_samples() -> None:

@@ -60,7 +60,7 @@ def check(plan: Plan, profile: ModelProfile) -> None:
             assert intervals[0][0] == 0
             assert all(a[1] == b[0] for a, b in pairwise(intervals))
             assert all(start < stop for start, stop in intervals)
-    tiled = [interval for copy in plan.pipeline["copies"] for interval in copy["samples"]]
+    tiled = [interval for copy in plan.pipeline.copies for interval in copy.samples]
     assert tiled[0][0] == 0
     assert tiled[-1][1] == plan.global_batch
     assert all(a[1] == b[0] and a[0] < a[1] for a, b in pairwise(tiled))
@@ -134,7 +134,7 @@ def test_tied_weights_stay_whole_and_are_summed_over_their_stages() -> None:
         {"pipeline": {"stages": [SPLIT, SPLIT]}}, cluster(1, 1, 1, 1), model([1.0] * 4, tied=True)
     )
     assert plan.pipeline is not None
-    assert plan.pipeline["shared"] == {"blocks.0.weight": (0, 1)}
+    assert plan.pipeline.shared == {"blocks.0.weight": (0, 1)}
     assert plan.groups["shared.blocks.0.weight"] == ((0, 1, 2, 3),)
     assert all("blocks.0.weight" not in t.shards for t in plan.task_graphs)
 
@@ -174,8 +174,8 @@ def test_recompute_is_chosen_where_activations_do_not_fit() -> None:
     roomy = planned(graph, cluster(1, 1), profile)
     assert tight.pipeline is not None
     assert roomy.pipeline is not None
-    assert [c["recompute"] for c in tight.pipeline["chunks"]] == ["full", "none"]
-    assert [c["recompute"] for c in roomy.pipeline["chunks"]] == ["none", "none"]
+    assert [chunk.recompute for chunk in tight.pipeline.chunks] == ["full", "none"]
+    assert [chunk.recompute for chunk in roomy.pipeline.chunks] == ["none", "none"]
     assert tight.ranks[0].memory_bytes.activations < roomy.ranks[0].memory_bytes.activations
 
 
@@ -247,7 +247,7 @@ def test_stages_take_the_devices_they_name() -> None:
     graph = {"replicate": {"of": {"pipeline": {"micro_batches": 2, "stages": stages}}}}
     plan = planned(graph, cluster(1, 2, 1, 2))
     assert plan.pipeline is not None
-    assert [copy["positions"] for copy in plan.pipeline["copies"]] == [((1,), (0,)), ((3,), (2,))]
+    assert [copy.positions for copy in plan.pipeline.copies] == [((1,), (0,)), ((3,), (2,))]
     first, second = plan.task_graphs
     assert first.replicas == ((1,), (3,))
     assert second.replicas == ((0,), (2,))
@@ -268,7 +268,7 @@ def test_more_is_in_flight_where_memory_allows() -> None:
         plan = consider(strategy, devices, Findings(gpt(), "fp32"), training(64)).plan()
         assert plan.pipeline is not None
         first = plan.ranks[0].memory_bytes.activations
-        return plan.pipeline["copies"][0]["transits"], first
+        return plan.pipeline.copies[0].transits, first
 
     transits, held = on(1e9)
     assert [ends[:2] for ends in transits] == [(0, 1), (1, 0)]

@@ -1,0 +1,42 @@
+"""The segments of a cut graph as a plan has them: layouts whose sizes do not follow the batch."""
+
+from whale_train.strategies.graph.operation_graph import Size
+from whale_train.strategies.layouts.propagation import Cast, Shard
+from whale_train.strategies.partition.head_partition import Segment
+from whale_train.strategies.plan.program import PlannedCast, PlannedSegment, PlannedShard
+
+
+def planned_segment(segment: Segment) -> PlannedSegment:
+    """Return what one segment runs, takes and gives, how its values lie where they are sharded,
+    and what is inserted and replaced."""
+    typed = segment.assignment
+    values = {*segment.operations, *segment.takes}
+    return PlannedSegment(
+        task_graph=segment.task_graph,
+        operations=tuple(segment.operations),
+        takes=tuple(segment.takes),
+        gives=tuple(segment.gives),
+        layouts={
+            name: planned_shard(layout)
+            for name, layout in (typed.layouts if typed else {}).items()
+            if isinstance(layout, Shard) and name in values
+        },
+        casts=tuple(_cast(cast) for cast in (typed.casts if typed else ())),
+        becomes=dict(typed.becomes) if typed else {},
+        random=dict(typed.random) if typed else {},
+    )
+
+
+def planned_shard(layout: Shard) -> PlannedShard:
+    """Return a cut whose `outer` is 0 where the batch decides it."""
+    outer = 0 if isinstance(layout.outer, Size) else layout.outer
+    return PlannedShard(layout.dim, layout.axis, outer, layout.pieces)
+
+
+def _cast(cast: Cast) -> PlannedCast:
+    source = planned_shard(cast.source) if isinstance(cast.source, Shard) else None
+    target = planned_shard(cast.target) if isinstance(cast.target, Shard) else None
+    is_between_cuts = cast.kind == "reshard"
+    return PlannedCast(
+        cast.user, cast.value, cast.kind, target or source, source if is_between_cuts else None
+    )
