@@ -2,7 +2,7 @@
 
 Between stages gloo sends a value through the loopback's TCP by a thread of its own. Where ranks
 compute on all cores, the thread that sends is put aside as soon as it has woken the other side,
-with a lock in its hand for which gloo's own thread then waits by spinning (docs/adr/025). Here who
+with a lock in its hand for which gloo's own thread then waits by spinning (docs/adr/013). Here who
 sends copies a value into a slot that both have mapped and says so; who receives copies it out, and
 gives the slot back.
 

@@ -29,7 +29,7 @@ from whale_train.runtime.engines.narrow_weights import NarrowWeights
 class DeepSpeedEngine:
     """Copies that partition what they have in common: ZeRO 1 to 3, offload. A `precision` of 16
     bits is autocast; of `copies.narrow` the engine holds what autocast would make of them, and
-    accumulates and reduces every gradient in fp32 (docs/adr/033)."""
+    accumulates and reduces every gradient in fp32 (docs/adr/007)."""
 
     loss_scale = 1.0
     reduction = None

@@ -51,7 +51,7 @@ def precision_bytes(
     doubles; at stage 3 only where the optimizer is `apart` from the parameters
     (runtime/engines/deepspeed_zero3.py). 16 bits are autocast over fp32 weights, of which it makes
     copies of those that are `cast`; under ZeRO the `narrow` ones are 16-bit values with an fp32
-    master partition (docs/adr/033)."""
+    master partition (docs/adr/007)."""
     flat = 4 if zero and (zero < 3 or apart) else 0
     if precision == "fp32":
         return Precision(4, 4, 1.0, flat)

@@ -55,7 +55,7 @@ def deepspeed_config(
         "communication_data_type": "fp32",
         # Gradients are fp32 from the backward that makes them on, in every precision.
         "data_types": {"grad_accum_dtype": "fp32"},
-        # Ours are autocast (docs/adr/033), in fp16 with one loss scale for the whole job (007).
+        # Ours are autocast (docs/adr/007), in fp16 with one loss scale for the whole job.
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
         "zero_optimization": zero,

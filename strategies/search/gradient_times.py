@@ -72,7 +72,7 @@ class GradientTimes:
 
     def _sum_s(self, candidate: Candidate, group: Group, part: Part, num_bytes: float) -> float:
         """Return the seconds of a sum over a group; copies of the whole model on one host sum in
-        the memory that they share (docs/adr/026)."""
+        the memory that they share (docs/adr/013)."""
         mesh = candidate.mesh
         whole = not (candidate.micro_batches or candidate.zero) and mesh.shards == 1
         if whole and self.cluster.shared_memory is not None:
