@@ -13,7 +13,12 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from whale_train.strategies.plan.loss_weights import LossWeights
-from whale_train.strategies.plan.program import PlannedGraph, PlannedPipeline, PlannedShard
+from whale_train.strategies.plan.program import (
+    Number,
+    PlannedGraph,
+    PlannedPipeline,
+    PlannedShard,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class TaskGraph:
     path: str
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
-    flops: float
+    flops: Number
     zero: int
     offload: dict[str, str]
     replicas: tuple[tuple[int, ...], ...]
@@ -52,11 +57,11 @@ class TaskGraph:
 class MemoryEstimate:
     """Bytes of one rank at the peak of a step, by what holds them."""
 
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    communication: float
+    parameters: Number
+    gradients: Number
+    optimizer: Number
+    activations: Number
+    communication: Number
 
     @property
     def total(self) -> float:
@@ -95,12 +100,12 @@ class Prediction:
     """A step's predicted time, and the parts of which that of its busiest rank is made, in seconds:
     it computes, communicates or waits for transfers, updates, and waits for other ranks."""
 
-    step_time_s: float
-    samples_per_s: float
-    compute_s: float
-    communication_s: float
-    optimizer_s: float
-    idle_s: float
+    step_time_s: Number
+    samples_per_s: Number
+    compute_s: Number
+    communication_s: Number
+    optimizer_s: Number
+    idle_s: Number
 
 
 @dataclass(frozen=True)

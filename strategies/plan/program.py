@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Interval = tuple[int, int]
+# What JSON has as 0 is read as 0 and not as 0.0: a plan read and written again is the same bytes.
+Number = int | float
 OMITTED = {"omitted": True}
 
 
@@ -85,8 +87,8 @@ class PlannedCopy:
     positions: tuple[tuple[int, ...], ...]
     samples: tuple[Interval, ...]
     owners: tuple[tuple[int, ...], ...]
-    durations: tuple[tuple[int, int, float, float, float], ...]
-    transits: tuple[tuple[int, int, float], ...]
+    durations: tuple[tuple[int, int, Number, Number, Number], ...]
+    transits: tuple[tuple[int, int, Number], ...]
     members: tuple[tuple[Interval, ...], ...] = field(default=(), metadata=OMITTED)
 
 
