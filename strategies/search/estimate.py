@@ -54,6 +54,7 @@ class Estimator:
     _crossings: dict[tuple[int, int], Sequence[float]] = field(default_factory=dict)
     _cuts: dict[Candidate, Cut | None] = field(default_factory=dict)
     _totals: dict[object, float] = field(default_factory=dict)
+    _with_sums: dict[object, Sequence[float]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Estimate:
         """Return the estimate of a candidate that uses all devices of the cluster."""
@@ -223,22 +224,27 @@ class Estimator:
     ) -> Stage:
         of_units = self.seconds(device, part, candidate.dim, size)
         holding = self.costs.holding(part.shards, candidate.dim)
-        seconds = self._with_sums(candidate, part, of_units, holding, pieces)
-        again = [s + f for s, f in zip(seconds, of_units.forward, strict=True)]
-        each = self.needs.element_bytes(candidate, candidate.mesh.copies * part.copies)
+        mesh = candidate.mesh
+        key = (mesh.copies, part, id(device), candidate.dim, size, pieces, candidate.zero > 0)
+        if key not in self._with_sums:
+            self._with_sums[key] = self._seconds_with_sums(
+                candidate, part, of_units, holding, pieces
+            )
         return Stage(
-            seconds,
-            again,
-            [each * count for count in holding.elements],
-            [ROUNDED_UP * size * value for value in holding.saved],
-            [ROUNDED_UP * size * value for value in holding.entering],
-            flight,
-            device.memory_bytes - self.needs.gathered_bytes(candidate),
-            part.copies,
-            can_again=candidate.micro_batches > 0,
+            self._with_sums[key],
+            of_units.forward,
+            holding.elements,
+            holding.saved,
+            holding.entering,
+            element_bytes=self.needs.element_bytes(candidate, mesh.copies * part.copies),
+            samples=ROUNDED_UP * size,
+            in_flight=flight,
+            room=device.memory_bytes - self.needs.gathered_bytes(candidate),
+            copies=part.copies,
+            can_recompute=candidate.micro_batches > 0,
         )
 
-    def _with_sums(
+    def _seconds_with_sums(
         self, candidate: Candidate, part: Part, of_units: Seconds, holding: Holding, pieces: int
     ) -> Sequence[float]:
         """Return the seconds of the units with their part of the gradient sums that no backward
@@ -278,7 +284,7 @@ class Estimator:
                 prefix[last] - prefix[first]
                 for prefix in (of_units.forward, of_units.backward_input, of_units.backward_weight)
             )
-            if candidate.micro_batches and stages[number].is_again(first, last):
+            if candidate.micro_batches and stages[number].recomputes(first, last):
                 of_input += forward
             gathers = self.sums.gathers_s(candidate, part, device)
             forward, of_input = forward + gathers[0], of_input + gathers[1]
@@ -315,9 +321,9 @@ class Estimator:
 
     def _short(self, candidate: Candidate, stages: Sequence[Stage]) -> float:
         """Return how many bytes one pipeline's devices, together, have too little."""
-        needs = sum(stage.copies * (stage.held[-1]) for stage in stages) / len(stages)
+        needs = sum(s.copies * s.element_bytes * s.elements[-1] for s in stages) / len(stages)
         room = sum(stage.copies * stage.room for stage in stages)
-        saved = min(stage.entering[-1] for stage in stages)
+        saved = min(stage.samples * stage.entering[-1] for stage in stages)
         return max(1.0, needs + saved - room)
 
     # --- What candidates have in common ---

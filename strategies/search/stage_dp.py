@@ -33,65 +33,79 @@ _SLOWER = (
 @dataclass(frozen=True)
 class Stage:
     """A stage on `copies` of a shard group. Prefix sums over the units: the `seconds` of a
-    micro-batch, as they are and where blocks are computed `again`; the bytes `held` whatever the
-    schedule, those `saved` of a micro-batch, those that enter blocks (`entering`). `in_flight` is
-    how many micro-batches a copy has at once, `room` the bytes of a device. `can_again`: the stage
-    may compute blocks again."""
+    micro-batch and the part of them that is its `forward`; the trained `elements`; the bytes of a
+    sample that autograd saves (`saved`) and that enter blocks (`entering`). A copy keeps
+    `element_bytes` for each element, and has `in_flight` micro-batches of `samples` at once. `room`
+    is the bytes of a device. `can_recompute`: the stage may compute blocks again."""
 
     seconds: Prefix
-    again: Prefix
-    held: Prefix
+    forward: Prefix
+    elements: Prefix
     saved: Prefix
     entering: Prefix
+    element_bytes: float
+    samples: float
     in_flight: float
     room: float
     copies: int = 1
-    can_again: bool = True
+    can_recompute: bool = True
+
+    @cached_property
+    def recomputed(self) -> Prefix:
+        """The seconds where blocks are computed again."""
+        return [s + f for s, f in zip(self.seconds, self.forward, strict=True)]
 
     @cached_property
     def needs(self) -> Prefix:
         """Prefix sums of the bytes that the stage needs where it saves all."""
-        return [h + self.in_flight * s for h, s in zip(self.held, self.saved, strict=True)]
+        return self._needs(self.saved)
 
     @cached_property
-    def needs_again(self) -> Prefix:
-        """The same where it computes blocks again, the largest of which is there once more."""
-        return [h + self.in_flight * s for h, s in zip(self.held, self.entering, strict=True)]
+    def needs_recomputed(self) -> Prefix:
+        """Prefix sums of the bytes that the stage needs where it computes blocks again, beside the
+        largest block."""
+        return self._needs(self.entering)
+
+    def _needs(self, values: Prefix) -> Prefix:
+        each, flight = self.element_bytes, self.in_flight * self.samples
+        return [each * e + flight * v for e, v in zip(self.elements, values, strict=True)]
 
     @cached_property
-    def room_again(self) -> float:
+    def room_recomputed(self) -> float:
         """The room that is left beside the largest block."""
-        return self.room - max(b - a for a, b in pairwise(self.saved))
+        return self.room - self.samples * max(b - a for a, b in pairwise(self.saved))
 
     def end(self, first: int, slowest: float) -> int:
         """Return the last unit before which a stage that begins at `first` may end."""
         limit = slowest * self.copies * _ROUNDING
         in_time = bisect_right(self.seconds, self.seconds[first] + limit) - 1
         in_room = bisect_right(self.needs, self.needs[first] + self.room) - 1
-        if in_room >= in_time or not self.can_again:
+        if in_room >= in_time or not self.can_recompute:
             return min(in_time, in_room)
-        again = bisect_right(self.again, self.again[first] + limit) - 1
-        room = bisect_right(self.needs_again, self.needs_again[first] + self.room_again) - 1
-        return max(in_room, min(again, room))
+        seconds, needs = self.recomputed, self.needs_recomputed
+        in_time = bisect_right(seconds, seconds[first] + limit) - 1
+        fits = bisect_right(needs, needs[first] + self.room_recomputed) - 1
+        return max(in_room, min(in_time, fits))
 
     def beginning(self, last: int, slowest: float) -> int:
         """Return the first unit with which a stage that ends before `last` may begin."""
         limit = slowest * self.copies * _ROUNDING
         in_time = bisect_left(self.seconds, self.seconds[last] - limit)
         in_room = bisect_left(self.needs, self.needs[last] - self.room)
-        if in_room <= in_time or not self.can_again:
+        if in_room <= in_time or not self.can_recompute:
             return max(in_time, in_room)
-        again = bisect_left(self.again, self.again[last] - limit)
-        room = bisect_left(self.needs_again, self.needs_again[last] - self.room_again)
-        return min(in_room, max(again, room))
+        seconds, needs = self.recomputed, self.needs_recomputed
+        in_time = bisect_left(seconds, seconds[last] - limit)
+        fits = bisect_left(needs, needs[last] - self.room_recomputed)
+        return min(in_room, max(in_time, fits))
 
-    def is_again(self, first: int, last: int) -> bool:
+    def recomputes(self, first: int, last: int) -> bool:
         """Whether the stage computes its blocks again, as it has no room to save all."""
         return self.needs[last] - self.needs[first] > self.room
 
     def takes(self, first: int, last: int) -> float:
         """Return the seconds of a micro-batch on one copy."""
-        prefix = self.again if self.is_again(first, last) else self.seconds
+        prefix = self.recomputed if self.recomputes(first, last) else self.seconds
         return prefix[last] - prefix[first]
 
 
@@ -202,18 +216,20 @@ def _least_sum(
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for number, stage in enumerate(stages):
         hop = hops[number] if number < len(hops) else None
-        found: dict[int, tuple[float, tuple[int, ...]]] = {}
-        low = min(earliest[number + 1], latest[number + 1])
-        for last in range(low, latest[number + 1] + 1):
-            sent = 2 * (hop.latency_s + hop.byte_s * crossing[last]) if hop else 0.0
-            for first, (before, ends) in best.items():
-                if first >= last or stage.end(first, slowest) < last:
-                    continue
+        high, longest = latest[number + 1], limit * stage.copies
+        low = min(earliest[number + 1], high)
+        sent = [
+            2 * (hop.latency_s + hop.byte_s * crossing[last]) if hop else 0.0
+            for last in range(low, high + 1)
+        ]
+        reached: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for first, (before, ends) in best.items():
+            for last in range(max(low, first + 1), min(stage.end(first, slowest), high) + 1):
                 time = stage.takes(first, last)
-                if time > limit * stage.copies:
+                if time > longest:
                     continue
-                total = before + sent + time * (1 + 1e-3 * time / (limit * stage.copies))
-                if last not in found or total < found[last][0]:
-                    found[last] = (total, (*ends, last))
-        best = found
+                total = before + sent[last - low] + time * (1 + 1e-3 * time / longest)
+                if last not in reached or total < reached[last][0]:
+                    reached[last] = (total, (*ends, last))
+        best = reached
     return best[units][1] if units in best else None

@@ -7,7 +7,7 @@ the same way. Nobody takes more at a time than fits its memory, where that is kn
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.plan.plan import Decision
@@ -38,7 +38,11 @@ class Batches:
 
     def largest(self, copy: int) -> int:
         """Return the samples of the largest micro-batch of a copy."""
-        return max(stop - start for start, stop in self.samples[copy])
+        return self._largest[copy]
+
+    @cached_property
+    def _largest(self) -> Sequence[int]:
+        return [max(stop - start for start, stop in of_copy) for of_copy in self.samples]
 
 
 class BatchTooLargeError(Exception):

@@ -6,6 +6,7 @@ samples and classes each rank has room for, and the refusal of a plan that has n
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from whale_train.errors import Fault, PlanError
 from whale_train.quantities import in_bytes
@@ -38,7 +39,7 @@ class Room:
     memory: RankMemory
     batches: Batches
 
-    @property
+    @cached_property
     def short_bytes(self) -> float:
         """By how much the rank that is shortest of it has too little; not positive where all
         fit."""

@@ -160,7 +160,7 @@ def stage(seconds: Sequence[float], room: float, copies: int = 1, flight: int = 
         sums.append(sums[-1] + each)
     ones = [float(n) for n in range(len(sums))]
     none = [0.0] * len(sums)
-    return Stage(sums, sums, none, ones, ones, flight, room, copies, can_again=False)
+    return Stage(sums, none, none, ones, ones, 0.0, 1.0, flight, room, copies, can_recompute=False)
 
 
 @settings(max_examples=200, deadline=None)
