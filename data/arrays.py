@@ -45,7 +45,7 @@ class ArraysOptions(BaseModel):
 
 
 def open_arrays(options: ArraysOptions) -> Dataset:
-    """One field an array, in the file's order; the first axis is the sample.
+    """Return a dataset of one field an array, in the file's order; the first axis is the sample.
 
     Dtypes are kept, except that float64 becomes float32 and int32 becomes int64. The upper bound
     of an integer field is its largest value + 1, for which the array is read through once.
@@ -124,8 +124,8 @@ def _read_member(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
 
 
 def _content_offset(path: str, info: zipfile.ZipInfo) -> int:
-    """Where a stored member's bytes begin. The local header has its own name and extra field,
-    whose lengths (two bytes each, little-endian) are its last four bytes."""
+    """Return where a stored member's bytes begin. The local header has its own name and extra
+    field, whose lengths (two bytes each, little-endian) are its last four bytes."""
     with open(path, "rb") as file:
         file.seek(info.header_offset)
         header = file.read(_LOCAL_HEADER_BYTES)

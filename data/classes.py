@@ -42,9 +42,9 @@ def open_classes(options: ClassesOptions) -> Dataset:
 
 
 def balanced_labels(indices: Indices, num_samples: int, num_classes: int, key: Bits) -> Indices:
-    """The classes of samples `indices` of `num_samples`, drawn by `key`. All classes occur equally
-    often, give or take one; where there are fewer samples than classes they are spread over all of
-    them."""
+    """Return the classes of samples `indices` of `num_samples`, drawn by `key`. All classes occur
+    equally often, give or take one; where there are fewer samples than classes they are spread over
+    all of them."""
     return permute(indices, num_samples, key) * num_classes // num_samples
 
 

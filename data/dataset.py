@@ -39,7 +39,8 @@ class Dataset(Protocol):
         `[n, *field.shape]` of the field's dtype, in the order asked for."""
 
     def evaluation_samples(self, indices: Indices) -> Batch:
-        """The same for the samples held back, each index in 0..num_evaluation_samples-1."""
+        """Return the samples held back, as `training_samples` does; each index in
+        0..num_evaluation_samples-1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ class HeldBack:
     rows: Indices
 
     def training_rows(self, indices: Indices) -> Indices:
-        """The rows of training samples `indices`."""
+        """Return the rows of training samples `indices`."""
         training_before = self.rows - np.arange(len(self.rows))
         return indices + np.searchsorted(training_before, indices, side="right")
 

@@ -36,8 +36,9 @@ class HfDatasetOptions(BaseModel):
 
 
 def open_hf_dataset(options: HfDatasetOptions) -> Dataset:
-    """One field a column. Integers become int64 and floats float32; shapes are those of the first
-    row. Upper bounds are known of `ClassLabel` columns only: others would have to be read whole.
+    """Return a dataset of one field a column. Integers become int64 and floats float32; shapes
+    are those of the first row. Upper bounds are known of `ClassLabel` columns only: others would
+    have to be read whole.
 
     Raises ConfigError when the package, the files, the split or a column is missing, when a column
     is not numbers, and, when such a row is read, for rows of another shape than the first.
@@ -76,7 +77,7 @@ def open_hf_dataset(options: HfDatasetOptions) -> Dataset:
 
 
 def _load(path: str) -> Any:
-    """The `Dataset` or `DatasetDict` at `path`."""
+    """Return the `Dataset` or `DatasetDict` at `path`."""
     try:
         import datasets
     except ImportError as error:
@@ -142,7 +143,7 @@ def _handed_over(value: NDArray[Any]) -> str:
 
 
 def _stacked(values: Any, field: InputField, column: str) -> NDArray[Any]:
-    """The column's values as `[n, *field.shape]`; Arrow's lists may be of any length."""
+    """Return the column's values as `[n, *field.shape]`; Arrow's lists may be of any length."""
     for value in values:
         if np.shape(value) != field.shape:
             fault = Fault(

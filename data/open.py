@@ -19,7 +19,7 @@ DataOptions = Annotated[
 
 
 def open_dataset(options: DataOptions) -> Dataset:
-    """The dataset these options describe, ready to read. Raises ConfigError."""
+    """Return the dataset these options describe, ready to read. Raises ConfigError."""
     match options:
         case TextOptions():
             return open_text(options)

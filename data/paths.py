@@ -19,7 +19,7 @@ UserPath = Annotated[str, AfterValidator(_absolute)]
 
 
 def path_error(path: str, rule: str, remedy: str) -> ConfigError:
-    """A fault of `data.path`, ready to raise."""
+    """Return a fault of `data.path`, ready to raise."""
     return ConfigError([Fault("data.path", path, rule, remedy)])
 
 

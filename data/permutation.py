@@ -19,7 +19,8 @@ _COUNTERS_PER_ROUND = 2**32
 
 
 def permute(indices: NDArray[np.int64], num_elements: int, key: Bits) -> NDArray[np.int64]:
-    """Where the permutation that `key` names sends `indices` (int64 `[n]`, 0..num_elements-1).
+    """Return where the permutation that `key` names sends `indices` (int64 `[n]`,
+    0..num_elements-1).
 
     `key` is uint64 `[1]`, or `[n]` to take each index through a permutation of its own.
 

@@ -23,7 +23,7 @@ _LOW_WORD = np.uint64(0xFFFFFFFF)
 
 
 def stream_key(name: str, seed: int) -> Bits:
-    """The key of the stream of this name and seed: uint64 `[1]`."""
+    """Return the key of the stream of this name and seed: uint64 `[1]`."""
     digest = blake2b(f"{name}/{seed}".encode(), digest_size=8).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 

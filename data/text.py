@@ -109,7 +109,7 @@ def _corpus(options: TextOptions) -> NDArray[np.uint8]:
 
 
 def _below(folder: Path, source_only: bool) -> Iterator[Path]:
-    """The files below a folder: those of each folder by name, then its folders by name."""
+    """Yield the files below a folder: those of each folder by name, then its folders by name."""
 
     def fail(error: OSError) -> None:
         raise error

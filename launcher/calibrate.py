@@ -26,8 +26,8 @@ _SAMPLES = 1000  # of which every rank has some
 
 
 def measuring(request: Request, devices: int | None = None) -> Request:
-    """The request whose ranks measure: on the same devices (or so many of them), with a model that
-    is in nobody's way and a copy of it on each."""
+    """Return the request whose ranks measure: on the same devices (or so many of them), with a
+    model that is in nobody's way and a copy of it on each."""
     data: TypeAdapter[DataOptions] = TypeAdapter(DataOptions)
     train = {"global_batch": _SAMPLES, "accumulate": 1, "trace": False, "evaluate_every": None}
     return request.model_copy(
@@ -42,8 +42,8 @@ def measuring(request: Request, devices: int | None = None) -> Request:
 
 
 def at_once(cluster: Cluster) -> int:
-    """How many devices measure: as many processes as there are processors for. More would measure
-    how they wait for each other, which plans count by themselves."""
+    """Return how many devices measure: as many processes as there are processors for. More would
+    measure how they wait for each other, which plans count by themselves."""
     return max(1, int(min(len(cluster.devices), cluster.processors)))
 
 
@@ -62,8 +62,8 @@ def refuse_others(resolved: Resolved) -> None:
 
 
 def announced(cluster: Cluster, count: int, threads_of: Callable[[int], int]) -> str:
-    """Who measures, `count` devices of `cluster`, and how long that is waited for. So many of its
-    processes have `threads_of` them each."""
+    """Return the line that says who measures (`count` devices of `cluster`), and how long that is
+    waited for. So many of its processes have `threads_of` them each."""
     said = f"measuring {count} x {cluster.devices[0].name}"
     each, alone = threads_of(count), threads_of(1)
     if cluster.on_cpu and each != alone:
@@ -76,14 +76,15 @@ def _in_threads(threads: int) -> str:
 
 
 def kept_of(run_dir: Path, kind: str) -> list[tuple[Calibration, Path]]:
-    """What the ranks, devices of that `kind`, measured, and the files it is kept in."""
+    """Return what the ranks, devices of that `kind`, measured, and the files it is kept in."""
     written = json.loads((run_dir / "calibration.json").read_text())
     found = [Calibration.from_mapping({"device": kind, **each}) for each in written]
     return [(calibration, keep(calibration)) for calibration in found]
 
 
 def show(found: Sequence[tuple[Calibration, Path]], console: Console) -> None:
-    """A table for each: a line a kind of operation, then the links. Fits 60 columns and more."""
+    """Print a table for each kind of device: a line a kind of operation, then the links. Fits 60
+    columns and more."""
     for calibration, path in found:
         console.print(Portable(_view(calibration, path)))
 

@@ -20,7 +20,8 @@ from whale_train.launcher.ui.terminal import open_console
 
 
 def main() -> None:
-    """The command. Exit status: 0 done, 1 a run failed, 2 a request refused, 130 interrupted."""
+    """Run the command. Exit status: 0 done, 1 a run failed, 2 a request refused, 130
+    interrupted."""
     # What pip installed beside this Python (ninja) is found, though the environment may not be
     # activated.
     beside = str(Path(sys.executable).parent)
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def _status(ends: list[tuple[tuple[str, ...], JobEnd]]) -> int:
-    """The exit status of all jobs together: the worst one's."""
+    """Return the exit status of all jobs together: the worst one's."""
     return max((EXIT_STATUS[end.status] for _, end in ends), default=0)
 
 

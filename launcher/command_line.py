@@ -46,9 +46,9 @@ _COMPOSING = (
 
 
 def rewritten(arguments: Sequence[str]) -> list[str]:
-    """The command line with `model._target_=` standing for model=custom, and arguments of a
-    model's class and keys of a strategy, whose own readers know them, allowed though no file
-    lists them; overrides before flags, as Hydra wants them.
+    """Return the command line with `model._target_=` standing for model=custom, and arguments of a
+    model's class and keys of a strategy, whose own readers know them, allowed though no file lists
+    them; overrides before flags, as Hydra wants them.
 
     Raises ConfigError for flags and overrides that cannot be parsed.
     """
@@ -108,7 +108,7 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
-    """One job's config. Raises ConfigError with all faults of the overrides."""
+    """Return one job's config. Raises ConfigError with all faults of the overrides."""
     with _hydra(None):
         config, faults = _compose("config", overrides)
     if config is None or faults:
@@ -146,7 +146,7 @@ def _flags(arguments: Sequence[str]) -> Namespace:
 
 
 def _parsed(text: str, faults: list[Fault]) -> Override | None:
-    """An override; None when it is a fault."""
+    """Return an override; None when it is a fault."""
     if "=" not in text and not text.startswith("~"):
         faults.append(Fault(text, "", "is neither KEY=VALUE nor a flag", f"write {text}=VALUE"))
         return None
@@ -161,7 +161,8 @@ def _parsed(text: str, faults: list[Fault]) -> Override | None:
 
 
 def _jobs(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
-    """The overrides of each job: one, or the product of a sweep's choices, in Hydra's order."""
+    """Return the overrides of each job: one, or the product of a sweep's choices, in Hydra's
+    order."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed = parser.parse_overrides(list(overrides))
     swept = [override for override in parsed if override.is_sweep_override()]
@@ -188,7 +189,7 @@ def _jobs(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
 
 
 def _value(override: Override) -> str:
-    """What was written after the equals sign."""
+    """Return what was written after the equals sign."""
     return str(override.input_line).partition("=")[2]
 
 
@@ -197,7 +198,7 @@ def _kind(override: Override) -> str:
 
 
 def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, list[Fault]]:
-    """The config, Hydra's own part included, and what is wrong with the overrides.
+    """Return the config, Hydra's own part included, and what is wrong with the overrides.
 
     What cannot be composed is left out and the rest tried again, so that all of it is found;
     None where it is not an override that is wrong.
@@ -234,7 +235,7 @@ def _attempt(name: str, overrides: Sequence[str]) -> DictConfig | Exception:
 
 
 def _culprit(name: str, overrides: Sequence[str], error: Exception) -> int | None:
-    """The override without which `error` is not raised."""
+    """Return the override without which `error` is not raised."""
     for i in range(len(overrides)):
         found = _attempt(name, [*overrides[:i], *overrides[i + 1 :]])
         if isinstance(found, DictConfig) or str(found) != str(error):
@@ -270,7 +271,7 @@ def _override_fault(override: Override, error: Exception, known: Sequence[str]) 
 
 
 def _file_fault(error: Exception) -> Fault:
-    """What is wrong with a config file, the user's own."""
+    """Return what is wrong with a config file, the user's own."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         rule = f"is not YAML (line {mark.line + 1}, column {mark.column + 1}: {error.problem})"
@@ -284,7 +285,7 @@ def _file_fault(error: Exception) -> Fault:
 
 
 def _keys(config: DictConfig) -> list[str]:
-    """Every key of a config, and what is often set of Hydra's own."""
+    """Return every key of a config, and what is often set of Hydra's own."""
     found: list[str] = []
 
     def visit(value: Any, path: str) -> None:
@@ -303,8 +304,8 @@ def _without_hydra(config: DictConfig) -> DictConfig:
 
 
 def compared_strategies(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The strategies of these names as their files have them, Hydra being initialised. Raises
-    ConfigError for those that are none."""
+    """Return the strategies of these names as their files have them, Hydra being initialised.
+    Raises ConfigError for those that are none."""
     found: dict[str, dict[str, Any]] = {}
     faults = []
     for name in names:
@@ -324,7 +325,8 @@ def compared_strategies(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _request_faults(config: DictConfig, wrong: Sequence[Fault]) -> list[Fault]:
-    """What reading the request will find, but for the groups whose option is `wrong` already."""
+    """Return the faults that reading the request will find, but for the groups whose option is
+    `wrong` already."""
     choices = config.hydra.runtime.choices
     names = {str(key): str(value) for key, value in choices.items() if value is not None}
     groups = {fault.key for fault in wrong}
@@ -337,7 +339,7 @@ def _request_faults(config: DictConfig, wrong: Sequence[Fault]) -> list[Fault]:
 
 
 def _run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
-    """What is wrong with the directory Hydra will make; `job` is its number in a sweep."""
+    """Return what is wrong with the directory Hydra will make; `job` is its number in a sweep."""
     key = "hydra.run.dir" if job is None else "hydra.sweep.dir"
     HydraConfig.instance().set_config(config)
     try:

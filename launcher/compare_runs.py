@@ -109,7 +109,7 @@ class Verification:
         return min(wrong, key=lambda x: _ORDER.index(x.what), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of `verify.json`."""
+        """Return the content of `verify.json`."""
         content = {
             "verdict": "equal" if self.equal else "different",
             "worst": self.worst.path if self.worst else None,
@@ -131,7 +131,7 @@ _ORDER = ("initial value", "gradient", "update")
 
 
 def compare(request: Request, plan_dir: Path, reference_dir: Path, ranks: int) -> Verification:
-    """The comparison of two finished runs of `request`, of `ranks` ranks and of one."""
+    """Return the comparison of two finished runs of `request`, of `ranks` ranks and of one."""
     precision = request.train.precision or "fp32"
     tolerance = request.verify.tolerance or TOLERANCE[precision]
     steps = request.verify.steps
@@ -212,8 +212,8 @@ class _Rules:
 
 
 def _whole_steps(optimizer: OptimizerOptions, rates: Sequence[float]) -> tuple[float, float]:
-    """The sum of the learning rates, and how far apart as many updates of two runs can be. An
-    update of Adam's is at most lr max(1, (1 - b1) / sqrt(1 - b2)) (Kingma and Ba, 2015, section
+    """Return the sum of the learning rates, and how far apart as many updates of two runs can be.
+    An update of Adam's is at most lr max(1, (1 - b1) / sqrt(1 - b2)) (Kingma and Ba, 2015, section
     2.1); SGD's and LAMB's have no bound that is the same for all parameters."""
     whole = sum(rates)
     if optimizer.name in ("sgd", "lamb"):
@@ -241,7 +241,8 @@ def _difference(
     expected: Array,
     allowed: Array,
 ) -> Difference:
-    """What copies that lie between `low` and `high` are off, at the element that is most so."""
+    """Return by how much copies that lie between `low` and `high` are off, at the element that is
+    most so."""
     apart = high - low
     off = np.maximum(np.abs(low - expected), np.abs(high - expected))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -252,7 +253,7 @@ def _difference(
 
 
 def _largest(values: Array) -> float:
-    """The largest magnitude; NaN where there is one, 0 of nothing."""
+    """Return the largest magnitude; NaN where there is one, 0 of nothing."""
     return float(np.max(np.abs(values))) if values.size else 0.0
 
 
@@ -291,11 +292,11 @@ class _Side:
         return tuple(self._parts[0][path]["shape"])
 
     def largest_gradient(self) -> float:
-        """The largest element of the first step's gradients, of a side that is one rank."""
+        """Return the largest element of the first step's gradients, of a side that is one rank."""
         return max((_largest(self.whole("gradient", path)) for path in self.paths), default=0.0)
 
     def whole(self, kind: str, path: str) -> Array:
-        """A tensor of a side that is one rank."""
+        """Return the whole of a tensor of a side that is one rank."""
         return self._read(0, kind, path)
 
     def bounds(self, kind: str, path: str, shape: tuple[int, ...]) -> tuple[Array, Array]:
@@ -322,7 +323,8 @@ class _Side:
 
 
 def _place(index: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
-    """A part's elements in the whole: per dimension the intervals of `index`, None being all."""
+    """Return a part's elements in the whole: per dimension the intervals of `index`, None being
+    all."""
     rows = [
         np.arange(extent)
         if intervals is None
@@ -333,7 +335,7 @@ def _place(index: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
 
 
 def _metric(run_dir: Path, key: str) -> list[float]:
-    """A figure of every step; what is no number is written as null."""
+    """Return a figure of every step; what is no number is written as null."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     values = (json.loads(line)[key] for line in lines)
     return [math.nan if value is None else value for value in values]

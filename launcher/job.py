@@ -160,13 +160,14 @@ def _train(
 
 
 def _offloads_adam(request: Request, plan: Plan) -> bool:
-    """Whether the optimizer is DeepSpeed's CPUAdam."""
+    """Return whether the optimizer is DeepSpeed's CPUAdam."""
     offloaded = any(t.offload["optimizer"] == "cpu" for t in plan.task_graphs)
     return offloaded and request.optimizer.name != "sgd"
 
 
 def _verify(request: Request, run_dir: Path, console: Console, interrupts: Sequence[int]) -> JobEnd:
-    """The run's first steps under the plan, then the same on one process, and the comparison."""
+    """Run the first steps under the plan, then the same on one process, and return the
+    comparison."""
     request = only_steps(request)
     run_dir = make_run_dir(request, run_dir)
     hosts = [Host.start(run_dir)]
@@ -237,14 +238,14 @@ def _calibrate(
 
 
 def only_steps(request: Request) -> Request:
-    """The request for a verification, which measures gradients and evaluates nothing."""
+    """Return the request for a verification, which measures gradients and evaluates nothing."""
     options = {"grad_norm": True, "evaluate_every": None, "tensorboard": False, "trace": False}
     return request.model_copy(update={"train": request.train.model_copy(update=options)})
 
 
 def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resolved]:
-    """The same request for the first device alone, the batch in one piece. Raises PlanError where
-    that cannot hold it.
+    """Return the same request for the first device alone, the batch in one piece. Raises PlanError
+    where that cannot hold it.
 
     A CPU process has the host's memory, whatever device it stands for.
     """
@@ -285,7 +286,7 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
 
 
 def _why(resolved: Resolved) -> str:
-    """What may be behind a prediction far off, and what to do."""
+    """Return what may be behind a prediction far off, and what to do."""
     precision = resolved.plan.precision
     if resolved.emulated or is_measured(resolved.cluster, precision):
         return "the machine may have been busy, or other programs while it was calibrated"
@@ -301,7 +302,7 @@ def _interrupted(run_dir: Path) -> JobEnd:
 
 
 def _place(plan: Plan, rank: int | None) -> str:
-    """A rank's place in the plan, in words."""
+    """Return a rank's place in the plan, in words."""
     if rank is None:
         return ""
     held = plan.ranks[rank]

@@ -54,7 +54,7 @@ def _refusal(key: str, value: str, rule: str, remedy: str) -> ConfigError:
 
 
 def _said(error: BaseException) -> str:
-    """An exception in one line: its type and text."""
+    """Return an exception in one line: its type and text."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
@@ -235,7 +235,7 @@ def _hugging_face_config(
 def hugging_face(
     architecture: str, config: dict[str, Any] | None = None, pretrained: str | None = None
 ) -> nn.Module:
-    """The class `architecture` of transformers, with `config` over its config's defaults.
+    """Return the class `architecture` of transformers, with `config` over its config's defaults.
 
     Random weights from torch's global generator, or those in the folder `pretrained`, in fp32. On
     the meta device no weights are read.
@@ -255,7 +255,7 @@ def hugging_face(
 
 
 def build_model(options: ModelOptions) -> nn.Module:
-    """The model on the current default device, in train mode.
+    """Return the model on the current default device, in train mode.
 
     Seed torch, or enter `torch.device("meta")`, first. Raises ConfigError when the class cannot be
     had (see `load_class`), when its constructor raises, or when a function gives no module though

@@ -43,8 +43,8 @@ def start_weights(model: nn.Module, depth: int) -> None:
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy of `logits` [batch, sequence, vocabulary] over the labels that are
-    not -100 of `labels` [batch, sequence]: each position's is the token after it."""
+    """Return the mean cross-entropy of `logits` [batch, sequence, vocabulary] over the labels that
+    are not -100 of `labels` [batch, sequence]: each position's is the token after it."""
     # Shifting the labels instead of the logits leaves the large tensor uncopied.
     following = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
     return functional.cross_entropy(

@@ -17,7 +17,7 @@ IGNORED_LABEL = -100  # labels that count for nothing, as in torch and transform
 def by_keyword(
     parameters: Mapping[str, inspect.Parameter],
 ) -> tuple[dict[str, inspect.Parameter], bool]:
-    """The parameters that can be given by name, and whether any other name is taken too."""
+    """Return the parameters that can be given by name, and whether any other name is taken too."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
     return named, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -28,8 +28,8 @@ def _forward_parameters(model: nn.Module) -> tuple[dict[str, inspect.Parameter],
 
 
 def _takes_labels(model: nn.Module, loss: str) -> bool:
-    """Whether the model is given the labels. Under cross_entropy they are the loss's, and a model
-    that could do without them would only compute a second loss."""
+    """Return whether the model is given the labels. Under cross_entropy they are the loss's, and a
+    model that could do without them would only compute a second loss."""
     named, open_ended = _forward_parameters(model)
     if "labels" not in named:
         return open_ended and loss == "model"
@@ -39,8 +39,8 @@ def _takes_labels(model: nn.Module, loss: str) -> bool:
 def forward_fields(
     model: nn.Module, options: ModelOptions, fields: tuple[InputField, ...]
 ) -> tuple[str, ...]:
-    """The names of the data's fields that `LossModule` is to be given, in the data's order: those
-    of the model's forward, and the labels where they are the loss's.
+    """Return the names of the data's fields that `LossModule` is to be given, in the data's order:
+    those of the model's forward, and the labels where they are the loss's.
 
     Raises ConfigError with all faults: a field that neither forward nor the loss takes, a forward
     argument without a field, and a loss without labels.
@@ -138,7 +138,7 @@ class LossModule(nn.Module):
 
 
 def _member(output: object, name: str) -> Tensor | None:
-    """A tensor of a model's output: the attribute or key `name`, else the first tensor of a
+    """Return a tensor of a model's output: the attribute or key `name`, else the first tensor of a
     sequence, else the output itself."""
     found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     if found is None and type(output) in (tuple, list):

@@ -15,7 +15,7 @@ VARIABLE = "WHALE_TRAIN_CALIBRATIONS"
 
 
 def folder() -> Path:
-    """Where they are: $WHALE_TRAIN_CALIBRATIONS, or in the user's configuration."""
+    """Return where calibrations are: $WHALE_TRAIN_CALIBRATIONS, or in the user's configuration."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
@@ -24,7 +24,7 @@ def folder() -> Path:
 
 
 def kept() -> list[Calibration]:
-    """All of them, by name. Raises ConfigError for a file that is none."""
+    """Return all calibrations, by name. Raises ConfigError for a file that is none."""
     found, faults = [], []
     for path in sorted(folder().glob("*.yaml")):
         try:

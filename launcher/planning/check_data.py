@@ -45,7 +45,7 @@ def check_data(
 
 
 def _largest(graph: OperationGraph, name: str, bounds: Mapping[str, int]) -> tuple[str, int]:
-    """Where the integers `name` come from, and their exclusive upper bound (0: unknown).
+    """Return where the integers `name` come from, and their exclusive upper bound (0: unknown).
 
     Followed back through what only moves them (shifts, pads, flattens), to an input or to the
     positions of a sequence.

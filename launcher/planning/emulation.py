@@ -26,7 +26,7 @@ def paces(devices: Sequence[Device], precision: str, processors: float) -> tuple
 
 
 def bandwidths_in_use(cluster: Cluster) -> set[float]:
-    """In bytes/s, those of the links between any two ranks (none of one rank)."""
+    """Return the bandwidths, in bytes/s, of the links between any two ranks (none of one rank)."""
     ends = list(accumulate(len(node.devices) for node in cluster.nodes))
     inside = [
         (end - 2, end - 1)

@@ -22,8 +22,8 @@ def refuse_uncounted(
 
 
 def said_of_evaluations(request: Request, plan: Plan, dataset: Dataset) -> tuple[Decision, ...]:
-    """The note a plan has where the run evaluates, from a graph, a model that computes otherwise
-    in evaluation mode."""
+    """Return the note a plan has where the run evaluates a split or staged model that computes
+    otherwise in evaluation mode."""
     every = request.train.evaluate_every
     if every is None or plan.rewrite is None:
         return ()

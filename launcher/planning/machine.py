@@ -39,7 +39,8 @@ def machine_facts(faults: list[Fault]) -> MachineFacts:
 
 
 def threads_asked() -> int | None:
-    """Of every process on a CPU, where the environment says so (as ranks read it)."""
+    """Return the threads of every process on a CPU, where the environment says how many (as ranks
+    read it)."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) > 0 else None
 

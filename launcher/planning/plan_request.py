@@ -60,7 +60,7 @@ class Resolved:
 
 
 def training_of(request: Request) -> Training:
-    """What of the request's training a plan depends on."""
+    """Return what of the request's training a plan depends on."""
     return Training(
         request.train.global_batch,
         request.train.precision or "fp32",
@@ -75,7 +75,7 @@ def training_of(request: Request) -> Training:
 
 
 def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
-    """The plan for a request; what `graph: auto` finds may have to `use_all` devices. Raises
+    """Return the plan for a request; what `graph: auto` finds may have to `use_all` devices. Raises
     ConfigError or PlanError with all faults of a stage."""
     faults: list[Fault] = []
     strategy, training = request.strategy_graph(), training_of(request)
@@ -162,7 +162,7 @@ def _planned(
 def resolve_each(
     request: Request, strategies: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Resolved | RequestError]:
-    """The plan of the request under each of `strategies` (as written), or why there is none.
+    """Return the plan of the request under each of `strategies` (as written), or why there is none.
     Raises ConfigError where the request is wrong under all of them."""
     faults: list[Fault] = []
     training = training_of(request)
@@ -195,7 +195,7 @@ def resolve_each(
 def _devices(
     request: Request, faults: list[Fault]
 ) -> tuple[Cluster | None, Literal["cpu", "cuda"], bool]:
-    """The inventory, the kind of device its ranks run on, and whether that is a stand-in."""
+    """Return the inventory, the kind of device its ranks run on, and whether that is a stand-in."""
     own = request.hardware.get("kind") == "local"  # GPUs nobody asks for may be unknown ones
     seen: list[Fault] = faults if own else []
     machine = machine_facts(seen) if _looks_at_machine(request) else _machine_without_gpus()
@@ -222,8 +222,8 @@ def _as_measured(cluster: Cluster, request: Request, machine: MachineFacts) -> C
 
 
 def threads_of(request: Request, cores: int, ranks: int) -> int:
-    """Of each of so many CPU processes: what the request says, or the environment for all its
-    programs, or else their share of the cores."""
+    """Return the threads of each of so many CPU processes: what the request says, or the
+    environment for all its programs, or else a share of the cores."""
     return request.launcher.threads or threads_asked() or max(1, cores // ranks)
 
 
@@ -252,13 +252,13 @@ def _refuse_without_compiler(request: Request, faults: list[Fault]) -> None:
 
 
 def _can_offload(request: Request) -> bool:
-    """Whether a strategy that the planner finds may keep its optimizer on the host."""
+    """Return whether a strategy that the planner finds may keep its optimizer on the host."""
     return request.mode == "plan" or request.optimizer.name == "sgd" or not _missing_tools()
 
 
 def _missing_tools() -> list[str]:
-    """What DeepSpeed lacks to compile its CPU optimizer, which it does at first use where it was
-    not installed compiled; torch then runs ninja and the compiler $CXX, or c++
+    """Return what DeepSpeed lacks to compile its CPU optimizer, which it does at first use where it
+    was not installed compiled; torch then runs ninja and the compiler $CXX, or c++
     (torch.utils.cpp_extension)."""
     spec = find_spec("deepspeed")
     if spec and spec.origin and [*Path(spec.origin).parent.glob("ops/adam/cpu_adam_op*.so")]:
@@ -279,7 +279,7 @@ def _machine_without_gpus() -> MachineFacts:
 def _where(
     request: Request, cluster: Cluster, machine: MachineFacts
 ) -> tuple[Literal["cpu", "cuda"], bool]:
-    """The kind of device the ranks run on, and whether that stands for another one."""
+    """Return the kind of device that the ranks run on, and whether that stands for another one."""
     wanted = [device.name for device in cluster.devices]
     have = [gpu.name for gpu in machine.gpus]
     local = cluster.on_cpu or (len(cluster.nodes) == 1 and wanted == have[: len(wanted)])
@@ -295,8 +295,8 @@ def _where(
 
 
 def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluster | None:
-    """The CPU processes that stand for the devices `strategy` uses, where they were measured at
-    its precision and nothing else slows them."""
+    """Return the CPU processes that stand for the devices `strategy` uses, where they were measured
+    at its precision and nothing else slows them."""
     used = cluster.chosen(strategy.devices)
     threads = threads_of(request, cores(), len(used.devices))
     precision = training_of(request).precision
@@ -324,7 +324,7 @@ def _refuse_gpus_between(strategy: Strategy, cluster: Cluster, faults: list[Faul
 def _refuse_device_speed(
     request: Request, cluster: Cluster, emulated: bool, faults: list[Fault]
 ) -> None:
-    """Where ranks stand for no other devices, or for equal ones."""
+    """Refuse `launcher.device_speed` where ranks stand for no other devices, or for equal ones."""
     if not request.launcher.device_speed:
         return
     rule = ""
@@ -339,7 +339,8 @@ def _refuse_device_speed(
 def _refuse_link_speed(
     request: Request, used: Cluster, emulated: bool, faults: list[Fault]
 ) -> None:
-    """Where links stand for no others, or for equal ones, or there is none."""
+    """Refuse `launcher.link_speed` where links stand for no others, or for equal ones, or there is
+    none."""
     if not request.launcher.link_speed:
         return
     rule = ""
@@ -354,7 +355,7 @@ def _refuse_link_speed(
 
 
 def _paces(request: Request, cluster: Cluster) -> tuple[float, ...] | None:
-    """How slowly each rank computes, if they keep their devices' proportions."""
+    """Return how slowly each rank computes, if they keep their devices' proportions."""
     if not request.launcher.device_speed:
         return None
     processors = cores() / (request.launcher.threads or 1)
@@ -362,7 +363,7 @@ def _paces(request: Request, cluster: Cluster) -> tuple[float, ...] | None:
 
 
 def _links(request: Request, cluster: Cluster) -> tuple[tuple[float, ...], ...] | None:
-    """How fast what joins any two ranks is, if links keep their proportions."""
+    """Return how fast what joins any two ranks is, if links keep their proportions."""
     if not request.launcher.link_speed or request.mode == "plan":
         return None
     return relative_bandwidths(cluster)

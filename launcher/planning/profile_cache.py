@@ -28,7 +28,8 @@ MOST_KEPT = 64
 
 
 def profile_of(request: Request, dataset: Dataset) -> ModelProfile:
-    """The profile of the request's model. Raises ConfigError, for what its forward raises too."""
+    """Return the profile of the request's model. Raises ConfigError, for what its forward raises
+    too."""
     key = _key(request, dataset)
     found = kept(key) if key else None
     if found is not None:
@@ -45,7 +46,8 @@ def _key(request: Request, dataset: Dataset) -> str | None:
 
 
 def _by_folding(request: Request) -> bool:
-    """Of a plan nobody runs."""
+    """Return whether the profile is of a plan nobody runs, and may be made out of some of the
+    blocks."""
     return request.mode == "plan"
 
 
@@ -88,7 +90,7 @@ def quiet_exports() -> Iterator[None]:
 
 
 def folder() -> Path:
-    """Where they are: in $WHALE_TRAIN_CACHE, or in the user's cache."""
+    """Return where profiles are: in $WHALE_TRAIN_CACHE, or in the user's cache."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given) / "profiles"
@@ -97,7 +99,7 @@ def folder() -> Path:
 
 
 def kept(key: str) -> ModelProfile | None:
-    """The profile of that key, if there is one."""
+    """Return the profile of that key, if there is one."""
     path = folder() / f"{key}.json"
     try:
         profile = profile_from_json(path.read_text())

@@ -62,7 +62,7 @@ def find_place(arguments: Sequence[str]) -> Place | None:
 
 
 def _no_job_for_ranks(argument: str) -> list[Fault]:
-    """The fault of an argument with which there is not one job to train."""
+    """Return the fault of an argument with which there is not one job to train."""
     flag, _, value = argument.partition("=")
     key, given = (flag, "") if argument.startswith("-") else (flag, value)
     asked = flag if argument.startswith("--") else argument

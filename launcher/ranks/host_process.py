@@ -126,7 +126,7 @@ class Host:
         self._process.wait()
 
     def _ended(self) -> bool:
-        """Whether the host has ended, without reaping it."""
+        """Return whether the host has ended, without reaping it."""
         if self._process.returncode is not None:
             return True
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -139,7 +139,7 @@ class Host:
         return None
 
     def _failure(self, code: int) -> Failure:
-        """What the host wrote, or what its end itself says when it could not."""
+        """Return what the host wrote, or what its end itself says when it could not."""
         failure = self._recorded()
         if failure:
             return failure
@@ -150,8 +150,9 @@ class Host:
 
 @contextmanager
 def remembered_interrupts() -> Iterator[list[int]]:
-    """The SIGINTs since, each also raised as KeyboardInterrupt. One that is raised inside a weak
-    reference's callback or a finaliser is swallowed there, and would be lost."""
+    """List the SIGINTs that come inside, each of which is also raised as KeyboardInterrupt. One
+    that is raised inside a weak reference's callback or a finaliser is swallowed there, and would
+    be lost."""
     seen: list[int] = []
 
     def interrupted(number: int, frame: FrameType | None) -> NoReturn:
@@ -166,7 +167,8 @@ def remembered_interrupts() -> Iterator[list[int]]:
 
 
 def describe_failure(failure: Failure, rank_place: str) -> str:
-    """The one message for a failed run: who, where in the plan, what, and where to read more.
+    """Return the one message for a failed run: who, where in the plan, what, and where to read
+    more.
 
     `rank_place` is the rank's place in the plan (`V100_SXM2_32GB, node 0, TaskGraphs 0 and 1`);
     it is left out when the host itself failed.

@@ -100,7 +100,7 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 
 def is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks.
+    """Return whether srun started this process as one of several tasks.
 
     The shell of `salloc` and the script of `sbatch` have SLURM_* too, but are no tasks.
     """
@@ -114,7 +114,7 @@ def is_slurm_task(environment: Mapping[str, str]) -> bool:
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a Slurm node list: `gpu003` of `gpu[003-007,012],login1`.
+    """Return the first host of a Slurm node list: `gpu003` of `gpu[003-007,012],login1`.
 
     Raises ValueError when it is not one.
     """
@@ -125,7 +125,8 @@ def first_host(node_list: str) -> str:
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """The tasks of each node: `2(x3),1` is 2, 2, 2, 1. Raises ValueError when it is not that."""
+    """Return the tasks of each node: `2(x3),1` is 2, 2, 2, 1. Raises ValueError when it is not
+    that."""
     counts: list[int] = []
     for part in text.split(","):
         match = TASKS_PER_NODE.fullmatch(part)
@@ -170,7 +171,7 @@ class _Reader:
         self._faults.append(Fault(name, self._environment.get(name, ""), rule, remedy))
 
     def _name(self, names: tuple[str, ...]) -> str:
-        """The first of the variables that is set; a fault, and the first one, if none is."""
+        """Return the first of the variables that is set; a fault, and the first one, if none is."""
         for name in names:
             if self._environment.get(name):
                 return name

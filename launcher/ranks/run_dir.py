@@ -103,7 +103,7 @@ def write_environment(run_dir: Path) -> None:
 
 
 def installed_version(package: str) -> str | None:
-    """The installed version of a distribution, None when there is none."""
+    """Return the installed version of a distribution, None when there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -99,7 +99,7 @@ class Progress:
         return bool(self._step) and self._step is not self._said
 
     def _is_milestone(self) -> bool:
-        """The first step, the last, and the first of each tenth."""
+        """Return whether a step is the first, the last, or the first of a tenth."""
         if not self._said:
             return True
         step, said = int(self._step["step"]), int(self._said["step"])
@@ -117,7 +117,8 @@ class Progress:
         self._console.print(Portable(Text(line)))
 
     def _line(self, width: int) -> Text:
-        """The live line, in at most `width` cells: what does not fit is left out, least first."""
+        """Return the live line, in at most `width` cells: what does not fit is left out, least
+        first."""
         if not self._step:
             elapsed = _clock_time(self._clock() - self._started_s)
             line = Text.assemble(("starting ranks", "dim"), f"  {elapsed}")
@@ -145,13 +146,15 @@ class Progress:
         return f"{in_rate(float(self._step['samples_per_s']))} samples/s"
 
     def _left_s(self) -> float:
-        """Seconds to the last step, at the mean pace of the recent ones; 0 when it is done."""
+        """Return the seconds to the last step, at the mean pace of the recent ones; 0 when it is
+        done."""
         steps = max(0, self._total - int(self._step["step"]))
         return steps * sum(self._recent_s) / len(self._recent_s)
 
 
 def summary_line(summary: Mapping[str, Any], run_dir: Path, emulated: bool = False) -> str:
-    """The end of a run, from `summary.json`: loss, speed, the step beside its prediction, where.
+    """Return the end of a run, from `summary.json`: loss, speed, the step beside its prediction,
+    where.
 
     A prediction for devices that were only `emulated` says so: the two are not alike.
     """
@@ -175,8 +178,9 @@ _LIKE = 0.25  # a prediction that far off is worth a word
 
 
 def unlike_predicted(summary: Mapping[str, Any], emulated: bool) -> str:
-    """That a run's steps took much longer or shorter than predicted for what ran them ('' where
-    they did not, or nothing was: for devices that were `emulated` by what nobody measured)."""
+    """Return the note that a run's steps took much longer or shorter than predicted for what ran
+    them ('' where they did not, or nothing was: for devices that were `emulated` by what nobody
+    measured)."""
     predicted = summary.get("predicted_here_s")
     if predicted is None and not emulated:
         predicted = summary.get("predicted_step_time_s")
@@ -198,7 +202,7 @@ class _Tail:
         self.closed = False
 
     def read(self) -> Iterator[Mapping[str, Any]]:
-        """What was completed since the last call."""
+        """Yield what was completed since the last call."""
         if self._file is None and not self.closed and self._path.exists():
             self._file = self._path.open("rb")
         if self._file is None:

@@ -15,8 +15,9 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def comparison_view(found: Mapping[str, Resolved | RequestError]) -> RenderableType:
-    """A line a strategy, in the order given, the fastest marked; below them, what was refused and
-    why. Memory is the heaviest rank's, of what its device has. Fits 60 columns and more."""
+    """Return a table of a line a strategy, in the order given, the fastest marked; below them, what
+    was refused and why. Memory is the heaviest rank's, of what its device has. Fits 60 columns and
+    more."""
     plans = {name: x.plan for name, x in found.items() if isinstance(x, Resolved)}
     best = min((p.predicted.step_time_s for p in plans.values()), default=0.0)
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
@@ -47,7 +48,7 @@ def comparison_view(found: Mapping[str, Resolved | RequestError]) -> RenderableT
 
 
 def _heaviest(plan: Plan, resolved: Resolved) -> tuple[float, float]:
-    """Bytes the rank needs that fills its device most, and what that has."""
+    """Return the bytes that the rank needs that fills its device most, and what that has."""
     devices = resolved.cluster.devices
     pairs = ((r.memory_bytes.total, devices[r.rank].memory_bytes) for r in plan.ranks)
     return max(pairs, key=lambda pair: pair[0] / pair[1])

@@ -13,7 +13,7 @@ from whale_train.errors import RequestError
 
 
 def error_text(error: RequestError, width: int | None = None) -> str:
-    """Every fault of `error`, without a trailing newline.
+    """Return every fault of `error`, without a trailing newline.
 
     One fault reads `error: KEY=VALUE RULE; REMEDY`; several are counted, then listed in the order
     they were found. Lines are broken between words at `width` columns, with a hanging indent;
@@ -28,7 +28,7 @@ def error_text(error: RequestError, width: int | None = None) -> str:
 
 
 def terminal_width(stream: TextIO) -> int | None:
-    """The columns of the terminal `stream` writes to; None if it is no terminal."""
+    """Return the columns of the terminal `stream` writes to; None if it is no terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):  # not a terminal; no descriptor, or a closed one

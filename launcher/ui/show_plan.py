@@ -43,7 +43,7 @@ _NUMBERED = re.compile(r"(.*[.\[])(\d+)((?:[.\]].*)?)")
 
 
 def plan_view(plan: Plan, cluster: Cluster, profile: ModelProfile, title: str) -> RenderableType:
-    """The whole plan, for `mode=plan` and the start of a run.
+    """Return the whole plan, for `mode=plan` and the start of a run.
 
     `title` names model, strategy and hardware; `profile` gives the sizes of the parameters, which
     the plan names but does not measure. Fits 50 columns and more.
@@ -58,8 +58,8 @@ def banner_emulated(
     paces: Sequence[float] | None = None,
     slow_links: bool = False,
 ) -> RenderableType:
-    """What must be known about speeds before a run on CPU processes: a panel on a terminal, else
-    a single line.
+    """Return what must be known about speeds before a run on CPU processes: a panel on a terminal,
+    else a single line.
 
     `local`: the processes are this machine's own devices (it has no GPU, or the inventory is CPU
     processes) and stand for nothing else; otherwise they stand for the `count` devices of
@@ -205,7 +205,7 @@ def _spread(sizes: Iterable[int], most: int = 4) -> str:
 
 
 def _shards(task_graph: TaskGraph, most: int = 4) -> list[str]:
-    """One line for the parameters cut alike: how much of which dimension each rank has."""
+    """Return one line for the parameters cut alike: how much of which dimension each rank has."""
     alike: dict[tuple[int, tuple[tuple[int, int], ...]], list[str]] = {}
     for path, bounds in task_graph.shards.items():
         alike.setdefault((task_graph.shard_dims[path], bounds), []).append(path)
@@ -301,8 +301,9 @@ def _row(rank: RankPlan, samples: int, capacity: float) -> _Row:
 
 
 def _samples(plan: Plan) -> dict[int, int]:
-    """Each rank's samples of a step: those of the smallest share it takes. (With a head split
-    over every rank, all of them see the head's whole batch, but each brings its own samples.)"""
+    """Return the samples of a step of each rank: those of the smallest share it takes. (With a
+    head split over every rank, all of them see the head's whole batch, but each brings its own
+    samples.)"""
     found: dict[int, int] = {}
     for task_graph in plan.task_graphs:
         for replica, share in zip(task_graph.replicas, task_graph.shares, strict=True):
@@ -320,7 +321,8 @@ def _bar(percent: int, cells: int) -> Text:
 
 
 def _folded(decisions: Iterable[Decision]) -> Iterator[Decision]:
-    """Those that say the same of a model's blocks, or of stages, as one, where the first was."""
+    """Yield the decisions, those that say the same of a model's blocks, or of stages, as one, where
+    the first was."""
     alike: dict[tuple[str, str, Decision], list[str]] = {}
     for decision in decisions:
         parts = _NUMBERED.fullmatch(decision.key)

@@ -16,8 +16,8 @@ _ROWS = 8  # of parameters; verify.json has them all
 
 
 def verification_view(found: Verification) -> RenderableType:
-    """The table of the largest differences, what to know of them, and that all is equal; where it
-    is not, `verdict_line` is the run's error."""
+    """Return the table of the largest differences, what to know of them, and that all is equal;
+    where it is not, `verdict_line` is the run's error."""
     shown = [_largest(found, "loss"), _largest(found, "gradient norm")]
     of_parameters = [x for x in found.differences if x.path]
     # That weights begin rounded to half precision is nothing to see.
@@ -60,7 +60,7 @@ def verdict_line(found: Verification) -> str:
 
 
 def _largest(found: Verification, what: str) -> Difference:
-    """The worst step's: differences come worst first."""
+    """Return the differences of the worst step: they come worst first."""
     return next(x for x in found.differences if x.what == what)
 
 
@@ -89,7 +89,8 @@ def _notes(found: Verification, of_parameters: int) -> Iterator[str]:
 
 
 def _share(difference: Difference) -> str:
-    """How far off it is, and what would be allowed there, relative to its largest element."""
+    """Return how far off a difference is, and what would be allowed there, relative to its tensor's
+    largest element."""
     allowed = difference.relative / difference.of_allowed if difference.of_allowed else 0.0
     return f"{difference.relative:.1e} of its size, {allowed:.1e} being allowed"
 

@@ -59,7 +59,8 @@ class _Layout:
 
 
 def sweep_table(rows: Sequence[SweepRow], width: int = 120) -> RenderableType:
-    """The table at the end of a sweep, jobs in the order given, the fastest of those done marked.
+    """Return the table at the end of a sweep, jobs in the order given, the fastest of those done
+    marked.
 
     Overrides all jobs share are left out. `width` is the console's: where a line a job does not
     fit, numbers are put below each other.
@@ -175,7 +176,7 @@ def _job(row: SweepRow, settings: Mapping[str, str], run: str, is_fastest: bool)
 
 
 def _rate(row: SweepRow) -> float:
-    """What the fastest is chosen by: a run that ended early does not compete."""
+    """Return what the fastest is chosen by: a run that ended early does not compete."""
     return (row.samples_per_s or 0.0) if row.status == "done" else 0.0
 
 

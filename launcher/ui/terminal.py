@@ -11,7 +11,8 @@ _ASCII = str.maketrans("█░━╌…", "#.=.~")
 
 
 def open_console(stream: TextIO) -> Console:
-    """A console on `stream`: the terminal's own width, or 120 columns where there is none."""
+    """Return a console on `stream`: the terminal's own width, or 120 columns where there is
+    none."""
     if stream.isatty():
         return Console(file=stream, highlight=False)
     # Colours forced by the environment do not make a log a place for lines that are rewritten.

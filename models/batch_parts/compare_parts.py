@@ -171,7 +171,7 @@ class _Check:
         return found
 
     def is_sum(self, whole: _Run) -> bool:
-        """Whether the parts' losses add up to the batch's."""
+        """Return whether the parts' losses add up to the batch's."""
         if self._means or not whole.gradients:
             return False
         try:
@@ -211,7 +211,7 @@ class _Check:
         return [self._built() for _ in self._parts]
 
     def _divisors(self) -> list[list[list[Tensor]]]:
-        """What every mean over targets divides by: of each part, in each round."""
+        """Return what every mean over targets divides by: of each part, in each round."""
         found: list[list[list[Tensor]]] = []
         modules, start = self._copies(), 0
         for part, size in enumerate(self._parts):

@@ -49,7 +49,7 @@ class TargetMean:
         return min(self.logits.dim() - 1, 1)
 
     def divisor(self) -> Tensor:
-        """What torch's mean divides by, a fp64 scalar: the targets that count, or the sum of
+        """Return what torch's mean divides by, a fp64 scalar: the targets that count, or the sum of
         their class weights."""
         weight = self.options.get("weight")
         if weight is None or self.target.is_floating_point():
@@ -65,7 +65,7 @@ class TargetMean:
         return total
 
     def correct(self) -> Tensor:
-        """How many targets are the largest logit of their row."""
+        """Return how many targets are the largest logit of their row."""
         target = self.target
         if target.is_floating_point():
             target = target.argmax(self._class_dim)

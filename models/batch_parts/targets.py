@@ -44,7 +44,8 @@ def no_module(made: Callable[..., Any]) -> str | None:
 
 
 def _is_module(annotation: object, function: Callable[..., Any], owner: object) -> bool:
-    """Whether `annotation`, of `function` in the class `owner` (None: in none), is of modules."""
+    """Return whether `annotation`, of `function` in the class `owner` (None: in none), is of
+    modules."""
     names = getattr(function, "__globals__", None)
     if names is None:
         names = vars(sys.modules.get(getattr(function, "__module__", "")) or SimpleNamespace())

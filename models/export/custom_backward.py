@@ -49,7 +49,7 @@ class Watch:
                 handle.remove()
 
     def lost(self, run: Callable[[], Any]) -> str:
-        """What of the backward an export loses, in words ('' for nothing). Where there are
+        """Return what of the backward an export loses, in words ('' for nothing). Where there are
         Functions, the module is `run` once more, to see what they are called with."""
         hooked = _hooked(self._module)
         if hooked:
@@ -103,7 +103,7 @@ class _HooksOnTensors(TorchFunctionMode):
 
 
 def _hooked(module: nn.Module) -> str:
-    """The first module or parameter with a hook in its backward, in words."""
+    """Return the first module or parameter with a hook in its backward, in words."""
     for path, each in module.named_modules():
         if each._backward_hooks or each._backward_pre_hooks:
             return f"the backward hook of module {path.removeprefix(MODEL_PREFIX)}"

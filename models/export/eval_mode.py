@@ -28,8 +28,8 @@ _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropo
 
 
 def changed_in_evaluation(options: ModelOptions, fields: tuple[InputField, ...]) -> str:
-    """What in evaluation mode is not what evaluations of a split or staged model run: the first
-    module with other operations, in words; '' where all are the same."""
+    """Return what in evaluation mode is not what evaluations of a split or staged model run: the
+    first module with other operations, in words; '' where all are the same."""
     computed = []
     for training in (True, False):
         module, inputs = on_meta(options, fields)
@@ -50,8 +50,8 @@ def _is_same(pair: tuple[tuple[Call, fx.Node], tuple[Call, fx.Node]]) -> bool:
 
 
 def _where(trained: list[tuple[Call, fx.Node]], evaluated: list[tuple[Call, fx.Node]]) -> str:
-    """The module that the first of two unlike lists of calls is from: of the two modules there, one
-    that has other operations in the one list than in the other."""
+    """Return the module that the first of two unlike lists of calls is from: of the two modules
+    there, one that has other operations in the one list than in the other."""
     unlike = [
         module_path(calls[0][1])
         for calls in (trained, evaluated)
@@ -61,14 +61,14 @@ def _where(trained: list[tuple[Call, fx.Node]], evaluated: list[tuple[Call, fx.N
 
 
 def _targets(calls: list[tuple[Call, fx.Node]], node: fx.Node) -> list[str]:
-    """The operations of a node's module."""
+    """Return the operations of a node's module."""
     path = module_path(node)
     return [call[0] for call, each in calls if module_path(each) == path]
 
 
 def _computed(graph: fx.GraphModule, training: bool) -> list[tuple[Call, fx.Node]]:
-    """What `graph`, exported in training mode or not, computes in an evaluation, in order, and
-    the nodes that do. Dropouts, which are off, are left out."""
+    """Return what `graph`, exported in training mode or not, computes in an evaluation, in order,
+    and the nodes that do. Dropouts, which are off, are left out."""
     read = _read(graph)
     values: dict[fx.Node, Any] = {}
     found: list[tuple[Call, fx.Node]] = []
@@ -101,7 +101,7 @@ def _computed(graph: fx.GraphModule, training: bool) -> list[tuple[Call, fx.Node
 
 
 def _held(value: Any, path: str, training: bool) -> Any:
-    """A tensor by its path, a graph by what it computes."""
+    """Return a tensor by its path, a graph by what it computes."""
     if isinstance(value, fx.GraphModule):
         return tuple(call for call, _ in _computed(value, training))
     return ("tensor", path)
@@ -113,8 +113,8 @@ def _is_dropout(node: fx.Node) -> bool:
 
 
 def _read(graph: fx.GraphModule) -> set[fx.Node]:
-    """The nodes that the result depends on. What changes a tensor in place may be read by another
-    name; it counts, but for updates of buffers that nobody reads."""
+    """Return the nodes that the result depends on. What changes a tensor in place may be read by
+    another name; it counts, but for updates of buffers that nobody reads."""
     found: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         schema = getattr(node.target, "_schema", None)

@@ -37,8 +37,8 @@ _BOOKKEEPING = ("_assert", "sym_constrain_range", "_guards_fn")
 def export_model(
     options: ModelOptions, fields: tuple[InputField, ...]
 ) -> tuple[fx.GraphModule | None, str]:
-    """The flat exported graph a profile's operations name, its tensors on the meta device; or
-    None and the reason. The same model gives the same graph, in any process."""
+    """Return the flat exported graph a profile's operations name, its tensors on the meta device;
+    or None and the reason. The same model gives the same graph, in any process."""
     module, inputs = on_meta(options, fields)
     return export(module, example_batch(inputs, EXPORT_BATCH))
 
@@ -46,7 +46,7 @@ def export_model(
 def on_meta(
     options: ModelOptions, fields: tuple[InputField, ...]
 ) -> tuple[LossModule, tuple[InputField, ...]]:
-    """The model without weights, and those of `fields` its forward takes.
+    """Return the model without weights, and those of `fields` its forward takes.
 
     A model whose constructor looks at values is built with them, and then left without.
     """
@@ -78,7 +78,7 @@ def _leave_no_values(model: nn.Module) -> None:
 
 
 def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule | None, str]:
-    """The flat graph of `module`, called with tensors like `batch`; or None and the reason.
+    """Return the flat graph of `module`, called with tensors like `batch`; or None and the reason.
 
     Nor is there a graph of what a graph does not hold: a backward that is not the derivative of
     the forward, operations on all samples of a `torch.vmap` at once, and operations whose shapes
@@ -156,14 +156,14 @@ def _true_shapes_of_losses() -> Iterator[None]:
 
 
 def _is_mapped(node: fx.Node) -> bool:
-    """Whether a value is that of all samples of a `torch.vmap`, which torch.export leaves as the
-    calls made for each: they mean something inside of the vmap alone."""
+    """Return whether a value is that of all samples of a `torch.vmap`, which torch.export leaves as
+    the calls made for each: they mean something inside of the vmap alone."""
     values = tree_leaves(node.meta.get("val"))
     return any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in values)
 
 
 def _follows_values(node: fx.Node) -> bool:
-    """Whether a shape is made of numbers read from a tensor (`tolist`, `nonzero`)."""
+    """Return whether a shape is made of numbers read from a tensor (`tolist`, `nonzero`)."""
     values = tree_leaves(node.meta.get("val"))
     return any(isinstance(x, Tensor) and free_unbacked_symbols(x.shape) for x in values)
 
@@ -185,19 +185,19 @@ def size_of(extent: int | SymInt) -> Size | None:
 
 
 def _is_not_linear(node: fx.Node) -> bool:
-    """Whether an extent of a value grows with the batch in another way than linearly."""
+    """Return whether an extent of a value grows with the batch in another way than linearly."""
     values = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
     return any(size_of(extent) is None for x in values for extent in x.shape)
 
 
 def _is_a_value(node: fx.Node) -> bool:
-    """Whether it is a number read from a tensor (`item`), or made of one."""
+    """Return whether a number was read from a tensor (`item`), or made of one that was."""
     value = node.meta.get("val")
     return isinstance(value, SymInt | SymFloat | SymBool) and bool(free_unbacked_symbols(value))
 
 
 def fetched(module: nn.Module, path: str) -> Any:
-    """What `module` has at a dotted `path`."""
+    """Return what `module` has at a dotted `path`."""
     owner: Any = module
     for part in path.split("."):
         owner = getattr(owner, part)
@@ -240,8 +240,8 @@ def canonical_names(operations: Iterable[tuple[str, str, bool]]) -> list[str]:
 
 
 def flat_module(program: ExportedProgram) -> fx.GraphModule:
-    """The exported graph with parameters as attributes, without torch.export's bookkeeping and
-    without writes to what has a gradient, its operations named by `canonical_names`. Raises
+    """Return the exported graph with parameters as attributes, without torch.export's bookkeeping
+    and without writes to what has a gradient, its operations named by `canonical_names`. Raises
     CannotReplace for such a write that must stay."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -268,12 +268,12 @@ def flat_module(program: ExportedProgram) -> fx.GraphModule:
 
 
 def model_path(path: str) -> str:
-    """A path inside `LossModule` as the user's model calls it."""
+    """Return a path inside `LossModule` as the user's model calls it."""
     return path.removeprefix(MODEL_PREFIX)
 
 
 def module_path(node: fx.Node) -> str:
-    """The path, in the user's model, of the module whose forward a node belongs to."""
+    """Return the path, in the user's model, of the module whose forward a node belongs to."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     return "" if path + "." == MODEL_PREFIX else model_path(path)

@@ -94,7 +94,7 @@ class _Values:
 
 
 def _replaceable(module: fx.GraphModule) -> Writes:
-    """The writes that are to be replaced: all to a memory, or none."""
+    """Return the writes that are to be replaced: all to a memory, or none."""
     parameters = {
         path for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
     }
@@ -133,14 +133,14 @@ def _replaceable(module: fx.GraphModule) -> Writes:
 
 
 def _memory(node: fx.Node) -> int:
-    """A number of the memory that a node's value lies in; 0 for what is no tensor."""
+    """Return a number of the memory that a node's value lies in; 0 for what is no tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
 
 
 def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
-    """The values that a call writes to; of a call that runs a graph in which something is written,
-    all that it reads."""
+    """Yield the values that a call writes to; of a call that runs a graph in which something is
+    written, all that it reads."""
     if _runs_writes(module, node):
         yield from (x for x in node.all_input_nodes if _memory(x))
     schema = getattr(node.target, "_schema", None)
@@ -154,7 +154,7 @@ def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _runs_writes(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a call runs a graph in which something is written."""
+    """Return whether a call runs a graph in which something is written."""
     inner = [str(x.target) for x in node.all_input_nodes if x.op == "get_attr" and not _memory(x)]
     modules = dict(module.named_modules(remove_duplicate=False)) if inner else {}
     graphs = [x for x in map(modules.get, inner) if isinstance(x, fx.GraphModule)]
@@ -169,7 +169,7 @@ def _can_have_gradient(node: fx.Node) -> bool:
 
 
 def _parents(graph: fx.Graph, writes: Writes) -> dict[fx.Node, fx.Node]:
-    """The views of memory that is written to, and what each is a view of."""
+    """Return the views of memory that is written to, and what each is a view of."""
     memories = set(map(_memory, writes))
     found = {}
     for node in graph.nodes:
@@ -181,14 +181,14 @@ def _parents(graph: fx.Graph, writes: Writes) -> dict[fx.Node, fx.Node]:
 
 
 def _named(node: fx.Node, writes: Writes) -> fx.Node:
-    """The value itself, for a write to it."""
+    """Return the value itself, for a write to it."""
     while node in writes:
         node = writes[node]
     return node
 
 
 def _chain(node: fx.Node, writes: Writes, parents: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """The value that is written to, what it is a view of, and so on."""
+    """Yield the value that is written to, what it is a view of, and so on."""
     node = _named(node, writes)
     yield node
     while node in parents:
@@ -197,7 +197,7 @@ def _chain(node: fx.Node, writes: Writes, parents: Mapping[fx.Node, fx.Node]) ->
 
 
 def _function(write: fx.Node) -> Any:
-    """The operation that gives what a write gives (None: there is none)."""
+    """Return the operation that gives what a write gives (None: there is none)."""
     target: Any = write.target
     if _name(write) in _SETS:
         return target
@@ -208,7 +208,7 @@ def _function(write: fx.Node) -> Any:
 
 
 def _without_writing(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """What the write `node` gives, as a new value of the type that it writes to."""
+    """Return what the write `node` gives, as a new value of the type that it writes to."""
     arguments: list[Any] = list(node.args)
     into, *others = arguments
 
@@ -255,11 +255,11 @@ def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, new: fx.Node) -> f
 
 
 def _called(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call with a name such as export gives."""
+    """Return a call with a name such as export gives."""
     name = target._schema.name.partition("::")[2]
     return graph.create_node("call_function", target, args, kwargs, name)
 
 
 def _name(node: fx.Node) -> str:
-    """What is called, without its overload: `mul` of aten.mul.Tensor."""
+    """Return what is called, without its overload: `mul` of aten.mul.Tensor."""
     return str(node.target).removeprefix("aten.").partition(".")[0]

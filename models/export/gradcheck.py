@@ -20,8 +20,8 @@ _NARROWED = 16  # extents above this one
 
 
 def is_derived(function: type[Function], run: Callable[[], Any]) -> bool:
-    """Whether `function` has the gradients of its forward, on random values shaped as in `run`'s
-    calls of it. Where that cannot be tried, it has not."""
+    """Return whether `function` has the gradients of its forward, on random values shaped as in
+    `run`'s calls of it. Where that cannot be tried, it has not."""
     takes_context = function.setup_context is Function.setup_context
     calls: list[tuple[Any, ...]] = []
     forward = function.forward
@@ -46,7 +46,7 @@ def _described(args: Sequence[Any]) -> str:
 
 
 def _agrees(function: type[Function], args: Sequence[Any], scale: float) -> bool:
-    """Whether both ways give equal gradients for random arguments of that scale."""
+    """Return whether both ways give equal gradients for random arguments of that scale."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         leaves = _drawn(args, scale)

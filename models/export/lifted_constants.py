@@ -51,7 +51,7 @@ def with_constants(
 
 
 def _constants(graph: fx.GraphModule) -> list[str]:
-    """The paths of what `graph` reads of its attributes."""
+    """Return the paths of what `graph` reads of its attributes."""
     return list(dict.fromkeys(str(node.target) for node in graph.graph.find_nodes(op="get_attr")))
 
 
@@ -63,7 +63,7 @@ class _Place(NamedTuple):
 
 
 def _same(ours: fx.GraphModule, theirs: fx.GraphModule) -> Iterator[tuple[str, str]]:
-    """The paths of ours and theirs for each lifted constant of ours.
+    """Yield the paths of ours and theirs for each lifted constant of ours.
 
     Their numbers say nothing: on the CPU, what a number is assigned to (`x[:, 0] = 1`) has that
     lifted as well. Equal are those of one module, function, shape and type in their order; and of
@@ -84,7 +84,7 @@ def _same(ours: fx.GraphModule, theirs: fx.GraphModule) -> Iterator[tuple[str, s
 def _lifted(
     graph: fx.GraphModule,
 ) -> dict[tuple[str, str, torch.Size, torch.dtype], list[_Place]]:
-    """The lifted constants by module, function, shape and type, in their order."""
+    """Return the lifted constants by module, function, shape and type, in their order."""
     found = defaultdict(list)
     readers: dict[str, fx.Node] = {}
     for node in graph.graph.find_nodes(op="get_attr"):

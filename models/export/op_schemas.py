@@ -20,7 +20,7 @@ _SHARES = ("p", "dropout", "dropout_p")  # of what is drawn: of nothing, where t
 
 
 def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers: a dropout of 0 does not."""
+    """Return whether a call draws random numbers: a dropout of 0 does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     given = by_name(target, args, kwargs)
@@ -31,7 +31,7 @@ def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def in_evaluation(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments that a call in a training graph has in evaluation mode."""
+    """Return the arguments that a call in a training graph has in evaluation mode."""
     given = by_name(target, args, kwargs)
     changed: Mapping[str, Any] = _IN_EVALUATION
     if given.get("running_mean", ...) is None:
@@ -44,7 +44,7 @@ def in_evaluation(
 
 
 def by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by their names in the schema and in its order, those left out as their
+    """Return the arguments by their names in the schema and in its order, those left out as their
     defaults; nothing of what has no schema."""
     schema = getattr(target, "_schema", None)
     if schema is None:

@@ -24,8 +24,8 @@ def operation_graph(
     saved: Mapping[str, Mapping[int, float]],
     memory: Mapping[str, int],
 ) -> OperationGraph:
-    """The torch-free image of `module.graph`; `flops` and the bytes `saved` by the operations are
-    for the export batch, those of others nothing."""
+    """Return the torch-free image of `module.graph`; `flops` and the bytes `saved` by the
+    operations are for the export batch, those of others nothing."""
     # One that is frozen is a constant to all planning.
     parameters = {
         path: p for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
@@ -101,12 +101,12 @@ def _dtype(node: fx.Node, module: fx.GraphModule) -> str:
 
 
 def _is_graph(node: fx.Node) -> bool:
-    """Whether a `get_attr` fetches a graph (for a region without autocast or gradients)."""
+    """Return whether a `get_attr` fetches a graph (for a region without autocast or gradients)."""
     return _inner(node) is not None
 
 
 def _inner(node: fx.Node) -> fx.GraphModule | None:
-    """The graph that a node fetches."""
+    """Return the graph that a node fetches."""
     if node.op != "get_attr":
         return None
     assert node.graph.owning_module is not None
@@ -115,7 +115,7 @@ def _inner(node: fx.Node) -> fx.GraphModule | None:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers, or a graph that it runs does."""
+    """Return whether a call draws random numbers, or a graph that it runs does."""
     if node.op != "call_function":
         return False
     inner = [graph for graph in map(_inner, node.all_input_nodes) if graph is not None]

@@ -46,7 +46,8 @@ class CannotUnfold(Exception):
 
 
 def folds_of(model: nn.Module) -> tuple[Fold, ...]:
-    """The longest run of equal modules in every list of `model` that is inside of no other."""
+    """Return the longest run of equal modules in every list of `model` that is inside of no
+    other."""
     found: list[Fold] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -79,14 +80,14 @@ def folded(model: nn.Module, folds: Sequence[Fold]) -> Iterator[None]:
 
 
 def _owner(model: nn.Module, each: Fold) -> tuple[nn.Module, str, nn.ModuleList | nn.Sequential]:
-    """What holds the list of a fold, under what name, and the list."""
+    """Return what holds the list of a fold, under what name, and the list."""
     owner, _, name = each.path.rpartition(".")
     parent = model.get_submodule(owner)
     return parent, name, getattr(parent, name)
 
 
 def unfold(graph: OperationGraph, folds: Sequence[Fold]) -> OperationGraph:
-    """The graph of the whole model, from that of the folded one. Raises CannotUnfold."""
+    """Return the graph of the whole model, from that of the folded one. Raises CannotUnfold."""
     for each in folds:
         graph = _Unfolding(graph, each).run()
     return numbered(graph)
@@ -108,7 +109,7 @@ def numbered(graph: OperationGraph) -> OperationGraph:
 
 
 def _longest_run(modules: Sequence[nn.Module]) -> tuple[int, int] | None:
-    """(start, count) of the longest run of equal modules, if it is worth folding."""
+    """Return (start, count) of the longest run of equal modules, if it is worth folding."""
     best, start = (0, 1), 0
     for index in range(1, len(modules) + 1):
         if index == len(modules) or not _equal(modules[start], modules[index], start, index):
@@ -118,7 +119,7 @@ def _longest_run(modules: Sequence[nn.Module]) -> tuple[int, int] | None:
 
 
 def _equal(first: nn.Module, second: nn.Module, i: int, j: int) -> bool:
-    """Whether two modules at the indices `i` and `j` of a list are built alike: the classes,
+    """Return whether two modules at the indices `i` and `j` of a list are built alike: the classes,
     shapes and settings of all there is in them; a setting may be the index itself."""
     pairs = zip(first.named_modules(), second.named_modules(), strict=False)
     if sum(1 for _ in first.modules()) != sum(1 for _ in second.modules()):
@@ -150,8 +151,8 @@ def _settings(module: nn.Module) -> Mapping[str, _Value]:
 
 
 def _differ_by_config(model: nn.Module, count: int) -> bool:
-    """Whether a setting of the model is a list with an entry for each of `count` modules, which
-    are not all the same: kinds of attention that take turns."""
+    """Return whether a setting of the model is a list with an entry for each of `count` modules,
+    which are not all the same: kinds of attention that take turns."""
     config = getattr(model, "config", None)
     lists = (x for x in vars(config).values() if isinstance(x, list | tuple)) if config else ()
     return any(len(x) == count and any(a != b for a, b in pairwise(x)) for x in lists)
@@ -175,7 +176,7 @@ class _Unfolding:
         self.check()
 
     def number_of(self, operation: Operation) -> int | None:
-        """The place, counted from the run's first, of the block an operation belongs to."""
+        """Return the place, counted from the run's first, of the block an operation belongs to."""
         for path in (operation.path, operation.module):
             if path.startswith(f"{self.fold.path}."):
                 index = path[len(self.fold.path) + 1 :].partition(".")[0]
@@ -230,7 +231,7 @@ class _Unfolding:
         return OperationGraph(tuple(made))
 
     def copied(self, number: int, copy: int) -> Operation:
-        """The operation `number` of the `copy`-th block after the second."""
+        """Return the operation `number` of the `copy`-th block after the second."""
         source = self.last[number]
         here = self.fold.block(self.fold.start + KEPT - 1)
         there = self.fold.block(self.fold.start + 1 + copy)
@@ -243,7 +244,8 @@ class _Unfolding:
         )
 
     def name_for(self, name: str, copy: int) -> str:
-        """What the last block calls `name`, as the `copy`-th block after the second calls it."""
+        """Return what the last block calls `name`, as the `copy`-th block after the second calls
+        it."""
         if name in self.in_last:
             return self.copy_name(self.in_last[name], copy)
         if name in self.in_second:
@@ -251,13 +253,14 @@ class _Unfolding:
         return name
 
     def copy_name(self, number: int, copy: int) -> str:
-        """Of its own for now: `numbered` gives the one it has in the whole model's graph."""
+        """Return a name of the copy's own: `numbered` gives the one it has in the whole model's
+        graph."""
         name = self.second[number].name
         return f"{name}@{copy}" if copy else name
 
     def moved(self, operation: Operation) -> Operation:
-        """An operation outside of the middle, under the paths of the whole model; the last block
-        reads the last copy."""
+        """Return an operation outside of the middle, under the paths of the whole model; the last
+        block reads the last copy."""
         names = {name: name for name in _references(operation)}
         if operation.name in self.in_last:
             for name in names.keys() & self.in_second.keys():
@@ -285,7 +288,7 @@ def _check_order(operations: Sequence[Operation]) -> None:
 
 
 def _without_names(operation: Operation) -> Operation:
-    """What two operations of equal blocks have in common."""
+    """Return what two operations of equal blocks have in common."""
     nameless = dict.fromkeys(_references(operation), "")
     return _renamed(operation, nameless, name="", module="", path="")
 

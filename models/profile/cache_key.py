@@ -41,8 +41,8 @@ _IMPORTABLE = (".py", ".pyc", ".so", ".dist-info", ".egg-info", ".egg-link")
 def profile_key(
     options: ModelOptions, fields: tuple[InputField, ...], *, by_folding: bool
 ) -> str | None:
-    """The key of `profile_model`'s answer in this environment; None for a model whose profile may
-    depend on more than is looked at."""
+    """Return the key of `profile_model`'s answer in this environment; None for a model whose
+    profile may depend on more than is looked at."""
     ours = options.target.startswith(_OWN_MODELS)
     if not ours or not _is_plain(options.arguments) or not _is_plain(options.config):
         return None
@@ -78,7 +78,7 @@ def _environment() -> list[tuple[str, str]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether its representation says all of it."""
+    """Return whether its representation says all of it."""
     if type(value) is dict:
         return all(_is_plain(x) for pair in value.items() for x in pair)
     if type(value) is list:
@@ -87,14 +87,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def _saved_config(folder: str | None) -> dict[str, Any]:
-    """What `from_pretrained` may read of a folder for a config. Raises OSError and ValueError."""
+    """Return what `from_pretrained` may read of a folder for a config. Raises OSError and
+    ValueError."""
     found = sorted(Path(folder).glob("config*.json")) if folder else []
     return {path.name: json.loads(path.read_bytes()) for path in found}
 
 
 def _names_others(config: Any) -> bool:
-    """Whether a config of transformers may take parts from elsewhere: a backbone by its name, code
-    or kernels of a repository."""
+    """Return whether a config of transformers may take parts from elsewhere: a backbone by its
+    name, code or kernels of a repository."""
     if isinstance(config, dict):
         return any(
             "backbone" in str(key) or (key != "_name_or_path" and _names_others(value))
@@ -106,9 +107,9 @@ def _names_others(config: Any) -> bool:
 
 
 def _files_of(package: str, search: list[str]) -> list[tuple[str, int, int]]:
-    """(path, bytes, time of the last change) of every source and library of an installed package:
-    not only its version, as people change what is installed. Raises ValueError where it is not
-    installed as a folder."""
+    """Return (path, bytes, time of the last change) of every source and library of an installed
+    package: not only its version, as people change what is installed. Raises ValueError where it is
+    not installed as a folder."""
     spec = PathFinder.find_spec(package, search)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"{package} is no folder")
@@ -125,8 +126,8 @@ def _files_of(package: str, search: list[str]) -> list[tuple[str, int, int]]:
 
 
 def _importable(search: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """What can be imported from each folder, by name, installed distributions with their versions:
-    libraries do what they do by what else there is."""
+    """Return what can be imported from each folder, by name, installed distributions with their
+    versions: libraries do what they do by what else there is."""
     here = os.getcwd()
     found = []
     for folder in search:

@@ -120,7 +120,8 @@ def _values(batch: dict[str, Tensor], samples: Samples | None) -> dict[str, Tens
 def _folded_graph(
     module: LossModule, folds: Sequence[Fold], batch: dict[str, Tensor], name: str
 ) -> OperationGraph | None:
-    """The whole model's graph out of a few of its blocks; None where their graphs are not equal."""
+    """Return the whole model's graph out of a few of its blocks; None where their graphs are not
+    equal."""
     with folded(module.model, folds):
         graph, _ = _exported_graph(module, batch, name)
     if graph is None:
@@ -200,7 +201,7 @@ def _measured_graph(
 def _measure(
     run: Callable[[dict[str, Tensor]], Any], batch: dict[str, Tensor], module: nn.Module
 ) -> tuple[float, float]:
-    """(forward FLOPs, bytes kept for backward) of one call on `batch`."""
+    """Return (forward FLOPs, bytes kept for backward) of one call on `batch`."""
     with _saved_tensors(module) as saved, _flop_counter() as counter:
         run(batch)
     each = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
@@ -223,8 +224,8 @@ class _NoModules(nullcontext[None]):
 
 @contextmanager
 def _saved_tensors(module: nn.Module) -> Iterator[list[Tensor]]:
-    """What autograd keeps, as often as it is told to. What `module` holds anyway, which a product
-    saves as a view of its weight, is left out."""
+    """List the tensors that autograd saves inside, as often as it is told to save them. What
+    `module` holds anyway, which a product saves as a view of its weight, is left out."""
     held = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
     saved: list[Tensor] = []  # alive, as a freed storage's number would be used again
 
@@ -290,8 +291,8 @@ class _CountingInterpreter(fx.Interpreter):
         return value
 
     def _fused_attention(self, n: fx.Node, known: int) -> Tensor | None:
-        """The value of the attention `n` as a CPU's fused kernel makes it, where there is one for
-        it; what that keeps takes the place of all saved since `known`."""
+        """Return the value of the attention `n` as a CPU's fused kernel makes it, where there is
+        one for it; what that keeps takes the place of all saved since `known`."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         small, named = _small_on_cpu((args, kwargs))
         if torch._fused_sdp_choice(*small, **named) != _FLASH:
@@ -337,7 +338,7 @@ def _small_on_cpu(arguments: Any) -> Any:
 
 
 def _memories(value: Any) -> set[int]:
-    """Of the tensors that a value is or has."""
+    """Return the memories of the tensors that a value is or has."""
     return {_memory(x) for x in tree_leaves(value) if isinstance(x, Tensor)}
 
 
@@ -355,7 +356,7 @@ def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
 
 
 def _runs(module: LossModule, batch: dict[str, Tensor]) -> bool:
-    """Whether it runs on the meta device."""
+    """Return whether it runs on the meta device."""
     try:
         module(**batch)
     except ConfigError:
@@ -377,7 +378,7 @@ def _without_gradient(model: nn.Module, loss: Tensor) -> tuple[str, ...]:
 
 
 def _unused(model: nn.Module, graph: OperationGraph) -> tuple[str, ...]:
-    """Parameters the loss does not depend on."""
+    """Return the parameters the loss does not depend on."""
     loss = set(graph.operations[-1].inputs[:1])
     reached = {graph[name].path for name in graph.ancestors(loss)}
     return tuple(

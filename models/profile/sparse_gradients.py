@@ -55,7 +55,7 @@ class SparseCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def may_be_sparse(module: fx.GraphModule) -> bool:
-    """Whether any call of the graph, or of one inside it, asks for sparse gradients."""
+    """Return whether any call of the graph, or of one inside it, asks for sparse gradients."""
     graphs = (m for m in module.modules() if isinstance(m, fx.GraphModule))
     nodes = (node for graph in graphs for node in graph.graph.nodes)
     return any(_asking(node.target, node.args, node.kwargs) is not None for node in nodes)

@@ -21,8 +21,8 @@ from whale_train.strategies.plan.plan import Plan
 def assemble(
     request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule | None, seat: Seat
 ) -> Program:
-    """The program of `seat.rank`. `module` has the whole model's weights in shared memory; the
-    rank takes copies of what it holds and leaves the rest untouched."""
+    """Return the program of `seat.rank`. `module` has the whole model's weights in shared memory;
+    the rank takes copies of what it holds and leaves the rest untouched."""
     if plan.rewrite is None:
         return _whole_model(request, plan, module, graph, seat)
     assert graph is not None

@@ -54,7 +54,7 @@ class _Written:
 def assemble_stages(
     request: Request, plan: Plan, module: LossModule, graph: fx.GraphModule, seat: Seat
 ) -> PipelineModel:
-    """The program of `seat.rank`."""
+    """Return the program of `seat.rank`."""
     assert plan.pipeline is not None
     assert plan.rewrite is not None
     place = PipelinePlace.of(plan.pipeline, seat.rank)
@@ -195,7 +195,7 @@ def _shard_group(task_graph: TaskGraph, seat: Seat) -> dist.ProcessGroup | None:
 
 
 def _seed(seed: int, task_graph: int, place: PipelinePlace) -> int:
-    """Of what the members of a shard group draw alike, and no other group does."""
+    """Return the seed of what the members of a shard group draw alike, and no other group does."""
     return ((seed * 10_007 + task_graph) * 10_007 + place.copy) * 10_007 + place.position
 
 
@@ -220,7 +220,7 @@ def _recomputed(random: SharedRandom | None, block: str) -> SharedRandom | None:
 
 
 def _has_one_backward(plan: Plan, module: Segments, rank: int) -> bool:
-    """Whether a step has one forward and one backward of all `module` holds, which is what
+    """Return whether a step has one forward and one backward of all `module` holds, which is what
     DistributedDataParallel wants."""
     assert plan.pipeline is not None
     one_part = len(module.parts) == 1 and len(plan.pipeline.chunks) == 1

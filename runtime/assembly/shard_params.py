@@ -27,8 +27,8 @@ def own_tensors(
     index: int,
     seat: Seat,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The canonical path of every name of a parameter; and, by canonical path, this rank's part
-    of the parameters, buffers and constants that the segments `written` read.
+    """Return the canonical path of every name of a parameter; and, by canonical path, this rank's
+    part of the parameters, buffers and constants that the segments `written` read.
 
     The parameters read are taken out of `module`.
     """

@@ -35,7 +35,7 @@ SMALLEST = Block(2, 4, 4)  # all overhead
 
 
 def run_block(block: Block, device: torch.device, precision: str) -> list[Measured]:
-    """One forward and backward of `block`, operation by operation."""
+    """Run one forward and backward of `block`, operation by operation."""
     value, stages = _made(block, device)
     passed: list[tuple[Tensor, Tensor]] = []
     forward, backward = [], []
@@ -65,7 +65,7 @@ _Stage = tuple[Probe | None, Callable[[Tensor], Tensor]]  # None: a product
 
 
 def _made(block: Block, device: torch.device) -> tuple[Tensor, Sequence[_Stage]]:
-    """The first value, and what is done to it in turn."""
+    """Return the first value, and what is done to it in turn."""
     stages: list[_Stage] = []
 
     def between(probe: Probe, inside: int, outside: int) -> None:

@@ -102,7 +102,7 @@ class _Computing:
         self._updated_bytes = 0.0  # when many are
 
     def take(self, together: Callable[[], object]) -> None:
-        """One pass. `together` waits for those that measure at the same time."""
+        """Measure in one pass. `together` waits for those that measure at the same time."""
         self._times.take(self._device, self._precision, together)
         for elements, taken in ((_FEW, self._few_s), (_UPDATED, self._many_s)):
             together()
@@ -110,7 +110,8 @@ class _Computing:
             taken += seconds
 
     def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[Kind, Kernel]:
-        """All but ZeRO's. `slowest` gives the most that any rank took of a run."""
+        """Return the rooflines of all kinds of operations but ZeRO's. `slowest` gives the most that
+        any rank took of a run."""
         kernels = self._times.kernels(slowest)
         overhead, whole = undisturbed(self._few_s), undisturbed(self._many_s)
         rate = self._updated_bytes / max(whole - overhead, 1e-9)
@@ -147,7 +148,7 @@ def _written(
 
 
 def _slowest(mine: Runs) -> Runs:
-    """Of every run what it took the rank that took longest."""
+    """Return, of every run, the seconds of the rank that took longest."""
     everyones: list[Runs] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     return [
@@ -157,7 +158,7 @@ def _slowest(mine: Runs) -> Runs:
 
 
 def _shared_memory_group() -> dist.ProcessGroup | None:
-    """As shard groups have it, where all ranks can share memory."""
+    """Return a group of all ranks as shard groups have it, where all can share memory."""
     if dist.get_world_size() == 1 or len(set(homes())) > 1:
         return None
     return SharedMemoryGroup.new(
@@ -166,7 +167,7 @@ def _shared_memory_group() -> dist.ProcessGroup | None:
 
 
 def _median_link(links: Sequence[Link]) -> Link | None:
-    """Of one measured several times, some time apart."""
+    """Return the median of a link measured several times, some time apart."""
     if not links:
         return None
     return Link(
@@ -191,9 +192,9 @@ def _median_kernel(kernels: Sequence[Kernel]) -> Kernel:
 def measured_link(
     group: dist.ProcessGroup | None, device: torch.device, *, carried_by_waiting: bool
 ) -> Link:
-    """An alpha-beta link through which all-reduces of `group` take as long as they do, as rings.
-    `carried_by_waiting`: a rank carries them itself while it waits; else they go on beside its
-    computing, and `busy` is how much they slow it."""
+    """Return an alpha-beta link through which all-reduces of `group` take as long as they do, as
+    rings. `carried_by_waiting`: a rank carries them itself while it waits; else they go on beside
+    its computing, and `busy` is how much they slow it."""
     members = dist.get_world_size(group)
     small = _all_reduce_s(group, device, _SMALL_BYTES, 40)
     large = _all_reduce_s(group, device, _LARGE_BYTES, 12)
@@ -207,7 +208,7 @@ def measured_link(
 def _all_reduce_s(
     group: dist.ProcessGroup | None, device: torch.device, num_bytes: int, times: int
 ) -> float:
-    """Seconds of one, the same on all ranks: the median of their medians."""
+    """Return the seconds of one all-reduce, the same on all ranks: the median of their medians."""
     value = torch.zeros(num_bytes // 4, device=device)
     taken = []
     for _ in range(times + 2):
@@ -219,7 +220,7 @@ def _all_reduce_s(
 
 
 def _busy(group: dist.ProcessGroup | None, device: torch.device, transfer_s: float) -> float:
-    """How much longer computing takes for a second of transfers beside it."""
+    """Return how much longer computing takes for a second of transfers beside it."""
     factor = torch.randn(512, 512, device=device)
     value = torch.zeros(_LARGE_BYTES // 4, device=device)
     transfers = 4
@@ -247,8 +248,9 @@ def _busy(group: dist.ProcessGroup | None, device: torch.device, transfer_s: flo
 
 
 def _updates(elements: int, device: torch.device, make: MakeOptimizer) -> tuple[list[float], float]:
-    """Seconds of some of an optimizer's updates, and the bytes of one as `roofline.py` counts them:
-    states and weights read and written, gradients read once for it and once for their norm."""
+    """Return the seconds of some of an optimizer's updates, and the bytes of one as `roofline.py`
+    counts them: states and weights read and written, gradients read once for it and once for their
+    norm."""
     parameters = [torch.nn.Parameter(torch.randn(elements // 8, device=device)) for _ in range(8)]
     optimizer, taken = make(parameters), []
     for _ in range(_UPDATES + 1):

@@ -44,7 +44,8 @@ class Measured:
 
 
 def probes() -> Iterator[Probe]:
-    """All of them; the first of each kind is so small that it is all overhead."""
+    """Yield the probes of all kinds of operations; the first of each kind is so small that it is
+    all overhead."""
     yield from elementwise((2, 4))
     for rows, inside, outside in _PRODUCTS:
         yield _product(rows, inside, outside)
@@ -59,7 +60,7 @@ def probes() -> Iterator[Probe]:
 
 
 def elementwise(shape: tuple[int, int]) -> Iterator[Probe]:
-    """One value in, one out, of the same shape."""
+    """Yield probes with one value in and one out, of the same shape."""
     size = 4.0 * shape[0] * shape[1]
     length = max(4, min(_LONGEST, int(_CHAIN_BYTES / size)))
     width = shape[1]

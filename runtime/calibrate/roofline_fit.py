@@ -28,7 +28,7 @@ class KernelTimes:
         self._in_blocks: list[list[list[Measured]]] = [[] for _ in self._blocks]
 
     def take(self, device: torch.device, precision: str, together: Callable[[], object]) -> None:
-        """One pass. `together` waits for the other ranks, before each probe."""
+        """Run every probe once. `together` waits for the other ranks, before each probe."""
         for number, probe in enumerate(self._listed):
             together()
             ahead, back = _timed(probe, device, precision)
@@ -39,8 +39,8 @@ class KernelTimes:
             runs += [run_block(block, device, precision) for _ in range(_RUNS + 1)][1:]
 
     def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[Kind, Kernel]:
-        """The rooflines of every kind of operation listed, of which those between products move
-        their bytes as in the blocks. `slowest` gives the most that any rank took of a run."""
+        """Return the rooflines of every kind of operation listed, of which those between products
+        move their bytes as in the blocks. `slowest` gives the most that any rank took of a run."""
         found: dict[Kind, list[Measured]] = {}
         taken = zip(self._listed, slowest(self._forward), slowest(self._backward), strict=True)
         for probe, ahead, back in taken:
@@ -63,7 +63,7 @@ class KernelTimes:
 
 
 def _of_runs(runs: Sequence[Sequence[Measured]]) -> list[Measured]:
-    """Of several runs of the same."""
+    """Return the figures of several runs of the same probes."""
     return [
         Measured(
             each[0].probe,
@@ -75,7 +75,7 @@ def _of_runs(runs: Sequence[Sequence[Measured]]) -> list[Measured]:
 
 
 def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[float], list[float]]:
-    """Seconds of one of the operations in some runs, forward and backward."""
+    """Return the seconds of one of the operations in some runs, forward and backward."""
     value, held = probe.make(probe.length, device)
     forward, backward = [], []
     for _ in range(_RUNS + 1):
@@ -104,8 +104,8 @@ def _kernel(kind: Kind, measured: Sequence[Measured]) -> Kernel:
 
 
 def fitted(by_flops: bool, points: Sequence[tuple[float, float, float]]) -> Roofline:
-    """The roofline through (FLOPs, bytes, seconds) of single operations, the first of which is all
-    overhead: least squares of the relative errors, neither rate below 0."""
+    """Return the roofline through (FLOPs, bytes, seconds) of single operations, the first of which
+    is all overhead: least squares of the relative errors, neither rate below 0."""
     (_, _, overhead), *rest = points
     flops, moved, target = [], [], []
     for f, b, seconds in rest:

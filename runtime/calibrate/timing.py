@@ -9,20 +9,20 @@ from torch import distributed as dist
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock of this rank's own."""
+    """Return the seconds on a clock of this rank's own."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def undisturbed(seconds: Iterable[float]) -> float:
-    """The lower quartile of two or more: what is not in it is what others did on the machine, for
-    as much as three quarters of the time."""
+    """Return the lower quartile of two or more: what is not in it is what others did on the
+    machine, for as much as three quarters of the time."""
     return quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def agreed(figure: float) -> float:
-    """The median of all ranks' figures, the same on all of them."""
+    """Return the median of all ranks' figures, the same on all of them."""
     figures: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(figures, figure)
     return median(figures)

@@ -77,7 +77,7 @@ def partition_kernels(
 
 
 def through(points: Sequence[_Point]) -> Roofline:
-    """The roofline through two, of which the first has hardly any bytes."""
+    """Return the roofline through two figures, of which the first has hardly any bytes."""
     (first, _, small_s), (count, num_bytes, large_s) = points
     overhead = max(small_s, _LEAST_S) / first
     left = large_s - count * overhead
@@ -112,8 +112,8 @@ def _measured(
 def _engine(
     stage: int, owned: nn.Module, rows: int, device: torch.device, precision: str
 ) -> TorchEngine | DeepSpeedEngine:
-    """Its learning rate is 0: where gradients have grown beyond numbers, DeepSpeed leaves out the
-    update and all that follows it."""
+    """Return an engine with a learning rate of 0: where gradients have grown beyond numbers,
+    DeepSpeed leaves out the update and all that follows it."""
     optimizer = deepspeed_optimizer("sgd", {"lr": 0.0}, offloaded=False)
     on_cpu = device.type == "cpu"
     config = deepspeed_config(Replicate("", zero=stage), rows, 0.0, optimizer, on_cpu)

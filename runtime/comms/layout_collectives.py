@@ -81,14 +81,14 @@ def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the members' `x`; every member's gradient is the gradient of the sum."""
+    """Return the sum of the members' `x`; every member's gradient is the gradient of the sum."""
     if group.size() == 1:
         return x
     return _cast(x, partial(_all_reduce, group=group), _unchanged)
 
 
 def gather(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
-    """All members' shards of `dim` put together, for work that every member repeats."""
+    """Return all members' shards of `dim` put together, for work that every member repeats."""
     if len(shards.sizes) == 1:
         return x
     place = _Place(dim % x.dim(), outer, shards)
@@ -96,7 +96,7 @@ def gather(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
 
 
 def slice_(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
-    """My shard of `dim` of a replicated `x`."""
+    """Return my shard of `dim` of a replicated `x`."""
     if len(shards.sizes) == 1:
         return x
     place = _Place(dim % x.dim(), outer, shards)
@@ -112,7 +112,7 @@ def once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_enter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Tensor:
-    """All members' shards of `dim` put together, for work that is sharded in another way.
+    """Return all members' shards of `dim` put together, for work that is sharded in another way.
 
     Integers and bools are gathered too, and have no gradient.
     """
@@ -123,7 +123,7 @@ def gather_enter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Ten
 
 
 def reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Tensor:
-    """My shard of `dim` of the sum of the members' `x`."""
+    """Return my shard of `dim` of the sum of the members' `x`."""
     if len(shards.sizes) == 1:
         return x
     place = _Place(dim % x.dim(), outer, shards)
@@ -133,9 +133,9 @@ def reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> T
 def shard_of(
     tensor: Tensor, layout: PlannedShard, intervals: Sequence[tuple[int, int]], index: int
 ) -> Tensor:
-    """A contiguous copy of what member `index` holds of a whole `tensor` laid as the plan's
-    `layout`, `intervals` being its axis'. Nothing else of the
-    tensor is read, so that of a mapped one only the shard's pages are."""
+    """Return a contiguous copy of what member `index` holds of a whole `tensor` laid as the plan's
+    `layout`, `intervals` being its axis'. Nothing else of the tensor is read, so that of a mapped
+    one only the shard's pages are."""
     units, (start, stop) = max(stop for _, stop in intervals), intervals[index]
     pieces = layout.pieces or (units,)
     dim = layout.dim % tensor.dim()
@@ -194,7 +194,7 @@ class _Place:
     shards: ShardGroup
 
     def repetitions(self, x: Tensor, extent: int) -> int:
-        """How often the sharded factor, `extent` long in `x`, is repeated."""
+        """Return how often the sharded factor, `extent` long in `x`, is repeated."""
         return self.outer or x.shape[self.dim] // max(extent, 1)
 
     def folded(self, x: Tensor, extent: int) -> Tensor:
@@ -203,12 +203,12 @@ class _Place:
         return x.reshape(lead, extent, math.prod(x.shape[self.dim + 1 :]))
 
     def unfolded(self, x: Tensor, held: int, extent: int) -> tuple[int, ...]:
-        """The shape of `x`, which has `held` of the sharded factor, with `extent` of it."""
+        """Return the shape of `x`, which has `held` of the sharded factor, with `extent` of it."""
         repeated = self.repetitions(x, held) * extent
         return (*x.shape[: self.dim], repeated, *x.shape[self.dim + 1 :])
 
     def ranges(self, member: int) -> list[tuple[int, int]]:
-        """Where a member's part of each piece lies in one repetition: (start, length)."""
+        """Return where a member's part of each piece lies in one repetition: (start, length)."""
         found, offset = [], 0
         for sizes in self.shards.pieces or (self.shards.sizes,):
             found.append((offset + sum(sizes[:member]), sizes[member]))
@@ -225,7 +225,8 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A new tensor: `x` may be a gradient or an activation that others read as well."""
+    """Return the sum in a new tensor: `x` may be a gradient or an activation that others read as
+    well."""
     total = x.clone(memory_format=torch.contiguous_format)
     if total.numel():
         dist.all_reduce(total, group=group)
@@ -233,7 +234,8 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _my_slice(x: Tensor, place: _Place) -> Tensor:
-    """A copy: a view would keep the whole of `x` alive for as long as the shard is."""
+    """Return my slice as a copy: a view would keep the whole of `x` alive for as long as the shard
+    is."""
     shards = place.shards
     whole, shape = place.folded(x, shards.total), place.unfolded(x, shards.total, shards.size)
     if len(shards.pieces) > 1:
@@ -244,7 +246,8 @@ def _my_slice(x: Tensor, place: _Place) -> Tensor:
 
 
 def _all_gather(x: Tensor, place: _Place) -> Tensor:
-    """The whole tensor. Uneven shards travel padded to the widest: gloo gathers only equal ones."""
+    """Return the whole tensor. Uneven shards travel padded to the widest: gloo gathers only equal
+    ones."""
     if x.dtype == torch.bool:  # gloo has no bool
         return _all_gather(x.view(torch.uint8), place).view(torch.bool)
     shards = place.shards
@@ -267,7 +270,7 @@ def _all_gather(x: Tensor, place: _Place) -> Tensor:
 
 
 def _in_order(gathered: Tensor, place: _Place) -> list[Tensor]:
-    """Every member's part of every piece, piece by piece."""
+    """Return every member's part of every piece, piece by piece."""
     members = range(len(place.shards.sizes))
     offsets = [0 for _ in members]
     parts = []
@@ -279,7 +282,7 @@ def _in_order(gathered: Tensor, place: _Place) -> list[Tensor]:
 
 
 def _sum_slice(x: Tensor, place: _Place) -> Tensor:
-    """My slice of the sum over the members."""
+    """Return my slice of the sum over the members."""
     shards = place.shards
     if len(shards.pieces) > 1 or not _scatters_well(shards.group):
         return _my_slice(_all_reduce(x, shards.group), place)
@@ -298,7 +301,7 @@ def _sum_slice(x: Tensor, place: _Place) -> Tensor:
 
 
 def _scatters_well(group: dist.ProcessGroup) -> bool:
-    """Whether a reduce-scatter is the cheaper way to a slice of a sum.
+    """Return whether a reduce-scatter is the cheaper way to a slice of a sum.
 
     It moves half the bytes of an all-reduce, but gloo's took about 2.6 times as long as its
     all-reduce on large tensors (torch 2.13, two processes of one host).

@@ -79,7 +79,7 @@ class Transport:
         self._posted[source, wire.tag] = (work, buffer, dtype)
 
     def receive(self, source: int, wire: Wire) -> Tensor:
-        """The value, when it has come."""
+        """Return the value, when it has come."""
         if (source, wire.kind) not in self._known:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
             self._post_receive(header, source, wire, 2 * wire.tag).wait()

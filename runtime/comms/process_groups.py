@@ -55,15 +55,16 @@ def join(
 
 
 def file_rendezvous(run_dir: Path) -> str:
-    """Where the ranks of one host meet: a file, which needs no port and collides with nobody."""
+    """Return where the ranks of one host meet: a file, which needs no port and collides with
+    nobody."""
     return f"file://{run_dir / 'rendezvous'}"
 
 
 def make_groups(
     plan: Plan, rank: int, timeout: timedelta = TIMEOUT
 ) -> dict[str, dist.ProcessGroup]:
-    """The groups `rank` is in, by the plan's names. Equal lists of ranks share one group; the
-    members of a split that can share memory have one of their own for it, and copies that torch
+    """Return the groups `rank` is in, by the plan's names. Equal lists of ranks share one group;
+    the members of a split that can share memory have one of their own for it, and copies that torch
     keeps have another one beside theirs (`sums_of`)."""
     world = tuple(range(plan.world_size))
     made: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}
@@ -122,8 +123,8 @@ def make_channels(
 
 
 def _messages(pipeline: PlannedPipeline) -> Iterator[tuple[int, int, int]]:
-    """(source, target, channel) of all that ranks of a pipeline say to each other: an edge's values
-    and, the other way, their gradients."""
+    """Yield (source, target, channel) of all that ranks of a pipeline say to each other: an edge's
+    values and, the other way, their gradients."""
     for copy in pipeline.copies:
         for number, (start, end, _) in enumerate(pipeline.edges):
             talking = set(zip(copy.owners[start], copy.owners[end], strict=True))
@@ -137,7 +138,8 @@ def _messages(pipeline: PlannedPipeline) -> Iterator[tuple[int, int, int]]:
 
 
 def homes() -> list[str]:
-    """Whose memory each rank can share; none of two ranks are equal where nobody can."""
+    """Return, for every rank, the host whose shared memory it can map; a different id for every
+    rank where none can."""
     found = [str(rank) for rank in range(dist.get_world_size())]
     if dist.get_backend() == "gloo":
         dist.all_gather_object(found, home() or found[dist.get_rank()])
@@ -145,13 +147,13 @@ def homes() -> list[str]:
 
 
 def sums_of(task_graph: TaskGraph) -> str:
-    """The name of the group through which copies sum gradients in shared memory."""
+    """Return the name of the group through which copies sum gradients in shared memory."""
     return f"{task_graph.name}.data_parallel.sums"
 
 
 def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """The ranks of copies whose gradients DistributedDataParallel sums, and their groups' name:
-    where a step of a graph has one backward, or the model runs as it is."""
+    """Yield the ranks of copies whose gradients DistributedDataParallel sums, and their groups'
+    name: where a step of a graph has one backward, or the model runs as it is."""
     once = all(rank.micro_batches == 1 for rank in plan.ranks)
     if plan.pipeline is not None and not (once and len(plan.pipeline.chunks) == 1):
         return

@@ -21,8 +21,8 @@ _ALWAYS_GIVEN_BACK_BYTES = 2**16
 
 
 def give_back() -> None:
-    """From here on blocks of 64 KiB and more go back to the system when they are freed, for a tenth
-    to a fifth more processor time (docs/adr/021)."""
+    """Have blocks of 64 KiB and more go back to the system when they are freed, from here on, for a
+    tenth to a fifth more processor time (docs/adr/021)."""
     mallopt = _mallopt()
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _ALWAYS_GIVEN_BACK_BYTES)
@@ -32,7 +32,7 @@ def give_back() -> None:
 
 @contextmanager
 def given_back() -> Iterator[None]:
-    """In here blocks of 1 MiB and more go back to the system when they are freed.
+    """Have blocks of 1 MiB and more go back to the system when they are freed inside.
 
     glibc comes to keep those under 32 MiB for itself, and what a model's parameters pass through
     while they are partitioned stays as holes: half of a partition more, for all of a training.

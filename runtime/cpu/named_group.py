@@ -17,7 +17,8 @@ class NamedGroup(dist.ProcessGroup):
 
     @classmethod
     def new(cls, ranks: list[int], timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
-        """As `dist.new_group`, of CPU ranks. Every rank of the job calls it."""
+        """Return a group of CPU ranks, made as by `dist.new_group`. Every rank of the job calls
+        it."""
         if cls.BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(cls.BACKEND, cls, devices=["cpu"])
         group: dist.ProcessGroup = dist.new_group(

@@ -61,7 +61,7 @@ class SharedMessages(NamedGroup):
         return _Receive(self, tensor, tag)
 
     def take(self, tensor: Tensor, tag: int) -> None:
-        """What was sent with `tag`, when it has come, into `tensor`.
+        """Wait for what was sent with `tag`, and put it into `tensor`.
 
         Raises RuntimeError after the group's time limit, ConnectionError if the other has ended.
         """
@@ -77,13 +77,13 @@ class SharedMessages(NamedGroup):
         self._peer.close()
 
     def _give_back(self) -> None:
-        """The slots that were read, as far as the other side's queue has room: it may be done with
-        its messages, and wait elsewhere for this one."""
+        """Give back the slots that were read, as far as the other side's queue has room: it may be
+        done with its messages, and wait elsewhere for this one."""
         while self._read and self._is_ready(POLLOUT):
             self._say(_FREE, 0, self._read.pop(), 0)
 
     def _slot(self, num_bytes: int) -> int:
-        """One that is free and has room; a new one where there is none."""
+        """Return a slot that is free and has room; a new one where there is none."""
         self._give_back()
         size = max(_PAGE, 1 << (num_bytes - 1).bit_length()) if num_bytes else _PAGE
         while not self._free[size] and self._is_ready(POLLIN):
@@ -109,13 +109,14 @@ class SharedMessages(NamedGroup):
         socket.send_fds(self._peer, [record], list(files))
 
     def _is_ready(self, event: int, within_s: float | None = 0.0) -> bool:
-        """Whether there is something to hear (POLLIN), or room to say something (POLLOUT)."""
+        """Return whether there is something to hear (POLLIN), or room to say something
+        (POLLOUT)."""
         look = poll()
         look.register(self._peer, event)
         return bool(look.poll(None if within_s is None else 1e3 * within_s))
 
     def _hear(self) -> None:
-        """One record, when it has come."""
+        """Wait for one record."""
         try:
             record, files, _, _ = socket.recv_fds(self._peer, _RECORD.size, 1)
         except TimeoutError:

@@ -22,8 +22,8 @@ _SHORTEST_S = 1e-4
 
 
 def register(pace: Pace | None = None, links: Links | None = None) -> str:
-    """The name of a backend that makes groups of gloo's whose member here keeps `pace` and has
-    `links`."""
+    """Return the name of a backend that makes groups of gloo's whose member here keeps `pace` and
+    has `links`."""
 
     def make(options: Any, _: object) -> dist.ProcessGroup:
         return PacedGroup(options, pace, links)
@@ -51,7 +51,7 @@ class PacedGroup(NamedGroup):
         self._ends_in_turn = InTurn("collectives")
 
     def transfer(self, operation: str, arguments: tuple[Any, ...]) -> Transfer | None:
-        """What an operation takes over the link it needs; None where that is a fast one."""
+        """Return what an operation takes over the link it needs; None where that is a fast one."""
         link = self._link
         if operation == "send" and self._links is not None:
             link = self._links.among((self._ranks[self.rank()], self._ranks[arguments[1]]))
@@ -63,7 +63,7 @@ class PacedGroup(NamedGroup):
         return None if found.nominal_s < _SHORTEST_S and link.is_free() else found
 
     def begin(self, operation: str, *args: Any, **kwargs: Any) -> dist.Work:
-        """An operation of `inner` by its name, as late as its link has it."""
+        """Return an operation of `inner` by its name, as late as its link has it."""
         if self.pace is not None:
             self.pace.settle()
         operate = getattr(self.inner, operation)

@@ -39,8 +39,8 @@ class Links:
         self._links: dict[float, Link] = {}
 
     def among(self, ranks: Sequence[int]) -> "Link | None":
-        """What a transfer among `ranks` waits for: the link of the slowest two; None for a fast
-        one. Transfers that wait for links of one bandwidth wait for each other."""
+        """Return what a transfer among `ranks` waits for: the link of the slowest two; None for a
+        fast one. Transfers that wait for links of one bandwidth wait for each other."""
         relative = min((self._relative[i][j] for i, j in combinations(ranks, 2)), default=1.0)
         if relative >= 1:
             return None
@@ -71,7 +71,7 @@ class Link:
         self._lock, self._free_at_s = Lock(), 0.0
 
     def transfer(self, num_bytes: float) -> "Transfer | None":
-        """What moving `num_bytes` takes; None where that is not known yet."""
+        """Return what moving `num_bytes` takes; None where that is not known yet."""
         full = self._links.full_bytes_s
         if full is None:
             return None
@@ -97,8 +97,8 @@ class Transfer:
 
 
 def moved_bytes(operation: str, arguments: Sequence[Any], members: int) -> float:
-    """What each member moves over its link, by ProcessGroup's name of the operation and what it is
-    called with. Collectives are rings, as in `strategies/cost/roofline.py`; 0 for what moves
+    """Return what each member moves over its link, by ProcessGroup's name of the operation and what
+    it is called with. Collectives are rings, as in `strategies/cost/roofline.py`; 0 for what moves
     nothing."""
     if operation not in _MOVED or members == 1:
         return 0.0
@@ -125,7 +125,7 @@ _MOVED: dict[str, tuple[int, int | None]] = {
 
 
 def _bytes(value: Tensor | Sequence[Any]) -> int:
-    """Of a tensor, or of all in (lists of) lists."""
+    """Return the bytes of a tensor, or of all in (lists of) lists."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(_bytes(each) for each in value)

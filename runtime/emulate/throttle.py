@@ -49,8 +49,8 @@ class Pace:
 
 
 def _of_this_thread() -> tuple[float, float]:
-    """Seconds on a processor, and seconds ready to run without one (0 where the kernel does not
-    say: Documentation/scheduler/sched-stats)."""
+    """Return the seconds on a processor, and seconds ready to run without one (0 where the kernel
+    does not say: Documentation/scheduler/sched-stats)."""
     try:
         on, waited, _ = _SCHEDSTAT.read_text().split()
     except (OSError, ValueError):

@@ -58,7 +58,7 @@ class Copies:
         return self.shard_group.rank() if self.shard_group is not None else 0
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this shard, and not another member's copy, is counted."""
+        """Return whether this shard, and not another member's copy, is counted."""
         if parameter in self.counted_elsewhere:
             return False
         return parameter in self.sharded or self.index == 0
@@ -88,24 +88,25 @@ class Engine(Protocol):
         `input_gradient`."""
 
     def input_gradient(self, value: Tensor) -> Tensor | None:
-        """The gradient `backward` left in an input of this engine (None: it left none)."""
+        """Return the gradient `backward` left in an input of this engine (None: it left none)."""
 
     def accumulating(self) -> AbstractContextManager[Any]:
         """Around a forward and its backward that others of the step will follow: reduce later
         what can be."""
 
     def finish_backward(self) -> None:
-        """The last backward of a step is done: begin what it left to reduce."""
+        """Begin what a step's last backward left to reduce."""
 
     def set_learning_rate(self, lr: float) -> None: ...
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Every trained parameter with its gradient, summed over the copies, the loss scale taken
-        out; for `on_gradients`. Of what copies partition, one copy gets the whole and the others
-        None; all must ask."""
+        """Yield every trained parameter with its gradient, summed over the copies, the loss scale
+        taken out; for `on_gradients`. Of what copies partition, one copy gets the whole and the
+        others None; all must ask."""
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """The same of their values as the optimizer has them, outside of an update."""
+        """Yield every trained parameter with its value as the optimizer has it, outside of an
+        update; otherwise as `gradients`."""
 
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -119,11 +120,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 
 def without_scale(gradient: Tensor, loss_scale: float) -> Tensor:
-    """What it is when the loss is not multiplied."""
+    """Return a gradient as it is when the loss is not multiplied."""
     return gradient if loss_scale == 1.0 else gradient / loss_scale
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Of all its groups, if there is an optimizer."""
+    """Set the learning rate of all groups of the optimizer, if there is one."""
     for group in optimizer.param_groups if optimizer is not None else ():
         group["lr"] = lr

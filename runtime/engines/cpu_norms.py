@@ -13,7 +13,7 @@ _ROW = 2**14
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of all of them together, a scalar, in fp64 where any is large."""
+    """Return the L2 norm of all tensors together, a scalar, in fp64 where any is large."""
     large = [x for x in tensors if _is_large(x)]
     if not large:
         return torch.nn.utils.get_total_norm(tensors)
@@ -26,7 +26,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def norm(tensor: Tensor) -> Tensor:
-    """The L2 norm of one, a scalar, in fp64 where it is large."""
+    """Return the L2 norm of a tensor, a scalar, in fp64 where it is large."""
     if _is_large(tensor):
         return _norm_in_rows(tensor)
     found: Tensor = torch.linalg.vector_norm(tensor)

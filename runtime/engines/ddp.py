@@ -97,7 +97,8 @@ class TorchEngine:
         set_learning_rate(self.optimizer, lr)
 
     def squared_norm(self) -> Tensor:
-        """Of the gradients this rank counts among the shards of a copy, as a scalar in fp32."""
+        """Return the squared norm of the gradients this rank counts among the shards of a copy, as
+        a scalar in fp32."""
         self._settle()
         gradients = [p.grad for p in self._counted if p.grad is not None]
         if not gradients:
@@ -153,7 +154,7 @@ def _sum(
     how: tuple[dist.ProcessGroup, bool],
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # which torch's checks ask for
 ) -> Future[Tensor]:
-    """A bucket of DistributedDataParallel's over a group, averaged or not, in the backward that
+    """Sum a bucket of DistributedDataParallel's over a group, averaged or not, in the backward that
     filled it."""
     group, averages = how
     gradients, done = bucket.buffer(), Future[Tensor]()

@@ -75,8 +75,8 @@ class Reduction:
         self._sent = []
 
     def _sum(self, bucket: Sequence[nn.Parameter]) -> None:
-        """A parameter without a gradient has none in any copy, and keeps none: reduced zeros
-        would be an update."""
+        """Sum the gradients that any copy has: a parameter without one has none in any copy, and
+        keeps none, as reduced zeros would be an update."""
         held = [parameter for parameter in bucket if parameter.grad is not None]
         if held:
             assert self._group is not None
@@ -101,7 +101,7 @@ class _Sent:
 
 
 def _as_one(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One tensor of which the gradients of `parameters` are parts from here on."""
+    """Return one tensor of which the gradients of `parameters` are parts from here on."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if len(gradients) == 1 and gradients[0].is_contiguous():
         return gradients[0]

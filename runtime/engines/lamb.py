@@ -66,7 +66,8 @@ class Lamb(Optimizer):
     def _update_sharded(
         self, shards: Shards, waiting: dict[nn.Parameter, tuple[Tensor, float]]
     ) -> None:
-        """A parameter without a gradient here sends zeros: the sum is the same vector for all."""
+        """Update parameters with the norms of all their shards; one without a gradient here sends
+        zeros, as the sum is the same vector for all."""
         squares = []
         for parameter in shards.parameters:
             held = (parameter, waiting[parameter][0]) if parameter in waiting else ()
@@ -80,7 +81,7 @@ class Lamb(Optimizer):
                 parameter.sub_(direction * (lr * _trust(of_weight, of_direction)))
 
     def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """The formula's r, the moments updated."""
+        """Return the direction of an update, r in the paper's formula, with the moments updated."""
         (first, second), eps, decay = group["betas"], group["eps"], group["weight_decay"]
         state = self.state[parameter]
         if not state:

@@ -22,8 +22,8 @@ def make_engine(
     may_skip_parameters: bool = False,
     overlap: bool = True,
 ) -> Engine:
-    """The engine of `module`, what `seat.rank` holds of `task_graph`: DeepSpeed's where the plan
-    has a configuration for it and there are copies to partition among. The rest is as for
+    """Return the engine of `module`, what `seat.rank` holds of `task_graph`: DeepSpeed's where the
+    plan has a configuration for it and there are copies to partition among. The rest is as for
     TorchEngine."""
     config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
     if config is not None and copies.group is not None:

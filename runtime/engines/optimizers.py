@@ -14,7 +14,7 @@ from whale_train.runtime.engines.lamb import Lamb, Shards
 
 class MakeOptimizer(Protocol):
     def __call__(self, parameters: list[nn.Parameter], copies: Copies | None = None) -> Optimizer:
-        """The optimizer of `parameters`, of which this rank has what `copies` says."""
+        """Return the optimizer of `parameters`, of which this rank has what `copies` says."""
 
 
 def make_optimizer(name: str, options: dict[str, Any]) -> MakeOptimizer:
@@ -34,7 +34,7 @@ def make_optimizer(name: str, options: dict[str, Any]) -> MakeOptimizer:
 
 
 def _shards(parameters: list[nn.Parameter], copies: Copies | None) -> Shards | None:
-    """Those of `parameters` this rank has a shard of (None: all are whole)."""
+    """Return the shards of `parameters` that this rank has (None: all are whole)."""
     if copies is None or copies.shard_group is None:
         return None
     group = copies.shard_group

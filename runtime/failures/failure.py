@@ -127,7 +127,7 @@ def record_host_failure(run_dir: Path, error: BaseException) -> None:
 
 
 def read_errors(run_dir: Path) -> dict[int, RankError]:
-    """The failures that ranks have recorded so far, by rank."""
+    """Return the failures that ranks have recorded so far, by rank."""
     files = (run_dir / "logs").glob("rank_*.failure.json")
     records = [json.loads(file.read_text()) for file in files]
     waits = [Wait.from_json(record["wait"]) if record["wait"] else None for record in records]
@@ -138,7 +138,8 @@ def read_errors(run_dir: Path) -> dict[int, RankError]:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether the error, or one it was raised `from`, may be the echo of another rank's end."""
+    """Return whether the error, or one it was raised `from`, may be the echo of another rank's
+    end."""
     cause: BaseException | None = error
     while cause is not None:
         if _is_of_torch(cause) or isinstance(cause, ConnectionError) or is_timeout(cause):
@@ -150,7 +151,7 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether the error itself may be the end of a wait for other ranks."""
+    """Return whether the error itself may be the end of a wait for other ranks."""
     is_candidate = _is_of_torch(error) or type(error) is RuntimeError
     return is_candidate and _says(error, TIMEOUT_TEXTS)
 
@@ -166,7 +167,7 @@ def _says(error: BaseException, texts: Sequence[str]) -> bool:
 
 
 def is_decisive(end: RankEnd) -> bool:
-    """Whether nothing that other ranks say could make another rank the cause.
+    """Return whether nothing that other ranks say could make another rank the cause.
 
     So is a rank killed by a signal, unless it aborted: communication libraries abort the process
     when a peer is lost.
@@ -180,7 +181,7 @@ def first_failure(
     step: int | None,
     stacks: Mapping[int, Sequence[Call]] | None = None,
 ) -> Failure:
-    """The failure that caused the others.
+    """Return the failure that caused the others.
 
     `ends` are the ranks that ended before anyone was told to, at least one of them badly;
     `errors` what ranks recorded; `step` the step for a rank that could not record its own;
@@ -225,7 +226,7 @@ def hang_among(
     step: int | None,
     stacks: Mapping[int, Sequence[Call]],
 ) -> Failure:
-    """The failure of ranks that waited in vain, at least one of them; arguments as above."""
+    """Return the failure of ranks that waited in vain, at least one of them; arguments as above."""
     ordered = sorted(errors.values(), key=lambda error: (error.time_s, error.rank))
     waits = {error.rank: error.wait for error in ordered if error.wait is not None}
     hang = find_hang(waits, errors.keys() - waits.keys(), stacks, step)
@@ -244,7 +245,7 @@ def hang_among(
 
 
 def failure_among(errors: Mapping[int, RankError], world_size: int) -> Failure:
-    """The failure that caused the others, where no host saw how the ranks ended.
+    """Return the failure that caused the others, where no host saw how the ranks ended.
 
     `errors` is what ranks recorded, at least one of them. When all of them are communication
     errors, none of them a wait in vain, and a single rank recorded none, that one is the cause: it
@@ -277,7 +278,7 @@ def signal_name(number: int) -> str:
 
 
 def step_in_progress(run_dir: Path) -> int | None:
-    """The step after the last one that `metrics.jsonl` has; None when it has none."""
+    """Return the step after the last one that `metrics.jsonl` has; None when it has none."""
     try:
         lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")
     except FileNotFoundError:

@@ -50,7 +50,8 @@ def named_waits(run_dir: Path, rank: int) -> Iterator[None]:
 
 
 def find_wait(error: BaseException, plan: Plan, rank: int, timeout_s: float) -> Wait | None:
-    """The wait that `error`, or one it was raised `from`, is the end of; None if there is none."""
+    """Return the wait that `error`, or one it was raised `from`, is the end of; None if there is
+    none."""
     cause: BaseException | None = error
     while cause is not None and not is_timeout(cause):
         cause = cause.__cause__
@@ -66,7 +67,7 @@ def find_wait(error: BaseException, plan: Plan, rank: int, timeout_s: float) -> 
 
 
 def _whom(frames: Sequence[FrameType], plan: Plan, rank: int) -> tuple[str, str, tuple[int, ...]]:
-    """The group's name, its path and the ranks in it; the whole job where no frame tells.
+    """Return the group's name, its path and the ranks in it; the whole job where no frame tells.
 
     The first frame that is not a library's is the last to ask: those further out may hold the
     groups of other collectives.
@@ -89,7 +90,7 @@ def _whom(frames: Sequence[FrameType], plan: Plan, rank: int) -> tuple[str, str,
 
 
 def _between(plan: Plan, source: int, target: int) -> tuple[str, str, tuple[int, ...]]:
-    """The same of a message, by the TaskGraphs of its two ends."""
+    """Return the name, the path and the ranks of a message, by the TaskGraphs of its two ends."""
     ends = [plan.task_graphs[plan.ranks[rank].task_graphs[0]] for rank in (source, target)]
     paths = dict.fromkeys(task_graph.path for task_graph in ends)
     name = " to ".join(task_graph.name for task_graph in ends)

@@ -64,13 +64,14 @@ class Hang:
 
 
 def group_name(plan: Plan, ranks: Sequence[int]) -> str:
-    """The name of the group of these ranks; of several, the first that says more than `world`."""
+    """Return the name of the group of these ranks; of several, the first that says more than
+    `world`."""
     names = [name for name, lists in plan.groups.items() if tuple(ranks) in lists]
     return next((name for name in names if name != WORLD), WORLD)
 
 
 def plan_path(plan: Plan, name: str) -> str:
-    """The key of the strategy that the group `name` is made for."""
+    """Return the key of the strategy that the group `name` is made for."""
     kind, _, rest = name.partition(".")
     if kind == "shared":
         return f"the holders of {rest}"
@@ -84,9 +85,9 @@ def find_hang(
     stacks: Mapping[int, Sequence[Call]],
     step: int | None,
 ) -> Hang:
-    """Who waited for whom. `waits` are by rank, the earliest first, at least one; `others` failed
-    otherwise, `stacks` are those of ranks that live (empty where a rank did not answer). `step`
-    is the one after the last that the host has seen finished.
+    """Return who waited for whom. `waits` are by rank, the earliest first, at least one; `others`
+    failed otherwise, `stacks` are those of ranks that live (empty where a rank did not answer).
+    `step` is the one after the last that the host has seen finished.
 
     Absent is a member that has said nothing and does not wait itself; if there is none, one that
     has said nothing; if there is none, one whose wait was cut off by the end of the others: it
@@ -111,7 +112,8 @@ def find_hang(
 
 
 def is_waiting(stack: Sequence[Call]) -> bool:
-    """Whether a stack (the innermost call first) is of a rank that waits for others itself."""
+    """Return whether a stack (the innermost call first) is of a rank that waits for others
+    itself."""
     if not stack:
         return False
     innermost = stack[0]
@@ -123,8 +125,8 @@ def is_waiting(stack: Sequence[Call]) -> bool:
 
 
 def read_stack(dump: str) -> tuple[Call, ...]:
-    """The main thread's calls, the innermost first, of what faulthandler wrote of all threads
-    (it lists the first one last); empty where it wrote nothing."""
+    """Return the main thread's calls, the innermost first, of what faulthandler wrote of all
+    threads (it lists the first one last); empty where it wrote nothing."""
     _, header, main = dump.rpartition("(most recent call first):\n")
     found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
     calls = (Call(file, int(line), function) for file, line, function in found)
@@ -132,7 +134,8 @@ def read_stack(dump: str) -> tuple[Call, ...]:
 
 
 def stack_text(stack: Sequence[Call]) -> str:
-    """As Python shows a traceback: the innermost call last, those of the host left out."""
+    """Return a stack as Python shows a traceback: the innermost call last, without the calls of the
+    host process."""
     calls = [
         c for c in stack if Path(c.file).name != "fork_server.py" and not c.file.startswith("<")
     ]
@@ -145,8 +148,8 @@ _WATCHED = re.compile(r"\[PG ID \d+ PG GUID [^\s(]+\(([^)]*)\) Rank \d+\] .*time
 
 
 def read_watchdog(log: str, plan: Plan, rank: int, step: int | None) -> Wait | None:
-    """The wait that NCCL's watchdog ended `rank` for, by what its log says of it; None where it
-    does not. The watchdog aborts the process, which can then not speak for itself.
+    """Return the wait that NCCL's watchdog ended `rank` for, by what its log says of it; None where
+    it does not. The watchdog aborts the process, which can then not speak for itself.
 
     The two lines, the wait's and the group's, are those of torch 2.6 (ProcessGroupNCCL.cpp); where
     the second is another, the group is taken for the whole job.

@@ -54,7 +54,7 @@ class Block(nn.Module):
 def _same_draws(
     random: SharedRandom,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What members draw alike, drawn again alike. (The rank's own state is torch's to keep.)"""
+    """Draw again alike what members draw alike. (The rank's own state is torch's to keep.)"""
     before = random.state
 
     @contextmanager
@@ -81,8 +81,8 @@ class Run:
 
 
 def in_runs(module: fx.GraphModule, tensors: Sequence[str]) -> tuple[list[Run], tuple[str, ...]]:
-    """The graph of `module` as runs of consecutive operations of one block, and the names of the
-    values it returns. `tensors` are its placeholders that are parameters and buffers."""
+    """Return the graph of `module` as runs of consecutive operations of one block, and the names of
+    the values it returns. `tensors` are its placeholders that are parameters and buffers."""
     parts: list[tuple[str, list[fx.Node]]] = []
     seen: dict[str, int] = {}
     last = None
@@ -195,12 +195,12 @@ class Blocks(nn.Module):
         return tuple(known[name] for name in self._gives[self.training])
 
     def kept(self, training: bool) -> list[str]:
-        """The attributes of the owner that `forward` wants, in order."""
+        """Return the attributes of the owner that `forward` wants, in order."""
         return [name for name in self._arguments[training][1] if name in self._kept]
 
 
 def _reordered(module: fx.GraphModule, arguments: Sequence[str]) -> fx.GraphModule:
-    """The same graph with its placeholders in another order."""
+    """Return the same graph with its placeholders in another order."""
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     by_name = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     for name in arguments:

@@ -16,7 +16,7 @@ from whale_train.models.export.op_schemas import in_evaluation
 
 
 def attribute(module: Any, path: str) -> Any:
-    """What a `get_attr` node of `module` reads."""
+    """Return what a `get_attr` node of `module` reads."""
     value = module
     for part in path.split("."):
         value = getattr(value, part)
@@ -24,7 +24,7 @@ def attribute(module: Any, path: str) -> Any:
 
 
 def is_tensor(source: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a `get_attr` node reads a tensor, and not an inner graph."""
+    """Return whether a `get_attr` node reads a tensor, and not an inner graph."""
     return isinstance(attribute(source, str(node.target)), Tensor)
 
 
@@ -52,7 +52,7 @@ _SET_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 
 
 def _as_run(inner: fx.GraphModule, device: torch.device, in_training: bool) -> fx.GraphModule:
-    """A copy, with the graphs inside it, of one that was exported for training elsewhere."""
+    """Return a copy, with the graphs inside it, of one that was exported for training elsewhere."""
 
     def moved(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value

@@ -25,7 +25,7 @@ class Counts:
         self.targets.append(targets)
 
     def take(self) -> tuple[float, float]:
-        """(correct, targets) since the last call."""
+        """Return (correct, targets) since the last call."""
         counts = (float(sum(map(float, self.correct))), float(sum(map(float, self.targets))))
         self.correct.clear()
         self.targets.clear()
@@ -59,7 +59,7 @@ class Segment(nn.Module):
         self.blocks: Blocks | None = None
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers, by their path in the model."""
+        """Yield the parameters and buffers, by their path in the model."""
         paths = {name: path for path, name in self.tensor_names.items()}
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             yield paths[name.rpartition(".")[2]], tensor
@@ -98,7 +98,7 @@ class Segment(nn.Module):
             owner.replace(graph, parameters)
 
     def _parameter_arguments(self) -> frozenset[str]:
-        """The training graph's placeholders that get parameters."""
+        """Return the training graph's placeholders that get parameters."""
         graph, names = self._graphs[True]
         arguments = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         tensors = zip(arguments[len(arguments) - len(names) :], names, strict=True)

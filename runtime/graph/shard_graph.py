@@ -78,7 +78,7 @@ class Place:
         return SharedRandom(self.seed, self.device)
 
     def pieces(self, laid: Laid) -> tuple[tuple[int, ...], ...]:
-        """Every piece's extents by member, of one repetition of a cut dimension."""
+        """Return every piece's extents by member, of one repetition of a cut dimension."""
         intervals = self.axes[laid.axis]
         units = intervals[-1][1]
         return tuple(
@@ -87,11 +87,11 @@ class Place:
         )
 
     def mine(self, laid: Laid) -> tuple[int, ...]:
-        """My part of each piece."""
+        """Return my part of each piece."""
         return tuple(sizes[self.index] for sizes in self.pieces(laid))
 
     def along(self, laid: Laid) -> ShardGroup:
-        """Who holds how much of a dimension that is cut so."""
+        """Return who holds how much of a dimension that is cut so."""
         pieces = self.pieces(laid)
         sizes = tuple(sum(each) for each in zip(*pieces, strict=True))
         return ShardGroup(self.group, sizes, self.index, pieces if len(pieces) > 1 else ())
@@ -138,7 +138,7 @@ class _Writer:
     def write(
         self, takes: Iterable[str], gives: Iterable[str]
     ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...]]:
-        """The graph module, the paths of the tensors it reads, and the inputs it reads; its
+        """Return the graph module, the paths of the tensors it reads, and the inputs it reads; its
         arguments are takes, inputs, tensors."""
         chosen = set(self.written.operations)
         nodes = [node for node in self.source.graph.nodes if node.name in chosen]
@@ -169,7 +169,8 @@ class _Writer:
         return module, tuple(held), tuple(str(node.target) for node in inputs)
 
     def is_training_only(self, node: fx.Node) -> bool:
-        """An update of a buffer nobody reads: BatchNorm counting its batches."""
+        """Return whether `node` updates a buffer that nobody reads: BatchNorm counting its
+        batches."""
         changed = written_value(node)
         buffer = changed is not None and changed.op == "get_attr"
         return self.counts is not None and buffer and not node.users
@@ -215,11 +216,11 @@ class _Writer:
         return self.graph.call_function(function, tuple(args), kwargs)
 
     def is_drawn_alike(self, node: fx.Node) -> bool:
-        """Whether all members draw the same random numbers in a call."""
+        """Return whether all members draw the same random numbers in a call."""
         return self.written.random.get(node.name) == "shared"
 
     def laid(self, node: fx.Node, position: int) -> Laid | None:
-        """How an operand of `node` is cut when it gets there (None: it is not)."""
+        """Return how an operand of `node` is cut when it gets there (None: it is not)."""
         value = node.args[position] if position < len(node.args) else None
         if not isinstance(value, fx.Node):
             return None
@@ -229,7 +230,7 @@ class _Writer:
         return cast.shard if cast.kind in _CUTTING else None
 
     def wrapped(self, node: fx.Node) -> fx.Node:
-        """A graph inside the graph, run under another mode: without gradients, or not under
+        """Return a graph inside the graph, run under another mode: without gradients, or not under
         autocast. What it is given is whole."""
         args: list[Any] = list(node.args)
         number = next(i for i, x in enumerate(args) if is_graph(self.source, x))
@@ -275,7 +276,7 @@ class _Writer:
         return partial(cutting[kind], dim=dim, outer=outer, shards=shards)
 
     def replacement(self, becomes: str, node: fx.Node, args: list[Any]) -> fx.Node:
-        """The distributed operation in place of `node`."""
+        """Return the distributed operation in place of `node`."""
         if becomes == "split_grouped_mm":
             laid = self.laid(node, 1)
             assert laid is not None
@@ -322,7 +323,7 @@ class _Writer:
         name: str = "",
         kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
-        """A node that calls `function`: graphs can only name what a module holds."""
+        """Return a node that calls `function`: graphs can only name what a module holds."""
         name = f"{name or (node.name if node else '')}_{len(self.graph.nodes)}"
         self.root.add_module(name, _Function(function))
         return self.graph.call_module(name, tuple(args), kwargs or {})

@@ -31,7 +31,7 @@ def local_call(
     source: Laid | None,
     mine: Extents,
 ) -> tuple[Any, list[Any], dict[str, Any]]:
-    """The function and arguments that do on this rank what `node` does on whole tensors.
+    """Return the function and arguments that do on this rank what `node` does on whole tensors.
 
     `laid` is how the result is cut, `source` how the first operand is when it gets here (None:
     not at all); `args` and `kwargs` are those of the graph, with its operands replaced by this
@@ -68,7 +68,7 @@ def local_call(
 
 
 def _shape(node: fx.Node | None) -> tuple[Any, ...]:
-    """The whole value's shape; extents that follow the batch are symbols."""
+    """Return the whole value's shape; extents that follow the batch are symbols."""
     assert node is not None
     value = node.meta["val"]
     assert isinstance(value, Tensor)
@@ -76,13 +76,13 @@ def _shape(node: fx.Node | None) -> tuple[Any, ...]:
 
 
 def _extent(laid: Laid, mine: Extents) -> int:
-    """My extent of the cut dimension; 0 where the batch decides."""
+    """Return my extent of the cut dimension; 0 where the batch decides."""
     return laid.outer * sum(mine(laid))
 
 
 def _sizes(sizes: list[Any], whole: tuple[Any, ...], laid: Laid, mine: Extents) -> list[Any]:
-    """The extents a view names, with mine of the cut dimension. Where the batch decides it, it is
-    inferred, and what was inferred before is said."""
+    """Return the extents a view names, with mine of the cut dimension. Where the batch decides it,
+    it is inferred, and what was inferred before is said."""
     extent = _extent(laid, mine) or -1
     if extent == -1:
         sizes = [whole[i] if x == -1 and type(x) is int else x for i, x in enumerate(sizes)]
@@ -92,7 +92,8 @@ def _sizes(sizes: list[Any], whole: tuple[Any, ...], laid: Laid, mine: Extents) 
 
 
 def _expanded(sizes: list[Any], laid: Laid) -> list[Any]:
-    """The cut dimension is never one that is repeated: it stays as it is."""
+    """Return the extents of an expansion, whose cut dimension is never one that is repeated: it
+    stays as it is."""
     return [-1 if i == laid.dim else x for i, x in enumerate(sizes)]
 
 
@@ -127,7 +128,7 @@ def _sliced(
 
 
 def _before(source: Laid, edge: int, mine: Extents) -> int:
-    """How much of mine lies before `edge` of the whole dimension, an end of a piece."""
+    """Return how much of mine lies before `edge` of the whole dimension, an end of a piece."""
     pieces, held = source.pieces, mine(source)
     if not pieces:
         pieces = (edge,) if edge else (1,)

@@ -42,7 +42,7 @@ def join_products(graph: fx.GraphModule, parameters: Set[str], owner: WeightGrad
 
 
 def _entered_group(graph: fx.GraphModule, node: fx.Node) -> dist.ProcessGroup | None:
-    """The group over which `node` enters its argument, if that is what it does."""
+    """Return the group over which `node` enters its argument, if that is what it does."""
     if node.op != "call_module":
         return None
     called = getattr(graph.get_submodule(str(node.target)), "function", None)
@@ -133,7 +133,7 @@ class _Products(torch.autograd.Function):
 def _sum_of_inputs(
     kinds: Sequence[Kind], grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Tensor:
-    """What the products give their common input, [.., in], in one buffer."""
+    """Return what the products give their common input, [.., in], in one buffer."""
     shape = grads[0].shape[:-1]
     rows = [grad.flatten(0, -2) for grad in grads]
     total = rows[0] @ kinds[0].to_input(weights[0])

@@ -29,12 +29,12 @@ class Kind:
         return grad @ self.to_input(weight)
 
     def to_input(self, weight: Tensor) -> Tensor:
-        """The weight as [out, in]."""
+        """Return the weight as [out, in]."""
         return weight.t() if self.transposed else weight
 
     def of_weight(self, grad: Tensor, x: Tensor, known: Tensor | None = None) -> Tensor:
-        """The gradient of the weight, in its own shape; added to `known`, and that returned, if
-        there is one."""
+        """Return the gradient of the weight, in its own shape; added to `known`, and that returned,
+        if there is one."""
         grad, x = grad.flatten(0, -2), x.flatten(0, -2)
         left, right = (x.t(), grad) if self.transposed else (grad.t(), x)
         if known is None:
@@ -44,7 +44,7 @@ class Kind:
         return known.addmm_(left, right)  # what it adds is nowhere written by itself
 
     def of_bias(self, grad: Tensor, known: Tensor | None = None) -> Tensor:
-        """The gradient of the bias, [out]; added to `known` as that of the weight."""
+        """Return the gradient of the bias, [out]; added to `known` as that of the weight."""
         found = grad.flatten(0, -2).sum(0)
         return found if known is None else known.add_(found)
 
@@ -111,9 +111,9 @@ def lookup_of(node: fx.Node, parameters: Set[str]) -> Lookup | None:
 def of_table(
     grad: Tensor, indices: Tensor, rows: int, padding: int, known: Tensor | None = None
 ) -> Tensor:
-    """The gradient of a table [rows, width] of which `indices` were looked up, where that of what
-    was found is `grad` [*indices.shape, width]; added to `known`, and that returned, if there is
-    one. Equal indices are added up in the same order every time, and in no less than fp32."""
+    """Return the gradient of a table [rows, width] of which `indices` were looked up, where that of
+    what was found is `grad` [*indices.shape, width]; added to `known`, and that returned, if there
+    is one. Equal indices are added up in the same order every time, and in no less than fp32."""
     if known is None or known.dtype.itemsize < 4:
         wide = torch.promote_types(grad.dtype, torch.float32)
         made: Tensor = _aten.embedding_dense_backward(grad.to(wide), indices, rows, padding, False)

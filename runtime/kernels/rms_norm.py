@@ -85,7 +85,7 @@ class _Norm:
 
 
 def _norm_ending_in(last: fx.Node) -> _Norm | None:
-    """The norm whose last operation, the product with a weight, is `last`."""
+    """Return the norm whose last operation, the product with a weight, is `last`."""
     if last.target is not _aten.mul.Tensor:
         return None
     operands: list[Any] = list(last.args)
@@ -105,7 +105,7 @@ def _norm_ending_in(last: fx.Node) -> _Norm | None:
 
 
 def _root_of_mean(x: Any, inverse: Any) -> tuple[fx.Node, ...] | None:
-    """The operations of rsqrt(mean(x ** 2, -1) + eps), if that is what `inverse` is."""
+    """Return the operations of rsqrt(mean(x ** 2, -1) + eps), if that is what `inverse` is."""
     found = []
     node = inverse
     for target, rest in (
@@ -125,12 +125,12 @@ def _root_of_mean(x: Any, inverse: Any) -> tuple[fx.Node, ...] | None:
 
 
 def _is_only(node: Any, target: Callable[..., Any]) -> bool:
-    """Whether it is a call of `target` whose result one operation reads."""
+    """Return whether it is a call of `target` whose result one operation reads."""
     return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
 
 
 def _writes(first: fx.Node, last: fx.Node) -> bool:
-    """Whether anything from `first` to `last` changes a value where it stands."""
+    """Return whether anything from `first` to `last` changes a value where it stands."""
     node = first
     while node is not last:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:

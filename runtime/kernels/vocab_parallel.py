@@ -127,8 +127,8 @@ def _row_maximum(logits: Tensor) -> Tensor:
 def split_top1(
     logits: Tensor, target: Tensor, shards: ShardGroup, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """How many of `target` [N] are the largest of their row of `logits` [N, my classes], and how
-    many count at all (are not `ignore_index`): two int64 scalars, the same on each shard.
+    """Return how many of `target` [N] are the largest of their row of `logits` [N, my classes], and
+    how many count at all (are not `ignore_index`): two int64 scalars, the same on each shard.
 
     Of equal logits the first class wins, as in `torch.argmax`.
     """
@@ -147,8 +147,8 @@ def split_top1(
 def split_embedding(
     ids: Tensor, weight_shard: Tensor, shards: ShardGroup, padding_idx: int | None = None
 ) -> Tensor:
-    """My part [*ids, D] of the embedding of `ids`: rows of other shards are zero, so that the sum
-    over the shards is the embedding. `weight_shard` is [my vocabulary, D].
+    """Return my part [*ids, D] of the embedding of `ids`: rows of other shards are zero, so that
+    the sum over the shards is the embedding. `weight_shard` is [my vocabulary, D].
 
     The row `padding_idx` gets no gradient; None or a negative number (ATen's default) means no
     such row. Raises RuntimeError for an id outside the vocabulary (an assertion on CUDA).

@@ -67,7 +67,7 @@ class WeightGradients:
             self._adds = False
 
     def left(self, key: Key) -> Mapping[nn.Parameter, int]:
-        """How many gradients `accumulate(key)` will add to each weight."""
+        """Return how many gradients `accumulate(key)` will add to each weight."""
         return Counter(parameter for parameter, _ in self._left[key])
 
     @torch.no_grad()  # or each gradient would keep what it was made of for a backward of its own
@@ -90,7 +90,8 @@ class WeightGradients:
         return {parameter for parameter, _ in additions}
 
     def gradients(self, wanted: Sequence[Wanted]) -> list[Tensor | None]:
-        """What a backward returns to autograd for each: None for what nobody wants or is taken."""
+        """Return what a backward returns to autograd for each: None for what nobody wants or is
+        taken."""
         needed = [(x.operand, x.make) for x in wanted if x.needed and x.operand is not None]
         # A bias that is made of a parameter has a backward of its own to hand its gradient to.
         taken = self.take([(p, make) for p, make in needed if isinstance(p, nn.Parameter)])
@@ -129,8 +130,8 @@ def of_product(
     grad: Tensor,
     x: Tensor,
 ) -> tuple[Wanted, Wanted]:
-    """The gradients of a product's weight and bias, its `operands`, as far as they are `needed`.
-    The product was of `x`, and its value's gradient is `grad`."""
+    """Return the gradients of a product's weight and bias, its `operands`, as far as they are
+    `needed`. The product was of `x`, and its value's gradient is `grad`."""
     weight, bias = operands
     return (
         Wanted(weight, needed[0], lambda known: kind.of_weight(grad, x, known)),

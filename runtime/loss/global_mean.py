@@ -52,7 +52,8 @@ class TargetCounter:
 
     @torch.no_grad()
     def mine(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Of one micro-batch, fp64 [losses]; not added up over anybody."""
+        """Return the targets of one micro-batch of this rank, fp64 [losses]; not added up over
+        ranks."""
         counts = self._graph(*(batch[name] for name in self._inputs))
         return torch.stack(list(counts)) if counts else torch.zeros(0, dtype=torch.float64)
 
@@ -71,7 +72,8 @@ class TargetCounter:
 
     @torch.no_grad()
     def count(self, batches: Sequence[Mapping[str, Tensor]]) -> list[Targets]:
-        """Of each of my micro-batches. One all-reduce; all replicas call it."""
+        """Return the targets of each of this rank's micro-batches, in all replicas. One all-reduce;
+        all replicas call it."""
         device = next(iter(batches[0].values())).device
         mine = torch.zeros(len(batches), len(self.losses), dtype=torch.float64, device=device)
         if self.losses:
@@ -86,7 +88,7 @@ class TargetCounter:
 def target_counter(
     module: LossModule, graph: fx.GraphModule, group: dist.ProcessGroup, device: torch.device
 ) -> TargetCounter:
-    """Of the losses of `graph`, which is `module` exported."""
+    """Return the counter of the targets of the losses in `graph`, which is `module` exported."""
     held = (
         *module.named_buffers(remove_duplicate=False),
         *(p for p in module.named_parameters(remove_duplicate=False) if not p[1].requires_grad),
@@ -172,7 +174,7 @@ class GlobalMeans(TorchFunctionMode):
 
     @torch.no_grad()
     def _whole_divisor(self, mine: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """The divisor of all replicas, perhaps still on its way."""
+        """Return the divisor of all replicas, perhaps still on its way."""
         if self._counted is None:
             return mine, dist.all_reduce(mine, group=self._group, async_op=True)
         if self._calls == len(self._counted.mine):

@@ -24,21 +24,21 @@ _MEAN, _SUM = 1, 2
 
 
 def is_mean_over_targets(node: fx.Node) -> bool:
-    """Whether `node` is a cross-entropy or negative log-likelihood that is a mean."""
+    """Return whether `node` is a cross-entropy or negative log-likelihood that is a mean."""
     kind = str(node.target).removeprefix("aten.")
     known = kind == _CROSS_ENTROPY or kind in _NEGATIVE_LOG
     return known and _option(node, 3, "reduction", _MEAN) == _MEAN
 
 
 def ignored(node: fx.Node) -> int:
-    """The target that counts for nothing."""
+    """Return the target that counts for nothing."""
     found = _option(node, 4, "ignore_index", -100)
     assert isinstance(found, int)
     return found
 
 
 def smoothing(node: fx.Node) -> float:
-    """The label smoothing of a cross-entropy."""
+    """Return the label smoothing of a cross-entropy."""
     return float(_option(node, 5, "label_smoothing", 0.0))
 
 
@@ -51,8 +51,8 @@ def plain_loss(
     scale: LossScale | None,
     count: Callable[[Tensor, Tensor], None] | None,
 ) -> Callable[..., Tensor]:
-    """The loss `node` on whole logits: as a sum times its scale (None: the mean it is), telling
-    `count` of right answers and targets."""
+    """Return the loss `node` on whole logits: as a sum times its scale (None: the mean it is),
+    telling `count` of right answers and targets."""
     kind = str(node.target).removeprefix("aten.")
     ignore, smooth = ignored(node), smoothing(node) if kind == _CROSS_ENTROPY else 0.0
 
@@ -78,8 +78,8 @@ def plain_loss(
 
 
 def divisor(logits_dim: int, target: Tensor, weight: Tensor | None, ignore: int) -> Tensor:
-    """What a mean over `target` divides by, a fp64 scalar: the targets that count, or the sum of
-    their class weights; the rows, where targets are probabilities of logits of `logits_dim`
+    """Return what a mean over `target` divides by, a fp64 scalar: the targets that count, or the
+    sum of their class weights; the rows, where targets are probabilities of logits of `logits_dim`
     dimensions."""
     if target.is_floating_point():
         rows = target.select(min(logits_dim - 1, 1), 0)
@@ -96,9 +96,9 @@ def targets_graph(
     device: torch.device | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> fx.GraphModule | None:
-    """The part of `source` that computes, from the model's inputs alone, what every loss that is
-    a mean over targets divides by: a tuple of fp64 scalars, one for each name in the graph's
-    `meta["losses"]`.
+    """Return the part of `source` that computes, from the model's inputs alone, what every loss
+    that is a mean over targets divides by: a tuple of fp64 scalars, one for each name in the
+    graph's `meta["losses"]`.
 
     Its placeholders are named after the inputs it is called with, in order. It runs on `device`
     (the CPU if not said); `tensors` are what training leaves as it is and it may read, by path in
@@ -177,7 +177,8 @@ def _needed(source: fx.GraphModule, of: list[fx.Node]) -> set[fx.Node]:
 
 
 def _writes_into(node: fx.Node, values: set[fx.Node]) -> bool:
-    """Whether `node` changes the memory of one of `values` in place, perhaps through a view."""
+    """Return whether `node` changes the memory of one of `values` in place, perhaps through a
+    view."""
     written = written_value(node)
     while written is not None:
         if written in values:
@@ -192,7 +193,7 @@ _VIEWS = ("slice", "select", "view", "transpose", "unsqueeze", "squeeze", "expan
 
 
 def written_value(node: fx.Node) -> fx.Node | None:
-    """What `node` changes in place, or None."""
+    """Return what `node` changes in place, or None."""
     parts = str(node.target).split(".")
     in_place = node.op == "call_function" and parts[0] == "aten" and parts[1].endswith("_")
     if not in_place or parts[1].endswith("__") or not node.args:

@@ -58,7 +58,7 @@ class LossOfPieces:
         self._pending = (total, dist.all_reduce(total, async_op=True))
 
     def enter(self, micro_batch: int) -> None:
-        """What runs next is a piece of this micro-batch."""
+        """Say which micro-batch the piece that runs next is of."""
         self._now = micro_batch
 
     def weight(self, micro_batch: int) -> float:
@@ -68,8 +68,8 @@ class LossOfPieces:
         return self._weights.of_step(stop - start)
 
     def scale(self, name: str) -> Tensor:
-        """What the sum of the cross-entropy `name` over the current micro-batch is multiplied by
-        to be its mean, weighted against the others."""
+        """Return what the sum of the cross-entropy `name` over the current micro-batch is
+        multiplied by to be its mean, weighted against the others."""
         assert self._pending is not None
         total, work = self._pending
         if work is not None:
@@ -78,8 +78,8 @@ class LossOfPieces:
         return 1.0 / (total[self._numbers[name]] * self.weight(self._now))
 
     def total(self, losses: Mapping[int, Tensor]) -> PendingLoss:
-        """The loss of the global batch, on every rank; `losses` are this rank's pieces, if it is
-        one that counts."""
+        """Return the loss of the global batch, on every rank; `losses` are this rank's pieces, if
+        it is one that counts."""
         value = torch.zeros((), device=self._device)
         for m, loss in losses.items():
             value += loss.float() * self.weight(m)

@@ -42,7 +42,7 @@ class Part:
 def parts_of(
     chunks: Sequence[Sequence[tuple[int, Segment]]], engines: Mapping[int, Engine]
 ) -> list[list[Part]]:
-    """The parts of each of `chunks`, given by their TaskGraph and in the order in which that
+    """Return the parts of each of `chunks`, given by their TaskGraph and in the order in which that
     TaskGraph's engine of `engines` has its segments."""
     seen = dict.fromkeys(engines, 0)
     found = []

@@ -68,12 +68,12 @@ class Route:
         self._most_values = max((len(names) for names in values.values()), default=1)
 
     def sources(self, chunk: int, micro_batch: int) -> int:
-        """The rank that sends to me what `chunk` holds of a micro-batch."""
+        """Return the rank that sends to me what `chunk` holds of a micro-batch."""
         ranks = self.positions[self.owners[chunk][micro_batch]]
         return ranks[self.place.index % len(ranks)]
 
     def targets(self, chunk: int, micro_batch: int) -> list[int]:
-        """The ranks to which I send for `chunk`."""
+        """Return the ranks to which I send for `chunk`."""
         there = self.positions[self.owners[chunk][micro_batch]]
         mine = len(self.positions[self.place.position])
         return [rank for j, rank in enumerate(there) if j % mine == self.place.index]
@@ -157,8 +157,8 @@ class PipelineModel:
         return self._loss.evaluation(sums)
 
     def _piece_batches(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """The micro-batches whose targets this rank counts: members that share the samples each
-        count their own."""
+        """Return the micro-batches whose targets this rank counts: members that share the samples
+        each count their own."""
         if self._last not in self._chunks:
             return ()
         return batches if self._shares_samples or self.place.index == 0 else ()

@@ -50,7 +50,7 @@ LEAVING = timedelta(seconds=60)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command of this module; returns its exit status."""
+    """Run the command of this module; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m whale_train.runtime.process.external_rank")
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--parent", type=int, help="end with this process")

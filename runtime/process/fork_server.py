@@ -89,7 +89,7 @@ class StopRequest:
         self._signalled = False
 
     def signalled(self, number: int, frame: FrameType | None) -> None:
-        """The handler of STOP_SIGNALS."""
+        """Handle STOP_SIGNALS."""
         self._signalled = True
 
     @property
@@ -98,7 +98,7 @@ class StopRequest:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command of this module; returns its exit status."""
+    """Run the command of this module; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m whale_train.runtime.process.fork_server")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--parent", type=int, required=True, help="end with this process")
@@ -242,8 +242,8 @@ def watch(living: dict[int, int], stop: StopRequest) -> list[RankEnd]:
 
 
 def ask_for_stacks(run_dir: Path, living: dict[int, int]) -> dict[int, tuple[Call, ...]]:
-    """What each living rank is at, the innermost call first: empty for one that is not able to
-    say it within STACK_S."""
+    """Return the stack of each living rank, the innermost call first: empty for one that is not
+    able to say it within STACK_S."""
     logs = {rank: run_dir / "logs" / f"rank_{rank}.log" for rank in living.values()}
     read = {rank: log.stat().st_size for rank, log in logs.items()}
     for pid in living:
@@ -254,7 +254,8 @@ def ask_for_stacks(run_dir: Path, living: dict[int, int]) -> dict[int, tuple[Cal
 
 
 def aborted_waits(run_dir: Path, ends: Sequence[RankEnd], step: int | None) -> dict[int, RankError]:
-    """The errors of ranks that NCCL's watchdog aborted, told from what it wrote to their logs."""
+    """Return the errors of ranks that NCCL's watchdog aborted, told from what it wrote to their
+    logs."""
     found = {}
     for end in ends:
         if end.code != -signal.SIGABRT:
@@ -351,7 +352,7 @@ def log_to(path: Path) -> None:
 
 
 def num_threads(local_world_size: int) -> int:
-    """A rank's share of the cores, or what OMP_NUM_THREADS asks for."""
+    """Return a rank's share of the cores, or what OMP_NUM_THREADS asks for."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)

@@ -180,25 +180,25 @@ def train_as_planned(
 
 
 def _here(rank: int) -> range:
-    """The ranks of this machine."""
+    """Return the ranks of this machine."""
     first = rank - int(os.environ["LOCAL_RANK"])
     return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def _pace(run_dir: Path, rank: int) -> Pace | None:
-    """That of the device this rank stands for, where it keeps one."""
+    """Return the slowdown that this rank emulates, or None at full speed."""
     paces = json.loads((run_dir / "launch.json").read_text())["paces"]
     return None if paces is None else Pace(paces[rank])
 
 
 def _links(run_dir: Path) -> Links | None:
-    """Those this rank stands behind, where they are slowed."""
+    """Return the links that this rank emulates, or None where they are not slowed."""
     relative = json.loads((run_dir / "launch.json").read_text())["links"]
     return None if relative is None else Links(relative)
 
 
 def _device(run_dir: Path) -> torch.device:
-    """The device the launcher gave this rank. Raises RuntimeError when it is not there."""
+    """Return the device the launcher gave this rank. Raises RuntimeError when it is not there."""
     kind = json.loads((run_dir / "launch.json").read_text())["device"]
     if kind == "cpu":
         return torch.device("cpu")

@@ -23,7 +23,8 @@ _OWN_FILE_BYTES = 2**20
 
 
 def build_shared(options: ModelOptions, seed: int) -> LossModule:
-    """The model `torch.manual_seed(seed); build()` gives, its tensors in mapped memory."""
+    """Return the model that `torch.manual_seed(seed); build()` gives, its tensors in mapped
+    memory."""
     torch.manual_seed(seed)
     module = LossModule(build_model(options), options)
     small: list[Tensor] = []
@@ -48,7 +49,7 @@ def let_go(module: nn.Module) -> None:
 
 
 def places_of(module: nn.Module) -> dict[int, list[tuple[dict[str, nn.Parameter | None], str]]]:
-    """Where `module` has each of its parameters, by its id: several places of a tied one."""
+    """Return where `module` has each of its parameters, by its id: several places of a tied one."""
     found: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():

@@ -44,7 +44,7 @@ class Batches:
         return [self._tensors(self._dataset.samples(indices[mine])) for mine in self._mine]
 
     def evaluation(self) -> HeldBack:
-        """The first held-back samples, as many as were asked for and exist."""
+        """Return the first held-back samples, as many as were asked for and exist."""
         wanted = min(self._request.train.evaluation_samples, self._dataset.num_evaluation_samples)
         return _HeldBack(wanted, partial(self._evaluated, wanted))
 

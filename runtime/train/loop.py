@@ -141,8 +141,8 @@ def update(
     sum_over_job: Callable[[Tensor], Tensor] | None,
     loss_scale: float | None = None,
 ) -> Tensor | None:
-    """One optimizer step of all of a rank's engines; the global L2 norm of the gradients before
-    clipping (None unless `measure` or `clip` or a loss scale asks for it).
+    """Take one optimizer step of all of a rank's engines; the global L2 norm of the gradients
+    before clipping (None unless `measure` or `clip` or a loss scale asks for it).
 
     With a `loss_scale`, by which the gradients were multiplied, a step whose gradients are not
     finite is skipped; the norm is the same number on every rank, so they all do. Norms are

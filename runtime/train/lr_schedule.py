@@ -6,7 +6,7 @@ from whale_train.config import OptimizerOptions
 
 
 def learning_rate(options: OptimizerOptions, step: int, steps: int) -> float:
-    """The rate of optimizer step `step` (0-based) of `steps`.
+    """Return the rate of optimizer step `step` (0-based) of `steps`.
 
     Grows linearly to `lr` over `warmup_steps`, then decays to `final_lr_fraction * lr` at the
     last step: along a line, or half a cosine (Loshchilov and Hutter, "SGDR", ICLR 2017).

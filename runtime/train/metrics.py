@@ -73,7 +73,8 @@ class Metrics:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Of this rank so far: allocated on its GPU, or resident in its process."""
+    """Return the peak memory of this rank so far: allocated on its GPU, or resident in its
+    process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -109,8 +109,8 @@ class _Recorder:
 
 
 def part_of(plan: Plan, rank: int, path: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Where a tensor of `shape` that `rank` holds of parameter `path` lies in the whole one: the
-    `shape` of that, and an `index`: per dimension the [start, stop) intervals held, one after
+    """Return where a tensor of `shape` that `rank` holds of parameter `path` lies in the whole one:
+    the `shape` of that, and an `index`: per dimension the [start, stop) intervals held, one after
     another, or None for all of it."""
     whole = list(shape)
     index: list[list[tuple[int, int]] | None] = [None] * len(shape)
@@ -133,7 +133,7 @@ def part_of(plan: Plan, rank: int, path: str, shape: tuple[int, ...]) -> dict[st
 def _by_path(
     engine: Engine, read: Iterable[tuple[nn.Parameter, Tensor | None]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What this rank is to report of `read`, by the paths of the user's model."""
+    """Yield what this rank is to report of `read`, by the paths of the user's model."""
     paths: dict[int, str] = {}
     for owner in engine.module.modules():
         if isinstance(owner, Segment):
@@ -170,7 +170,7 @@ class Yardstick:
         self._steps = 0
 
     def see_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """All gradients of a step, before clipping."""
+        """Take all gradients of a step, before clipping."""
         for path, gradient in gradients.items():
             largest = float(gradient.abs().max()) if gradient.numel() else 0.0
             # One that is no number says nothing of sizes, and must not allow any difference.
@@ -180,7 +180,7 @@ class Yardstick:
         self._left_by_clipping = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0
 
     def add_step(self, program: Program, rate: float) -> None:
-        """The update at learning rate `rate` has been made."""
+        """Count the update that was made at learning rate `rate`."""
         self._steps += 1
         for engine in program.engines:
             assert isinstance(engine, TorchEngine)
@@ -198,7 +198,8 @@ class Yardstick:
 def slope_of(
     options: OptimizerOptions, steps: int, state: Mapping[str, Any], parameter: Tensor
 ) -> Tensor:
-    """How far an update, in learning rates, moves at most with an error of 1 in all gradients.
+    """Return how far an update, in learning rates, moves at most with an error of 1 in all
+    gradients.
 
     SGD adds errors up as it does gradients. For Adam (Kingma and Ba, 2015, algorithm 1), m / d
     with d = sqrt(v) + eps, both bias-corrected: m is a mean of gradients and sqrt(v) a weighted
@@ -250,7 +251,8 @@ class _WithoutDropout:
 
 
 def _random_states() -> list[Tensor]:
-    """Of torch's default generators: equal before and after where nothing random was drawn."""
+    """Return the states of torch's default generators: equal before and after where nothing random
+    was drawn."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())

@@ -49,7 +49,7 @@ class Program(Protocol):
         this rank's micro-batches; the loss itself."""
 
     def evaluate(self, held: HeldBack) -> Evaluation:
-        """The means over all held-back samples."""
+        """Return the means over all held-back samples."""
 
 
 class WholeModel:

@@ -41,12 +41,12 @@ class Trace:
 
 
 def span(trace: Trace | None, what: Instruction | str) -> AbstractContextManager[None]:
-    """A span of `trace`, if there is one."""
+    """Begin a span of `trace`, if there is one."""
     return nullcontext() if trace is None else trace.span(what)
 
 
 def merge(run_dir: Path, ranks: int) -> None:
-    """One timeline of all ranks, `run_dir/trace.json`, out of what each has written."""
+    """Write one timeline of all ranks, `run_dir/trace.json`, out of what each has written."""
     events: list[dict[str, Any]] = []
     for rank in range(ranks):
         path = run_dir / "trace" / f"rank_{rank}.json"

@@ -143,7 +143,7 @@ class Request(BaseModel):
         return cls.model_validate_json(text)
 
     def strategy_graph(self) -> Strategy:
-        """The strategy's nodes; it was read without faults when the request was."""
+        """Return the strategy's nodes; it was read without faults when the request was."""
         faults: list[Fault] = []
         strategy = read_strategy(self.strategy, self.names.get("strategy", "strategy"), faults)
         assert strategy is not None, faults
@@ -151,7 +151,7 @@ class Request(BaseModel):
 
 
 def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
-    """The Request of a composed config. Raises ConfigError with all faults found.
+    """Return the Request of a composed config. Raises ConfigError with all faults found.
 
     `names` are Hydra's choices, group by group; they name things in messages and plans.
     """
@@ -228,7 +228,7 @@ def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[st
 
 
 def as_yaml(value: object) -> str:
-    """A value as a user would write it."""
+    """Return a value as a user would write it."""
     if isinstance(value, str):
         return value
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
@@ -255,7 +255,7 @@ def _validated(reader: TypeAdapter[Any], value: Any, section: str, faults: list[
 
 
 def _fault(problem: Any, section: str, error: ValidationError) -> Fault:
-    """One of pydantic's complaints as a fault. Its path drops the union's tag."""
+    """Return one of pydantic's complaints as a fault. Its path drops the union's tag."""
     location = list(problem["loc"])
     if section == "data" and location and location[0] in _TAGS:
         del location[0]
@@ -344,7 +344,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
 
 
 def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
-    """What fp16 needs, and what only fp16 reads."""
+    """Refuse fp16 without what it needs, and what only fp16 reads elsewhere."""
     if train.precision == "fp16" and not train.grad_norm:
         rule = "is off, and train.precision=fp16 finds overflow by the gradient's norm"
         faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
@@ -355,7 +355,8 @@ def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
 
 
 def _refuse_steps(verify: VerifyOptions, train: object, faults: list[Fault]) -> None:
-    """A verification takes the first steps of a run, at that run's learning rates."""
+    """Refuse more steps to verify than the run has: a verification takes the first steps of a run,
+    at that run's learning rates."""
     if isinstance(train, TrainOptions) and verify.steps > train.steps:
         rule = f"is more than the run has (train.steps={train.steps})"
         faults.append(Fault("verify.steps", str(verify.steps), rule, f"use at most {train.steps}"))
@@ -381,6 +382,6 @@ def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> Non
 
 
 def close_key(key: str, known: list[str]) -> str:
-    """The remedy for a key Hydra does not know: the nearest of all keys of the config."""
+    """Return the remedy for a key Hydra does not know: the nearest of all keys of the config."""
     close = closest(key, known)
     return f"did you mean {close}?" if close else "see whale-train --cfg job for all keys"

@@ -49,15 +49,15 @@ class LaunchError(Exception):
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice a mistyped name was meant to be, if one is close: of those that are, the first
-    that has the same letters in another order, which difflib has no eye for."""
+    """Return the choice a mistyped name was meant to be, if one is close: of those that are, the
+    first that has the same letters in another order, which difflib has no eye for."""
     close = get_close_matches(name, sorted(choices), cutoff=0.6)
     same_letters = (choice for choice in close if sorted(choice) == sorted(name))
     return next(same_letters, close[0] if close else None)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """A remedy for a mistyped name: the closest choice if there is one, then all of them."""
+    """Return a remedy for a mistyped name: the closest choice if there is one, then all of them."""
     ordered = sorted(choices)
     close = closest(name, ordered)
     listing = ", ".join(ordered)

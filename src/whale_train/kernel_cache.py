@@ -14,7 +14,7 @@ CPU_ADAM = "cpu_adam"  # the optimizer of offloaded state
 
 
 def kernel_cache() -> Path:
-    """The folder; TORCH_EXTENSIONS_DIR where it is set."""
+    """Return the folder of compiled kernels; TORCH_EXTENSIONS_DIR where it is set."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
@@ -23,5 +23,5 @@ def kernel_cache() -> Path:
 
 
 def is_compiled(name: str) -> bool:
-    """Whether a kernel of that name was compiled in this environment."""
+    """Return whether a kernel of that name was compiled in this environment."""
     return (kernel_cache() / name / f"{name}.so").exists()

@@ -37,7 +37,7 @@ def memory_bytes() -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """Seconds of processor time a second, of every group that limits them."""
+    """Yield the seconds of processor time a second of every group that limits this process."""
     for group in _groups("cpu"):
         limit = _words(group / "cpu.max")
         limit = limit or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
@@ -46,7 +46,7 @@ def _quotas() -> Iterator[float]:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The folders of its groups, under either version, and of the groups around these. What a
+    """Yield the folders of its groups, under either version, and of the groups around these. What a
     container is shown begins with its own group, whatever path it has outside."""
     for line in _lines(OWN_GROUPS):
         number, controllers, path = line.split(":", 2)
@@ -62,7 +62,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file that may not be there, nor be one this process may read."""
+    """Return the lines of a file that may not be there, nor be one this process may read."""
     with suppress(OSError):
         return path.read_text().splitlines()
     return []

@@ -18,7 +18,7 @@ Crowd = Mapping[int, int]  # of each node, the groups whose transfers leave it
 
 
 def crowd_of(cluster: Cluster, groups: Iterable[Sequence[int]]) -> Crowd:
-    """How many of `groups` leave each node."""
+    """Return how many of `groups` leave each node."""
     found: Counter[int] = Counter()
     node_of = cluster.node_of
     crossing = Counter(tuple(dict.fromkeys([node_of[rank] for rank in ranks])) for ranks in groups)
@@ -31,9 +31,9 @@ def crowd_of(cluster: Cluster, groups: Iterable[Sequence[int]]) -> Crowd:
 def group_link(
     cluster: Cluster, ranks: Sequence[int], crowd: Crowd | None = None, by_memory: bool = False
 ) -> Link:
-    """What a ring over `ranks` waits for: the network where it leaves a node, else the node's own
-    link. `by_memory`: through shared memory where that can be, as shard groups go, messages of a
-    pipeline, and sums over copies that are no engine's of DeepSpeed's."""
+    """Return the link that a ring over `ranks` waits for: the network where it leaves a node, else
+    the node's own link. `by_memory`: through shared memory where that can be, as shard groups go,
+    messages of a pipeline, and sums over copies that are no engine's of DeepSpeed's."""
     nodes = {cluster.node_of[rank] for rank in ranks}
     if len(nodes) == 1 and by_memory and cluster.shared_memory is not None:
         return _among(cluster.shared_memory, len(ranks))
@@ -47,16 +47,18 @@ def group_link(
 
 
 def _among(memory: Link, members: int) -> Link:
-    """What `memory`, measured of a pair, is for more members: none of them go in a ring. Each
-    writes its value and adds up all of theirs, in 3 n - 2 passes over it, of which a pair has 4."""
+    """Return the link that `memory`, measured of a pair, is for more members: none of them go in a
+    ring. Each writes its value and adds up all of theirs, in 3 n - 2 passes over it, of which a
+    pair has 4."""
     passes, moved = 3 * members - 2, 2 * (members - 1) / members
     slower = moved * 4 / passes
     return replace(memory, bandwidth_bytes_s=memory.bandwidth_bytes_s * slower)
 
 
 def all_reduce_time_s(num_bytes: float, members: int, link: Link) -> float:
-    """A ring, or for few bytes a pair of trees, whichever is done first (NCCL 2.4: double binary
-    trees after Sanders, Speck and Träff, "Two-tree algorithms", Parallel Computing 2009)."""
+    """Return the seconds of a ring, or for few bytes of a pair of trees, whichever is done first
+    (NCCL 2.4: double binary trees after Sanders, Speck and Träff, "Two-tree algorithms", Parallel
+    Computing 2009)."""
     if members == 1:
         return 0.0
     ring = 2 * gather_time_s(num_bytes, members, link)
@@ -71,12 +73,12 @@ def sum_time_s(
     crowd: Crowd | None = None,
     by_memory: bool = False,
 ) -> float:
-    """An all-reduce over `ranks`, `by_memory` as in `group_link`. Where these are several on each
-    of some nodes, GPUs sum inside of the nodes while the nodes exchange their sums, so that a
-    node's way out is taken by one value and not by a ring of all ranks (NCCL's trees are chains
-    inside of nodes and trees between them; github.com/NVIDIA/nccl-tests/issues/22 has 16 GPUs on
-    two nodes sum 1 GB in half a ring's time). Gloo, between CPU processes, goes in a ring of
-    all."""
+    """Return the seconds of an all-reduce over `ranks`, `by_memory` as in `group_link`. Where these
+    are several on each of some nodes, GPUs sum inside of the nodes while the nodes exchange their
+    sums, so that a node's way out is taken by one value and not by a ring of all ranks (NCCL's
+    trees are chains inside of nodes and trees between them; github.com/NVIDIA/nccl-tests/issues/22
+    has 16 GPUs on two nodes sum 1 GB in half a ring's time). Gloo, between CPU processes, goes in a
+    ring of all."""
     link = group_link(cluster, ranks, crowd, by_memory)
     flat = all_reduce_time_s(num_bytes, len(ranks), link)
     of_node = Counter(cluster.node_of[rank] for rank in ranks)
@@ -90,8 +92,8 @@ def sum_time_s(
 
 
 def gather_time_s(num_bytes: float, members: int, link: Link) -> float:
-    """All-gather or reduce-scatter, as a ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-    algorithms", JPDC 2009), whose whole (gathered) value has `num_bytes`."""
+    """Return all-gather or reduce-scatter, as a ring (Patarasuk and Yuan, "Bandwidth optimal
+    all-reduce algorithms", JPDC 2009), whose whole (gathered) value has `num_bytes`."""
     if members == 1:
         return 0.0
     moved = num_bytes * (members - 1) / members
@@ -118,7 +120,8 @@ def partitioned_sum_time_s(
 
 
 def _partition_s(elements: float, device: Device, precision: str) -> float:
-    """What DeepSpeed does beside sending: measured, or its copies."""
+    """Return the seconds of what DeepSpeed does beside sending: measured, or those of its
+    copies."""
     measured = device.kernels.get(precision, {}).get(Kind.PARTITION)
     if measured is not None:
         return measured.forward.seconds(0, 4 * elements)
@@ -129,8 +132,8 @@ def _partition_s(elements: float, device: Device, precision: str) -> float:
 def gather_stops_s(
     elements: float, modules: int, devices: Sequence[Device], precision: str
 ) -> tuple[float, float]:
-    """What a forward and a backward take longer under ZeRO 3, beside what is sent, where DeepSpeed
-    stops at each of `modules` that have parameters: as measured, else nothing."""
+    """Return what a forward and a backward take longer under ZeRO 3, beside what is sent, where
+    DeepSpeed stops at each of `modules` that have parameters: as measured, else nothing."""
     kinds = {id(device): device for device in devices}.values()
     found = [device.kernels.get(precision, {}).get(Kind.GATHER) for device in kinds]
     stops = [
@@ -146,7 +149,7 @@ def gather_stops_s(
 
 
 def modules_of(parameters: Iterable[str]) -> set[str]:
-    """The paths of the modules that have these parameters."""
+    """Return the paths of the modules that have these parameters."""
     return {path.rpartition(".")[0] for path in parameters}
 
 

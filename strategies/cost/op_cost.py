@@ -42,8 +42,8 @@ class Prices:
         part: Callable[[], Part] = lambda: whole,
         added_to: Callable[[], Container[str]] = tuple,
     ) -> Times:
-        """Seconds of `operations` for `samples` samples. `key` stands for the operations, their
-        `part`, and the parameters they are `added_to` of (see `Works.of`)."""
+        """Return the seconds of `operations` for `samples` samples. `key` stands for the
+        operations, their `part`, and the parameters they are `added_to` of (see `Works.of`)."""
         asked = (key, id(device), samples)
         if asked not in self._times:
             self._devices[id(device)] = device
@@ -54,8 +54,8 @@ class Prices:
 
 
 def part_of(assignment: Assignment | None, axes: Intervals, index: int) -> Part:
-    """Which part of each value member `index` of a group has; what is cast on its way into an
-    operation is read as it then is."""
+    """Return which part of each value member `index` of a group has; what is cast on its way into
+    an operation is read as it then is."""
     if assignment is None:
         return whole
     fractions = {

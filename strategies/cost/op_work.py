@@ -81,7 +81,7 @@ Part = Callable[[str, str | None], float]
 
 
 def whole(value: str, reader: str | None = None) -> float:
-    """Of a value that is not cut."""
+    """Return the part of a value that is not cut: all."""
     return 1.0
 
 
@@ -101,8 +101,8 @@ class Works:
     def of(
         self, names: Iterable[str], part: Part = whole, added_to: Container[str] = ()
     ) -> Counter[Work]:
-        """The work of the operations `names`, of whose values this rank has `part`, and how often
-        there is each. The parameters `added_to` have a gradient that lookups only add to."""
+        """Return the work of the operations `names`, of whose values this rank has `part`, and how
+        often there is each. The parameters `added_to` have a gradient that lookups only add to."""
         found: Counter[Work] = Counter()
         for name in names:
             operation = self.graph[name]
@@ -134,8 +134,8 @@ class Works:
         self._memory[name] = self._memory.get(before, before) if is_view and before else name
 
     def _copies(self, operation: Operation) -> bool:
-        """Whether what may be a view moves its elements: to another type, or to join dimensions
-        that a transpose has parted."""
+        """Return whether what may be a view moves its elements: to another type, or to join
+        dimensions that a transpose has parted."""
         name = _short(operation)
         before = operation.inputs[0] if operation.inputs else ""
         if name in _CASTS:
@@ -182,15 +182,15 @@ class Works:
         return Work(kind, operation.flops * share, traffic, back, of_input, of_weight)
 
     def _put(self, operation: Operation, part: Part) -> Work:
-        """A part of a value, whose gradient is put into one of the whole's size: of all parts of a
-        split at once, or of this one between zeros."""
+        """Return the work of putting the gradient of a part of a value into one of the whole's
+        size: of all parts of a split at once, or of this one between zeros."""
         whole = self._traffic(operation.inputs[0], part)
         read = whole if operation.shape is None else self._traffic(operation.name, part)
         return Work(Kind.COPY, 0.0, _NONE, whole + read, True, False)
 
     def _pointwise_backward(self, operation: Operation, part: Part, gradient: bool) -> Traffic:
-        """A pass for each input that a gradient is computed for; sums hand theirs through, but to
-        what was spread over them."""
+        """Return the work of a pass for each input that a gradient is computed for; sums hand
+        theirs through, but to what was spread over them."""
         if not gradient:
             return _NONE
         back, result = _NONE, self._traffic(operation.name, part)
@@ -203,8 +203,8 @@ class Works:
         return back
 
     def _has_bias(self, operation: Operation) -> bool:
-        """Whether a product adds one, whose gradient is a sum over all rows of its result's. To
-        add it takes nothing that counts: it is in the result before the product is."""
+        """Return whether a product adds a bias, whose gradient is a sum over all rows of its
+        result's. To add it takes nothing that counts: it is in the result before the product is."""
         shapes = (
             self.graph[name].shape
             for name in operation.inputs
@@ -213,11 +213,11 @@ class Works:
         return any(shape is not None and len(shape) == 1 for shape in shapes)
 
     def _is_weight(self, name: str) -> bool:
-        """Whether it is a parameter, perhaps seen through a view."""
+        """Return whether a value is a parameter, perhaps seen through a view."""
         return self.graph[self._memory[name]].target == "parameter"
 
     def _held(self, name: str) -> str:
-        """The value whose memory is read where `name` is, which may show it many times."""
+        """Return the value whose memory is read where `name` is, which may show it many times."""
         return self._memory[name] if _short(self.graph[name]) in _SPREADING else name
 
     def _traffic(self, name: str, part: Part, reader: str | None = None) -> Traffic:
@@ -232,7 +232,8 @@ class Works:
 
 
 def kind_of(operation: Operation) -> Kind:
-    """What limits `operation`; an unknown one is taken for one that works element by element."""
+    """Return the kind of `operation`, by what limits it; an unknown one is taken for one that works
+    element by element."""
     return _KINDS.get(_short(operation), Kind.POINTWISE)
 
 
@@ -245,8 +246,8 @@ def _short(operation: Operation) -> str:
 
 
 def _takes_part(operation: Operation) -> bool:
-    """Whether its value is less than what it reads, so that a gradient is put into one of the
-    whole's size; those of the parts of a split are joined once, at the split."""
+    """Return whether an operation's value is less than what it reads, so that a gradient is put
+    into one of the whole's size; those of the parts of a split are joined once, at the split."""
     name = _short(operation)
     if name == "slice":
         start, stop = (*operation.args[2:4], None, None)[:2]

@@ -18,7 +18,8 @@ def cast_times(
     samples: float,
     link: Link,
 ) -> Times:
-    """Of the collectives of a shard group of so many members, each once a value, for `samples`."""
+    """Return the seconds of the collectives of a shard group of so many members, each once a value,
+    for `samples`."""
     total = Times()
     for value, kind, _ in dict.fromkeys((c.value, c.kind, c.target) for c in assignment.casts):
         num_bytes = moved_bytes(graph, value, samples, precision)

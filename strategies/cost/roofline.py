@@ -48,7 +48,7 @@ class Times:
 
 
 def work_times(works: Mapping[Work, int], samples: float, device: Device, precision: str) -> Times:
-    """What so many of each of `works` take for `samples` samples."""
+    """Return the seconds of so many of each of `works` for `samples` samples."""
     forward = of_input = of_weight = 0.0
     kernels = {kind: kernel_of(device, precision, kind) for kind in Kind}
     for work, count in works.items():
@@ -73,8 +73,8 @@ def work_times(works: Mapping[Work, int], samples: float, device: Device, precis
 
 
 def kernel_of(device: Device, precision: str, kind: Kind) -> Kernel:
-    """The rooflines of `kind` on `device`: measured, or from its peaks. KeyError where it has no
-    unit for `precision`."""
+    """Return the rooflines of `kind` on `device`: measured, or from its peaks. KeyError where it
+    has no unit for `precision`."""
     measured = device.kernels.get(precision, {}).get(kind)
     if measured is not None:
         return measured
@@ -94,30 +94,30 @@ def flops_rate(device: Device, precision: str) -> float:
 
 
 def whole_times(flops: float, device: Device, precision: str) -> Times:
-    """Of a model whose operations nobody knows: `flops` of products."""
+    """Return the seconds of a model whose operations nobody knows: `flops` of products."""
     kernel = kernel_of(device, precision, Kind.PRODUCT)
     half = kernel.backward.seconds(flops, 0.0) / 2
     return Times(kernel.forward.seconds(flops, 0.0), half, half)
 
 
 def accumulation_time_s(elements: float, parameters: int, device: Device, precision: str) -> float:
-    """Of a backward's gradients where there are some already: so many `elements` of so many
-    `parameters` are added to these, in fp32, two read and one written. (Autograd keeps those of the
-    first backward as they are made.)"""
+    """Return the seconds of adding a backward's gradients to those of earlier ones: so many
+    `elements` of so many `parameters`, in fp32, two read and one written. (Autograd keeps those of
+    the first backward as they are made.)"""
     roofline = kernel_of(device, precision, Kind.POINTWISE).forward
     width = 4 if precision == "fp32" else 8  # traffic of 16-bit values is counted as if of fp32
     return parameters * roofline.overhead_s + 3 * width * elements / roofline.bytes_s
 
 
 def zeros_time_s(elements: float, device: Device, precision: str) -> float:
-    """Of a lookup's backward that makes the gradient of its table: so many `elements` are zeros
-    before those of the rows are added, in fp32."""
+    """Return the seconds of the zeros in the gradient of a table, of so many `elements`, to which a
+    lookup's backward adds its rows, in fp32."""
     return 4 * elements / kernel_of(device, precision, Kind.LOOKUP).backward.bytes_s
 
 
 def update_time_s(elements: float, states: int, device: Device) -> float:
-    """An optimizer's update: every fp32 state and weight read and written, the gradient read for it
-    and once before for the norm."""
+    """Return the seconds of an optimizer's update: every fp32 state and weight read and written,
+    the gradient read for it and once before for the norm."""
     measured = [kinds[Kind.UPDATE] for kinds in device.kernels.values() if Kind.UPDATE in kinds]
     bandwidth = _OF_BANDWIDTH * device.memory_bandwidth_bytes_s
     roofline = measured[0].forward if measured else Roofline(_OVERHEAD_S, inf, bandwidth)
@@ -130,7 +130,8 @@ _HOST = HostShare(memory_bytes_s=15e9, link_bytes_s=12e9)
 
 
 def fetch_time_s(num_bytes: float, devices: Iterable[Device], on_cpu: bool) -> float:
-    """Of what each of `devices` keeps on its host and needs, on its way to the slowest."""
+    """Return the seconds in which what each of `devices` keeps on its host and needs arrives at the
+    slowest."""
     if on_cpu:
         return 0.0
     hosts = {id(device): _host_of(device) for device in devices}
@@ -138,7 +139,8 @@ def fetch_time_s(num_bytes: float, devices: Iterable[Device], on_cpu: bool) -> f
 
 
 def offloaded_update_time_s(elements: float, states: int, device: Device, on_cpu: bool) -> float:
-    """The update of state kept on the host: gradients down, the update there, parameters up."""
+    """Return the seconds of an update of state kept on the host: gradients down, the update there,
+    parameters up."""
     if on_cpu:
         return update_time_s(elements, states, device)
     host = _host_of(device)

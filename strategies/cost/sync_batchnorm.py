@@ -23,8 +23,8 @@ def batch_norm_times(
     link: Link,
     channels: Part = whole,
 ) -> Times:
-    """Of one forward and one backward of `operations` on each of `members` copies that `link`
-    joins; each copy has the part `channels` of a norm's channels."""
+    """Return the seconds of one forward and one backward of `operations` on each of `members`
+    copies that `link` joins; each copy has the part `channels` of a norm's channels."""
     if members == 1:
         return Times()
     forward = backward = 0.0
@@ -41,6 +41,7 @@ def batch_norm_times(
 
 
 def _takes_statistics(operation: Operation) -> bool:
-    """Whether it is a BatchNorm of the batch it is given, as all are that train."""
+    """Return whether an operation is a BatchNorm of the batch it is given, as all are that
+    train."""
     is_norm = operation.target == "aten.batch_norm.default"
     return is_norm and (operation.args + (None,) * 6)[5] is True

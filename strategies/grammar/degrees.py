@@ -43,7 +43,7 @@ def settled(
     hardware: str,
     faults: list[Fault],
 ) -> Form | None:
-    """All degrees as numbers."""
+    """Return all degrees as numbers."""
     asked = prod(node.degree or 1 for node in outer)
     is_open = any(node.degree is None for node in outer)
     outermost = outer[0].path if outer else stages[0].path
@@ -77,8 +77,8 @@ def settled_by_kind(
     hardware: str,
     faults: list[Fault],
 ) -> Form | None:
-    """The same where stages say which kind of device holds them: each kind's devices are shared
-    among its stages, and every copy has as many of a kind."""
+    """Return the settled degrees where stages say which kind of device holds them: each kind's
+    devices are shared among its stages, and every copy has as many of a kind."""
     before = len(faults)
     for stage in stages:
         if stage.device is None:

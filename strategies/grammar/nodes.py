@@ -99,7 +99,7 @@ def every_node(nodes: "tuple[Node, ...]") -> Iterator[Node]:
 
 
 def read_strategy(mapping: Mapping[str, Any], name: str, faults: list[Fault]) -> Strategy | None:
-    """A strategy from plain YAML values; None when `faults` grew."""
+    """Return a strategy from plain YAML values; None when `faults` grew."""
     reader = _Reader(faults)
     before = len(faults)
     given = reader.keys(mapping, "strategy", ("graph", "balance", "devices", "time_limit_s"))
@@ -128,7 +128,7 @@ class _Reader:
         self.faults.append(Fault(key, text, rule, remedy))
 
     def nodes(self, value: Any, path: str, inside: str | None) -> tuple[Node, ...]:
-        """A node, or a list of colocated nodes."""
+        """Return a node, or a list of colocated nodes."""
         if not isinstance(value, list):
             node = self.node(value, path, inside)
             return (node,) if node else ()
@@ -142,7 +142,7 @@ class _Reader:
     def node(
         self, value: Any, path: str, inside: str | None, beside_copies: bool = False
     ) -> Node | None:
-        """A node; `beside_copies`, in a list with a replicate."""
+        """Return a node; `beside_copies`, in a list with a replicate."""
         readers: dict[str, Callable[[Mapping[str, Any], str], Node | None]] = {
             "replicate": self.replicate,
             "split": self.split_head if beside_copies else self.split,
@@ -216,7 +216,7 @@ class _Reader:
         return replace(self.any_split(given, path, SPLIT_DIMS), patterns=self.patterns(given, path))
 
     def split_head(self, body: Mapping[str, Any], path: str) -> Split:
-        """A split beside a replicate: its head's classes are what there is to cut."""
+        """Return a split beside a replicate: its head's classes are what there is to cut."""
         given = self.keys(body, path, ("degree", "dim", "modules", "of"))
         return self.any_split(given, path, HEAD_DIMS)
 
@@ -344,7 +344,7 @@ class _Reader:
 
 
 def _primitive(value: Any) -> str:
-    """The primitive of what may be a node."""
+    """Return the primitive of what may be a node."""
     if isinstance(value, Mapping):
         return str(next(iter(value), ""))
     return str(value)

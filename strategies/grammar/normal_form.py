@@ -23,8 +23,8 @@ def read_form(
     hardware: str,
     faults: list[Fault],
 ) -> Form | None:
-    """The form of a strategy over `devices` devices (so many, or so many of each kind) in nodes of
-    `per_node` (0: of unlike size); None when `faults` grew."""
+    """Return the form of a strategy over `devices` devices (so many, or so many of each kind) in
+    nodes of `per_node` (0: of unlike size); None when `faults` grew."""
     before = len(faults)
     outer, inner = _outer(strategy.graph, faults)
     pipeline = inner[0] if inner and isinstance(inner[0], Pipeline) else None
@@ -64,7 +64,8 @@ def read_form(
 def _outer(
     nodes: tuple[Node, ...], faults: list[Fault]
 ) -> tuple[list[Replicate], tuple[Node, ...]]:
-    """The replicates around everything, and what they copy; nothing where that is the model."""
+    """Return the replicates around everything, and what they copy; nothing where that is the
+    model."""
     outer: list[Replicate] = []
     while len(nodes) == 1:
         (node,) = nodes
@@ -84,8 +85,8 @@ def _filled_node(outer: Sequence[Replicate], stage: OpenStage) -> str | None:
 
 
 def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
-    """One stage: (stage of) (replicate of) split, or a replicate beside a split of the head; each
-    of which may be missing."""
+    """Return the form of one stage: (stage of) (replicate of) split, or a replicate beside a
+    split of the head; each of which may be missing."""
     path, around = nodes[0].path, Stage("")
     if isinstance(nodes[0], Stage):
         around, nodes = nodes[0], nodes[0].of
@@ -127,7 +128,8 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
 
 
 def _is_head_beside_copies(body: Replicate, split: Split, path: str, faults: list[Fault]) -> bool:
-    """Whether the list is one that is executed inside another node; else a fault says why not."""
+    """Return whether the list is one that is executed inside another node; else a fault says why
+    not."""
     if body.of or split.of:
         rule = "is not a replicate of all beside a split of the head, over the same devices"
         remedy = "use [{replicate: {}}, {split: {modules: head}}]"
@@ -163,8 +165,8 @@ def _refuse_modules(node: Replicate, faults: list[Fault]) -> None:
 def _keeper(
     copies: list[Replicate], pipeline: Pipeline | None, faults: list[Fault]
 ) -> Replicate | None:
-    """The replicate that says how copies keep what they have in common: one set of engines has
-    one way."""
+    """Return the replicate that says how copies keep what they have in common: one set of engines
+    has one way."""
     ways = [(c.zero, c.offload_optimizer, c.offload_parameters) for c in copies]
     asked = [c for c, way in zip(copies, ways, strict=True) if way != (0, "none", "none")]
     first = asked[0] if asked else (copies[0] if copies else None)

@@ -19,7 +19,7 @@ class Size:
     per_sample: int = 0
 
     def at(self, batch: int) -> int:
-        """The extent for a batch of `batch` samples."""
+        """Return the extent for a batch of `batch` samples."""
         return self.fixed + self.per_sample * batch
 
     def __str__(self) -> str:
@@ -108,15 +108,15 @@ class Operation:
 
 
 def block_of(module: str) -> str:
-    """The block a module belongs to: its path up to the last number (`encoder.layers.3`), which
-    is how lists of equal blocks are written; without one, the module itself."""
+    """Return the block a module belongs to: its path up to the last number (`encoder.layers.3`),
+    which is how lists of equal blocks are written; without one, the module itself."""
     parts = module.split(".")
     numbered = [i for i, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbered[-1] + 1]) if numbered else module
 
 
 def is_repeated(block: str) -> bool:
-    """Whether a block is one of a list, as those of deep models are."""
+    """Return whether a block is one of a list, as those of deep models are."""
     return any(part.isdecimal() for part in block.split("."))
 
 
@@ -126,7 +126,7 @@ def kind_of(operation: Operation) -> str:
 
 
 def value_bytes(operation: Operation, samples: float = 1) -> float:
-    """Bytes of its value for so many samples; a value without a batch counts whole."""
+    """Return the bytes of a value for so many samples; a value without a batch counts whole."""
     if operation.shape is None:
         return 0.0
     total = float(_DTYPE_BYTES.get(operation.dtype, 4))

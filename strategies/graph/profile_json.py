@@ -20,7 +20,7 @@ from whale_train.strategies.graph.operation_graph import (
 
 
 def profile_to_json(profile: ModelProfile) -> str:
-    """In one line."""
+    """Return the profile as JSON, in one line."""
     mapping = {
         "name": profile.name,
         "parameters": [

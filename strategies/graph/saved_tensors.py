@@ -20,7 +20,7 @@ from whale_train.strategies.graph.operation_graph import (
 
 
 def whole(name: str) -> float:
-    """The part of a value that one holds who holds all of it."""
+    """Return the part of a value that one holds who holds all of it."""
     return 1.0
 
 
@@ -47,7 +47,8 @@ class View:
         return replace(self, part_of=part_of)
 
     def rewritten(self) -> "View":
-        """As ranks run it that rewrite the graph, which joins the operations of RMSNorms."""
+        """Return the view of ranks that rewrite the graph, which joins the operations of
+        RMSNorms."""
         return replace(self, joined=joined_norms(self.graph))
 
     def part(self, name: str) -> float:
@@ -64,8 +65,8 @@ class View:
         return value_bytes(self.graph[name], samples) * (0.5 if name in self.halves else 1.0)
 
     def inside(self, operation: Operation) -> float:
-        """The part it has of what an operation makes on the way: as cut as the most cut value
-        it reads or gives."""
+        """Return the part it has of what an operation makes on the way: as cut as the most cut
+        value it reads or gives."""
         names = (operation.name, *(x for x in operation.inputs if x in self.graph.trained))
         return min(self.part_of(x) for x in names) * (0.5 if operation.name in self.halves else 1)
 
@@ -88,8 +89,8 @@ def halves(graph: OperationGraph) -> frozenset[str]:
 
 
 def joined_norms(graph: OperationGraph) -> frozenset[str]:
-    """Of every weight * (x * rsqrt(..)), the product in brackets, which is not made where it runs
-    as one (`runtime/kernels/rms_norm.py`)."""
+    """Return, of every weight * (x * rsqrt(..)), the product in brackets, which is not made where
+    it runs as one (`runtime/kernels/rms_norm.py`)."""
     found: set[str] = set()
     for operation in graph:
         if operation.target == _TIMES and any(
@@ -112,15 +113,16 @@ _CAST = -3  # of `kept`: the 16-bit copy that a product has made of a wider valu
 
 
 def memory_of(graph: OperationGraph, name: str) -> str:
-    """The operation whose memory a value lies in."""
+    """Return the operation whose memory a value lies in."""
     while graph[name].memory != OWN:
         name = graph[name].inputs[graph[name].memory]
     return name
 
 
 def kept(view: View, operations: Iterable[str]) -> dict[tuple[str, int], float]:
-    """Bytes of a sample that autograd keeps of `operations`, in their order, each once: by the
-    operation in whose memory they are (`OWN`) or inside of which they were made (`INSIDE`)."""
+    """Return the bytes of a sample that autograd keeps of `operations`, in their order, each
+    once: by the operation in whose memory they are (`OWN`) or inside of which they were made
+    (`INSIDE`)."""
     found: dict[tuple[str, int], float] = {}
     for name in operations:
         for key, num_bytes in saved_by(view, view.graph[name]):
@@ -129,7 +131,7 @@ def kept(view: View, operations: Iterable[str]) -> dict[tuple[str, int], float]:
 
 
 def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int], float]]:
-    """What `operation` has autograd keep, as `kept` names it, and bytes of a sample."""
+    """Yield what `operation` has autograd keep, as `kept` names it, and the bytes of a sample."""
     lowers = view.casts and kind_of(operation) in LOWERED
     for place, num_bytes in operation.saved:
         if place == INSIDE:

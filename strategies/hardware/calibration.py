@@ -44,8 +44,8 @@ class Calibration:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "Calibration":
-        """What `to_mapping` gave. Raises KeyError, TypeError, ValueError or AttributeError for
-        anything else."""
+        """Return what `to_mapping` gave. Raises KeyError, TypeError, ValueError or AttributeError
+        for anything else."""
         kernels = {
             str(precision): {
                 str(kind): Kernel(Roofline(**each["forward"]), Roofline(**each["backward"]))
@@ -64,7 +64,7 @@ class Calibration:
 
 
 def is_measured(cluster: Cluster, precision: str) -> bool:
-    """Whether all its devices have figures that were measured at `precision`."""
+    """Return whether all devices of a cluster have figures that were measured at `precision`."""
     return all(precision in device.kernels for device in cluster.devices)
 
 
@@ -89,9 +89,9 @@ def calibrated(cluster: Cluster, known: Sequence[Calibration], threads: int) -> 
 def on_cores(
     cluster: Cluster, known: Sequence[Calibration], cores: int, threads_of: Callable[[int], int]
 ) -> Cluster:
-    """The CPU processes of `cluster` with what is `known` of them and the processors they share,
-    which are `cores` by the threads that each has of so many; and so fewer of them, where these
-    have other threads."""
+    """Return the CPU processes of `cluster` with what is `known` of them and the processors they
+    share, which are `cores` by the threads that each has of so many; and so fewer of them, where
+    these have other threads."""
 
     def of(count: int) -> Cluster:
         threads = threads_of(count)
@@ -106,9 +106,10 @@ def on_cores(
 def stand_ins(
     cluster: Cluster, measured: Calibration, paces: Sequence[float] | None, processors: float
 ) -> Cluster:
-    """The CPU processes that stand for the devices of `cluster`, as `measured`: each takes `paces`
-    seconds for a second of computing (None: as fast as it can, `processors` of them at once). All
-    are on one host, whatever nodes they stand for; those that keep a pace share no memory."""
+    """Return the CPU processes that stand for the devices of `cluster`, as `measured`: each takes
+    `paces` seconds for a second of computing (None: as fast as it can, `processors` of them at
+    once). All are on one host, whatever nodes they stand for; those that keep a pace share no
+    memory."""
     first = Device(CPU_PROCESS, {}, 0.0, 1.0, measured.kernels)
     slowed = {pace: _slowed(first, pace) for pace in set(paces or (1.0,))}
     devices = tuple(slowed[pace] for pace in paces or (1.0,) * len(cluster.devices))

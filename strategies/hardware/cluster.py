@@ -152,7 +152,8 @@ class Cluster:
         return replace(self, nodes=tuple(nodes), fewer={})
 
     def first(self, count: int) -> "Cluster":
-        """The first `count` devices, in rank order, as they are where the others stay idle."""
+        """Return the first `count` devices, in rank order, as they are where the others stay
+        idle."""
         if count in self.fewer:
             return self.fewer[count]
         nodes, left = [], count

@@ -73,7 +73,7 @@ class _NodeEntry:
 def read_inventory(
     mapping: Mapping[str, object], name: str, faults: list[Fault], machine: MachineFacts
 ) -> Cluster | None:
-    """The cluster that `mapping` (the config's `hardware`) describes, called `name`.
+    """Return the cluster that `mapping` (the config's `hardware`) describes, called `name`.
 
     CPU processes named from the catalogue share `machine`'s memory equally. A cluster of one
     node needs no `network`; its link then stands in for it. Appends every fault found to
@@ -261,7 +261,7 @@ def _field(
     read: Callable[[object, str, list[Fault]], _Value | None],
     faults: list[Fault],
 ) -> _Value | None:
-    """The field `name` as `read` understands it; None when it is missing or wrong."""
+    """Return the field `name` as `read` understands it; None when it is missing or wrong."""
     return read(fields[name], f"{key}.{name}", faults) if name in fields else None
 
 
@@ -351,5 +351,5 @@ def _number(value: object, key: str, faults: list[Fault]) -> float | None:
 
 
 def _text(value: object) -> str:
-    """A value as the user wrote it, near enough."""
+    """Return a value as the user wrote it, near enough."""
     return "null" if value is None else str(value)

@@ -87,7 +87,7 @@ class Axes:
     least: int = 1
 
     def root(self, axis: str) -> str:
-        """The name that stands for all axes united with it."""
+        """Return the name that stands for all axes united with it."""
         while axis in self.parents:
             axis = self.parents[axis]
         return axis
@@ -101,7 +101,8 @@ class Axes:
         return layout
 
     def after(self, typing: Typing) -> "Axes | None":
-        """The axes once an operation typed so has run; None where one would be too coarse."""
+        """Return the axes once an operation typed so has run; None where one would be too
+        coarse."""
         units, parents = self.units, self.parents
         for first, second in typing.unite:
             kept, gone = self.root(first), self.root(second)
@@ -131,7 +132,7 @@ class Axes:
         return Axes(units, parents, self.least)
 
     def added(self, layout: Shard) -> "Axes | None":
-        """With the axis of a weight cut so, as fine as its pieces allow."""
+        """Return the axes with that of a weight cut so, as fine as its pieces allow."""
         finest = coarsened(0, layout.pieces)
         if finest < self.least:
             return None
@@ -207,8 +208,8 @@ def typing_of(
     known: Mapping[str, Layout],
     gradients: frozenset[str],
 ) -> Typing | None:
-    """What the table says of an operation whose inputs are laid as `known`; None without a rule
-    that applies, and where a value would be changed in place that has another layout."""
+    """Return what the table says of an operation whose inputs are laid as `known`; None without a
+    rule that applies, and where a value would be changed in place that has another layout."""
     if all(layout == R for layout in known.values()):
         return Typing({}, R)
     samples = any(isinstance(x, Shard) and x.axis == BATCH for x in known.values())
@@ -230,7 +231,7 @@ def casts_of(
     gradients: frozenset[str],
     axes: Axes,
 ) -> Iterator[Cast]:
-    """The casts that bring values laid as `known` to what `user` wants. A value without a
+    """Yield the casts that bring values laid as `known` to what `user` wants. A value without a
     gradient need not enter: nothing comes back."""
     for name, wish in wants.items():
         source, target = axes.laid(known[name]), axes.laid(wish)
@@ -241,7 +242,8 @@ def casts_of(
 
 
 def differentiable(graph: OperationGraph) -> frozenset[str]:
-    """The values that a gradient comes back to: floating point, and made from a parameter."""
+    """Return the values that a gradient comes back to: floating point, and made from a
+    parameter."""
     found = graph.made_of_parameters
     return frozenset(
         name for name in found if "float" in graph[name].dtype or graph[name].shape is None
@@ -249,7 +251,7 @@ def differentiable(graph: OperationGraph) -> frozenset[str]:
 
 
 def written_value(operation: Operation) -> str:
-    """The value that an operation changes in place ('' for none)."""
+    """Return the value that an operation changes in place ('' for none)."""
     name = operation.target.removeprefix("aten.").split(".")[0]
     in_place = operation.target.startswith("aten.") and name.endswith("_")
     first = operation.args[0] if operation.args else None
@@ -257,8 +259,8 @@ def written_value(operation: Operation) -> str:
 
 
 def cast_kind(source: Layout, target: Layout) -> str:
-    """The collective that turns one layout into another (design §7's table), or the two of them
-    that do it one after the other."""
+    """Return the collective that turns one layout into another (design §7's table), or the two of
+    them that do it one after the other."""
     match source, target:
         case Replicated(), Entered():
             return "enter"

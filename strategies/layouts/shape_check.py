@@ -28,8 +28,8 @@ from whale_train.strategies.layouts.types import flat_pieces, product
 def shape_check(
     graph: OperationGraph, assignment: Assignment, axes: Mapping[str, Sequence[Interval]]
 ) -> tuple[str, ...]:
-    """What does not fit, one sentence each, naming the operation and the member (the index in its
-    shard group); nothing when all do. `axes` are each axis' intervals, in units."""
+    """Return what does not fit, one sentence each, naming the operation and the member (the index
+    in its shard group); nothing when all do. `axes` are each axis' intervals, in units."""
     found = [said for axis, intervals in axes.items() for said in _tiled(axis, intervals)]
     for name, layout in assignment.layouts.items():
         found += _laid(graph[name], layout, axes)
@@ -55,7 +55,8 @@ def shape_check(
 
 
 def _unlike(axes: Sequence[Sequence[Interval]]) -> list[int]:
-    """A member for each set of local shapes there is: what it has of every axis decides them."""
+    """Return a member for each set of local shapes there is: what it has of every axis decides
+    them."""
     found: dict[tuple[int, ...], int] = {}
     for member in range(len(axes[0]) if axes else 1):
         held = tuple(stop - start for start, stop in (axis[member] for axis in axes))
@@ -66,7 +67,7 @@ def _unlike(axes: Sequence[Sequence[Interval]]) -> list[int]:
 def local_shape(
     operation: Operation, layout: Layout, axes: Mapping[str, Sequence[Interval]], member: int
 ) -> Shape | None:
-    """The shape of a member's part of a value; None for what is no tensor."""
+    """Return the shape of a member's part of a value; None for what is no tensor."""
     shape = operation.shape
     if shape is None or not isinstance(layout, Shard):
         return shape
@@ -86,7 +87,7 @@ def _tiled(axis: str, intervals: Sequence[Interval]) -> list[str]:
 def _laid(
     operation: Operation, layout: Layout, axes: Mapping[str, Sequence[Interval]]
 ) -> list[str]:
-    """Whether a value is cut along an axis there is, into parts of whole units."""
+    """Return whether a value is cut along an axis there is, into parts of whole units."""
     shape = operation.shape
     if not isinstance(layout, Shard) or shape is None:
         return []
@@ -148,7 +149,7 @@ def _joined(operation: Operation, shapes: Mapping[str, Shape | None], mine: Shap
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
-    """The shape that all are broadcast to; None when they do not fit."""
+    """Return the shape that all are broadcast to; None when they do not fit."""
     rank = max(len(shape) for shape in shapes)
     found = []
     for dim in range(-rank, 0):

@@ -70,7 +70,7 @@ BATCH = "batch"  # the axis along which replicas share the samples
 
 
 def shard(dim: int, axis: str, pieces: Sequence[int], outer: int | Size = 1) -> Shard:
-    """The layout in its one normal form: pieces that repeat are counted by `outer`."""
+    """Return the layout in its one normal form: pieces that repeat are counted by `outer`."""
     count = len(pieces)
     for period in range(1, count):
         if count % period == 0 and all(pieces[i] == pieces[i % period] for i in range(count)):
@@ -86,15 +86,15 @@ def times(outer: int | Size, factor: int) -> int | Size:
 
 
 def flat_pieces(layout: Shard) -> tuple[int, ...] | None:
-    """All pieces of the dimension in order; None where the batch decides how many, or the axis
-    how large."""
+    """Return all pieces of the dimension in order; None where the batch decides how many, or the
+    axis how large."""
     if isinstance(layout.outer, Size) or not layout.pieces:
         return None
     return layout.pieces * layout.outer
 
 
 def local_pieces(layout: Shard, intervals: Sequence[Interval], index: int) -> tuple[int, ...]:
-    """The extents of one repetition's pieces that member `index` holds."""
+    """Return the extents of one repetition's pieces that member `index` holds."""
     units, (start, stop) = intervals[-1][1], intervals[index]
     return tuple(
         stop * extent // units - start * extent // units for extent in layout.pieces or (units,)
@@ -102,14 +102,15 @@ def local_pieces(layout: Shard, intervals: Sequence[Interval], index: int) -> tu
 
 
 def local_extent(layout: Shard, intervals: Sequence[Interval], index: int) -> Size:
-    """How long the cut dimension is on member `index`; `intervals` are the axis', in units."""
+    """Return how long the cut dimension is on member `index`; `intervals` are the axis', in
+    units."""
     extent = sum(local_pieces(layout, intervals, index))
     outer = times(layout.outer, extent)
     return outer if isinstance(outer, Size) else Size(outer)
 
 
 def coarsened(units: int, extents: Iterable[int]) -> int:
-    """The units of an axis that every one of `extents` is to be cut along."""
+    """Return the units of an axis that every one of `extents` is to be cut along."""
     return gcd(units, *extents)
 
 
@@ -152,7 +153,7 @@ class Typed:
     gradients: frozenset[str] = frozenset()
 
     def value(self, position: int, name: str = "") -> str:
-        """The name of the value given as an argument ('' for none)."""
+        """Return the name of the value given as an argument ('' for none)."""
         argument = self.argument(position, None, name)
         return argument.name if isinstance(argument, Ref) else ""
 
@@ -164,7 +165,7 @@ class Typed:
         return self.graph[self.value(position, name)].shape or ()
 
     def argument(self, position: int, default: Argument = None, name: str = "") -> Argument:
-        """An argument by its position, or by `name` where it was given so."""
+        """Return an argument by its position, or by `name` where it was given so."""
         args = self.operation.args
         if position < len(args):
             return args[position]
@@ -190,13 +191,13 @@ Rule = Callable[[Typed], Typing | None]
 
 
 def dimension(argument: Argument, rank: int) -> int:
-    """A dimension as export gives it, counted from the front."""
+    """Return a dimension as export gives it, counted from the front."""
     assert isinstance(argument, int), argument
     return argument % max(rank, 1)
 
 
 def dimensions(argument: Argument, rank: int) -> tuple[int, ...]:
-    """One dimension, a list of them, or all (None and the empty list)."""
+    """Return one dimension, a list of them, or all (None and the empty list)."""
     if isinstance(argument, int) and not isinstance(argument, bool):
         return (argument % max(rank, 1),)
     if isinstance(argument, tuple) and argument:
@@ -205,12 +206,13 @@ def dimensions(argument: Argument, rank: int) -> tuple[int, ...]:
 
 
 def product(sizes: Iterable[Size]) -> tuple[int, int]:
-    """A product of sizes as (coefficient, power of the batch), which is how views compare."""
+    """Return a product of sizes as (coefficient, power of the batch), which is how views
+    compare."""
     listed = list(sizes)
     power = sum(1 for size in listed if size.per_sample)
     return prod(size.per_sample or size.fixed for size in listed), power
 
 
 def elements(shape: Shape, batch: int) -> int:
-    """How many elements a tensor has, for `batch` samples."""
+    """Return how many elements a tensor has, for `batch` samples."""
     return prod(size.at(batch) for size in shape)

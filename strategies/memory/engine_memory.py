@@ -166,8 +166,8 @@ class Gradients:
         return self.zero == 0 and self.copies > 1
 
     def worst(self, steps: Iterable[tuple[float, float, float]]) -> Needed:
-        """The moment of a step that needs most. `steps` are those of forward and backward: bytes of
-        the gradients there are, of those about to be added to them, and of activations."""
+        """Return the moment of a step that needs most. `steps` are those of forward and backward:
+        bytes of the gradients there are, of those about to be added to them, and of activations."""
         needs = [
             self._meanwhile(come, added, activations * ROUNDED_UP)
             for come, added, activations in dict.fromkeys(steps)
@@ -175,10 +175,10 @@ class Gradients:
         return max((*needs, self._updated()), key=lambda needed: needed.total)
 
     def _meanwhile(self, come: float, added: float, activations: float) -> Needed:
-        """Where copies partition gradients, those made last are whole, a bucket of them, and once
-        more when that is reduced. ZeRO 3's bucket and partition stay from step to step; some
-        parameters are gathered, with their gradients, and perhaps a bucket of what comes next:
-        gathered flat, copied out of it."""
+        """Return the bytes of gradients meanwhile: where copies partition them, those made last are
+        whole, a bucket of them, and once more when that is reduced. ZeRO 3's bucket and partition
+        stay from step to step; some parameters are gathered, with their gradients, and perhaps a
+        bucket of what comes next: gathered flat, copied out of it."""
         if self.zero < 2 or self.copies == 1:
             return Needed(come, activations, added)
         bucket = min(come, self._bucket)
@@ -217,8 +217,8 @@ class Gradients:
 
 
 def unmeasured(activation_bytes: float, gradients: float, largest: float) -> Passing:
-    """The forward and backward of a model of whose operations nothing is known: all it keeps is
-    there together with all gradients."""
+    """Return the moments of a model of whose operations nothing is known: all it keeps is there
+    together with all gradients."""
     all_of_it = (Moment(gradients, activation_bytes),)
     again = (Moment(largest, activation_bytes),)
     forward = (Moment(0.0, activation_bytes),)
@@ -241,12 +241,12 @@ def head_memory(
     accumulate: bool = False,
     in_flight: int = 1,
 ) -> MemoryEstimate:
-    """One shard of the head with a `part` of its classes, which sees all `samples` of a micro-batch
-    at a time: its rows of every sharded parameter, the logits it makes and the gathered inputs. The
-    forward has its logits and their exponentials, of which the latter stay and become their
-    gradient (`runtime/kernels/vocab_parallel.py`) while that of the weights is made; of several
-    backwards where gradients `accumulate`, it is there already. Micro-batches `in_flight` beside
-    the last have run forward and keep what their backwards want."""
+    """Return the memory of one shard of the head with a `part` of its classes, which sees all
+    `samples` of a micro-batch at a time: its rows of every sharded parameter, the logits it makes
+    and the gathered inputs. The forward has its logits and their exponentials, of which the latter
+    stay and become their gradient (`runtime/kernels/vocab_parallel.py`) while that of the weights
+    is made; of several backwards where gradients `accumulate`, it is there already. Micro-batches
+    `in_flight` beside the last have run forward and keep what their backwards want."""
     assert profile.graph is not None
     elements = sum(profile.parameter_by_path[path].elements for path in cut.shards) * part
     *lead, classes = profile.graph[cut.operation].shape or ()

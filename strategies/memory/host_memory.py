@@ -18,9 +18,9 @@ def kept_on_hosts(
     cluster: Cluster,
     training: Training,
 ) -> Sequence[float]:
-    """Bytes that every host of `cluster` keeps of its ranks, if `node` offloads anything of theirs:
-    of so many parameters `owned` by each rank. A CPU process's memory is the host's, and counted as
-    its own. Raises PlanError where it is more than some host has."""
+    """Return the bytes that every host of `cluster` keeps of its ranks, if `node` offloads anything
+    of theirs: of so many parameters `owned` by each rank. A CPU process's memory is the host's, and
+    counted as its own. Raises PlanError where it is more than some host has."""
     if node is None or cluster.on_cpu or not _offloaded(node):
         return ()
     kept, each = [0.0] * len(cluster.nodes), host_bytes(node.zero, _offloaded(node), training)
@@ -42,7 +42,7 @@ def kept_on_hosts(
 def offload_decisions(
     node: Replicate | None, kept: Sequence[float], cluster: Cluster
 ) -> Iterator[Decision]:
-    """How much the hosts keep, as `kept_on_hosts` has it."""
+    """Yield how much the hosts keep, as `kept_on_hosts` has it."""
     if node is None or not kept:
         return
     reason = f"{' and '.join(_offloaded(node))} on the hosts: {in_bytes(sum(kept))} in all"
@@ -59,9 +59,9 @@ def _offloaded(node: Replicate) -> Sequence[str]:
 
 
 def host_bytes(zero: int, offloaded: Collection[str], training: Training) -> float:
-    """Of a parameter whose copies are partitioned, if its `optimizer` is `offloaded`: fp32 values
-    for that, its states and, from ZeRO 2 on, the gradient; and if its `parameters` are, the
-    weight."""
+    """Return the bytes on the host of a parameter whose copies are partitioned, if its `optimizer`
+    is `offloaded`: fp32 values for that, its states and, from ZeRO 2 on, the gradient; and if its
+    `parameters` are, the weight."""
     found = 0.0
     if "optimizer" in offloaded:
         found += 4 * (1 + training.optimizer_states) + (4 if zero >= 2 else 0)

@@ -57,10 +57,10 @@ def passing(
     gives: Iterable[str] = (),
     in_place: Container[str] = (),
 ) -> Passing:
-    """Of `operations`, in their order. `weights` are the bytes of a gradient by the operation that
-    reads the parameter; those `in_place` are added to where they are made. What it `takes` from
-    other parts of the model and `gives` to them stays from forward to backward whoever keeps it,
-    and backward begins with the gradients of `gives`."""
+    """Return the moments of a forward and a backward of `operations`, in their order. `weights` are
+    the bytes of a gradient by the operation that reads the parameter; those `in_place` are added to
+    where they are made. What it `takes` from other parts of the model and `gives` to them stays
+    from forward to backward whoever keeps it, and backward begins with the gradients of `gives`."""
     graph = view.graph
     listed = [graph[name] for name in operations if graph[name].target not in _GIVEN]
     values = kept(view, (operation.name for operation in listed))
@@ -86,8 +86,8 @@ def passing_again(
     gives: Iterable[str] = (),
     in_place: Container[str] = (),
 ) -> Passing:
-    """The same where repeated blocks are computed again in the backward, of which the forward keeps
-    only what enters (`runtime/graph/block_modules.py`)."""
+    """Return the moments of `passing` where repeated blocks are computed again in the backward, of
+    which the forward keeps only what enters (`runtime/graph/block_modules.py`)."""
     graph = view.graph
     listed = [name for name in operations if graph[name].target not in _GIVEN]
     crossed = {memory_of(graph, name) for name in (*takes, *gives)}
@@ -153,13 +153,13 @@ class _Run:
     in_place: Container[str]
 
     def sources(self, operation: Operation) -> list[str]:
-        """Of what it reads, but for weights and what needs no gradient: in whose memory."""
+        """Return in whose memory lies what it reads, but for weights and what needs no gradient."""
         graph = self.view.graph
         read = (x for x in operation.inputs if x in graph.trained)
         return [memory_of(graph, x) for x in read if graph[x].target != "parameter"]
 
     def forward(self, listed: Sequence[Operation]) -> tuple[Moment, ...]:
-        """What is kept by then, and what an operation reads and makes that nobody keeps."""
+        """Return what is kept by then, and what an operation reads and makes that nobody keeps."""
         own = {operation.name for operation in listed}
         known = {key for key in self.values if key[0] not in own}  # entered, or made before
         worst, so_far = 0.0, sum(self.values[key] for key in known)
@@ -174,7 +174,7 @@ class _Run:
         return (Moment(0.0, worst),)
 
     def deferred(self, listed: Sequence[Operation]) -> float:
-        """The inputs of products and lookups and the gradients of what they gave."""
+        """Return the inputs of products and lookups and the gradients of what they gave."""
         found: dict[tuple[str, int], float] = {}
         for operation in listed:
             if operation.target in (*PRODUCTS, LOOKUP) and any(
@@ -185,8 +185,8 @@ class _Run:
         return sum(found.values())
 
     def backward(self, listed: Sequence[Operation], is_first: bool) -> tuple[Moment, ...]:
-        """From the last operation to the first, each with its gradient and those it makes; what it
-        was the first to have kept is let go of after it."""
+        """Return the moments of the backward, from the last operation to the first, each with its
+        gradient and those it makes; what it was the first to have kept is let go of after it."""
         trained = self.view.graph.trained
         given = {x: self.view.num_bytes(x) for x in self.gives if x in trained}
         state = _Backward(sum(self.values.values()), given)
@@ -205,9 +205,9 @@ class _Run:
         return _worst(found)
 
     def _step(self, operation: Operation, state: _Backward, is_first: bool) -> Moment:
-        """One operation's backward. It has its own gradient until those it makes are there; what
-        it made on the way has one as well. A gradient that is added to is made anew, if not in
-        place, and one that is put together of parts is there twice."""
+        """Return the moment of one operation's backward. It has its own gradient until those it
+        makes are there; what it made on the way has one as well. A gradient that is added to is
+        made anew, if not in place, and one that is put together of parts is there twice."""
         own = state.gradients.pop(operation.name, 0.0)
         within = sum(x for place, x in operation.saved if place == INSIDE)
         at_hand = within * self.view.inside(operation)
@@ -237,14 +237,15 @@ class _Run:
 
 
 def _is_written_over(view: View, operation: Operation) -> bool:
-    """Whether its gradient is written where its forward kept what it made: that of a cross-entropy
-    whose classes are split (`runtime/kernels/vocab_parallel.py`)."""
+    """Return whether an operation's gradient is written where its forward kept what it made: that
+    of a cross-entropy whose classes are split (`runtime/kernels/vocab_parallel.py`)."""
     is_loss = operation.target == "aten.cross_entropy_loss.default"
     return is_loss and min(view.part_of(x) for x in operation.inputs) < 1
 
 
 def _worst(moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    """Those of which no other has as much of both."""
+    """Return the moments on the Pareto front: no other needs as many bytes of gradients *and* of
+    values."""
     found: list[Moment] = []
     for moment in sorted(moments, key=lambda m: (m.gradients, m.values), reverse=True):
         if not found or moment.values > found[-1].values:

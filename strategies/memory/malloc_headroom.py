@@ -17,17 +17,17 @@ HOLES = 0.35
 
 
 def has_room(plan: Plan, ranks: Iterable[int], memory_bytes: int) -> bool:
-    """Whether a machine of so much memory holds these `ranks` of the plan, holes and all."""
+    """Return whether a machine of so much memory holds these `ranks` of the plan, holes and all."""
     return needed_bytes(plan, ranks) * (1 + HOLES) <= memory_bytes
 
 
 def needed_bytes(plan: Plan, ranks: Iterable[int]) -> float:
-    """By the tensors of these ranks."""
+    """Return the bytes needed by the tensors of these ranks."""
     return sum(plan.ranks[rank].memory_bytes.total for rank in ranks)
 
 
 def said_of_holes(plan: Plan, memory_bytes: int) -> tuple[Decision, ...]:
-    """The note a plan has whose ranks, all on one machine, leave no room for holes."""
+    """Return the note a plan has whose ranks, all on one machine, leave no room for holes."""
     ranks = range(plan.world_size)
     if has_room(plan, ranks, memory_bytes):
         return ()

@@ -40,8 +40,8 @@ class Likeness:
         return self.works.graph
 
     def number(self, part: Slice, shared: Collection[str]) -> int:
-        """The same for all slices that are alike; `shared` are the paths of parameters that other
-        stages hold as well."""
+        """Return a number that all slices that are alike have; `shared` are the paths of parameters
+        that other stages hold as well."""
         position = {name: i for i, name in enumerate(part.operations)}
         position |= {name: -1 - i for i, name in enumerate(part.takes)}
         graph, firsts = self.graph, dict[str, int]()  # of parameters, of blocks
@@ -79,7 +79,7 @@ class Likeness:
         return self._number(tuple(rows))
 
     def renamed(self, found: Sharded, of: Slice, to: Slice) -> Sharded:
-        """What was `found` of a slice, of one that is like it."""
+        """Return what was `found` of a slice, of one that is like it."""
         if of.operations == to.operations:
             return found
         names = dict(zip((*of.operations, *of.takes), (*to.operations, *to.takes), strict=True))
@@ -115,7 +115,8 @@ class Likeness:
         return {op.name: tuple(cuts_of(self.graph, op, listed)) for op in self.graph}
 
     def _own_number(self, operation: Operation) -> int:
-        """The same for operations that do the same with their inputs, whichever these are."""
+        """Return a number that operations have that do the same with their inputs, whichever these
+        are."""
         name = operation.name
         if name not in self._own:
             places = {each: str(i) for i, each in enumerate(operation.inputs)}
@@ -140,7 +141,7 @@ class Likeness:
 
 
 def _skeleton(argument: Argument, places: Mapping[str, str]) -> Argument:
-    """An argument with the places of inputs for their names."""
+    """Return an argument with the places of inputs for their names."""
     if isinstance(argument, Ref):
         return Ref(places[argument.name])
     if isinstance(argument, tuple):

@@ -146,14 +146,15 @@ def _tied_lookups(
 
 
 def _is_copy_into(graph: OperationGraph, after: set[str], name: str) -> bool:
-    """Whether `name` is a parameter seen otherwise that only the head's segment reads."""
+    """Return whether `name` is a parameter seen otherwise that only the head's segment reads."""
     return _is_parameter_only(graph, name) and all(
         user in after or _is_copy_into(graph, after, user) for user in graph.users[name]
     )
 
 
 def _upstream(graph: OperationGraph, of: str, elsewhere: set[str]) -> tuple[set[str], list[str]]:
-    """What `of` is computed from, up to the values made `elsewhere`; and those values in order."""
+    """Return what `of` is computed from, up to the values made `elsewhere`; and those values in
+    order."""
     inside, crossing, stack = set[str](), set[str](), [of]
     while stack:
         name = stack.pop()
@@ -168,8 +169,9 @@ def _upstream(graph: OperationGraph, of: str, elsewhere: set[str]) -> tuple[set[
 
 
 def _can_cross(graph: OperationGraph, name: str) -> bool:
-    """Not scalars and not transposes of a parameter, which hold no sample's data; nor a view that
-    merges the batch with another dimension: what it views crosses instead."""
+    """Return whether a value may cross between segments: not a scalar and not a transpose of a
+    parameter, which hold no sample's data; nor a view that merges the batch with another dimension:
+    what it views crosses instead."""
     operation = graph[name]
     if not operation.shape or _is_parameter_only(graph, name):
         return False
@@ -177,14 +179,16 @@ def _can_cross(graph: OperationGraph, name: str) -> bool:
 
 
 def _is_parameter_only(graph: OperationGraph, name: str) -> bool:
-    """A parameter seen otherwise (transposed, cast): no sample has a part in it."""
+    """Return whether `name` is a parameter seen otherwise (transposed, cast): no sample has a part
+    in it."""
     return not any(graph[ancestor].target == "input" for ancestor in graph.ancestors({name}))
 
 
 def _upstream_of(
     graph: OperationGraph, names: tuple[str, ...], stop: set[str]
 ) -> tuple[set[str], list[str]]:
-    """All that `names` are computed from, stopping at the values in `stop`, which are returned."""
+    """Return all that `names` are computed from, stopping at the values in `stop`, which are
+    returned."""
     inside, reached, stack = set[str](), set[str](), list(names)
     while stack:
         name = stack.pop()
@@ -199,7 +203,7 @@ def _upstream_of(
 def _parameters_to_shard(
     graph: OperationGraph, typed: Assignment, parameters: set[str], canonical: Mapping[str, str]
 ) -> dict[str, Shard]:
-    """Parameters that all their users want cut the same way, by canonical path."""
+    """Return the parameters that all their users want cut the same way, by canonical path."""
     wanted: dict[str, set[Layout]] = {}
     for cast in typed.casts:
         if cast.value in parameters:
@@ -220,8 +224,8 @@ def _refuse_shared_parameters(backbone: set[str], head: set[str]) -> None:
 def _refuse_entered_parameters(
     graph: OperationGraph, typed: tuple[Assignment, ...], parameters: set[str]
 ) -> None:
-    """A parameter left whole beside the shards would need its gradient summed over them; the
-    head's engines reduce nothing, so it is refused rather than trained wrongly."""
+    """Refuse a parameter left whole beside the shards: it would need its gradient summed over them,
+    which the head's engines do not."""
     for assignment in typed:
         for name, layout in assignment.layouts.items():
             if name in parameters and isinstance(layout, Replicated):

@@ -42,7 +42,7 @@ class Head:
 
 
 def find_heads(profile: ModelProfile) -> tuple[Head, ...]:
-    """All output projections, the one with the largest weight first."""
+    """Return all output projections, the one with the largest weight first."""
     graph = profile.graph
     assert graph is not None
     projections = [head for op in graph if (head := _projection(op, graph, profile))]
@@ -55,7 +55,7 @@ def find_heads(profile: ModelProfile) -> tuple[Head, ...]:
 
 
 def matching(heads: Sequence[Head], patterns: Sequence[str]) -> tuple[Head, ...]:
-    """The heads whose module one of `patterns` (paths or globs; `head` means any) names."""
+    """Return the heads whose module one of `patterns` (paths or globs; `head` means any) names."""
     return tuple(
         head
         for head in heads
@@ -84,7 +84,8 @@ def _projection(op: Operation, graph: OperationGraph, profile: ModelProfile) -> 
 def _takes_parameter_as_more_than_scale(
     op: Operation, graph: OperationGraph, of_parameters: Set[str]
 ) -> bool:
-    """Whether `op` mixes elements with a parameter: a product, convolution, norm or lookup."""
+    """Return whether `op` mixes elements with a parameter: a product, convolution, norm or
+    lookup."""
     if RULES.get(op.target) is pointwise:
         return False
     if op.target in PRODUCTS:  # its weight may come through a transpose

@@ -59,7 +59,7 @@ class Sequenced:
 
 
 def sequenced(graph: OperationGraph) -> Sequenced:
-    """The operations a pipeline hands out, and its possible cuts."""
+    """Return the operations a pipeline hands out, and its possible cuts."""
     listed = _owned(graph)
     position = {name: i for i, name in enumerate(listed)}
     blocks = [block_of(graph[name].module) for name in listed]
@@ -98,7 +98,7 @@ _GETITEM = "<built-in function getitem>"
 
 
 def _owned(graph: OperationGraph) -> list[str]:
-    """What must run once: all that depends on a parameter, or on chance."""
+    """Return what must run once: all that depends on a parameter, or on chance."""
     roots = {op.name for op in graph if op.target == "parameter" or op.random}
     parameters = {op.name for op in graph if op.target == "parameter"}
     depends = graph.descendants(roots) - parameters
@@ -111,7 +111,7 @@ def balanced(
     count: int,
     fixed: Mapping[int, int],
 ) -> tuple[int, ...] | None:
-    """The places (indices into `order.places`) where stages begin and the last one ends.
+    """Return the places (indices into `order.places`) where stages begin and the last one ends.
 
     `stage_time(stage, first, last)` is what stage `stage` takes for the operations between two
     places; infinite where it must not hold them. `fixed` maps a position in `order.operations` to
@@ -189,8 +189,8 @@ def stage_of_modules(
     asked: Sequence[tuple[str, tuple[str, ...] | None]],
     faults: list[Fault],
 ) -> dict[int, int]:
-    """Which operations the strategy gives to which stage. `asked` holds, per stage, the path of
-    its node and its module patterns (None: whatever balances)."""
+    """Return which operations the strategy gives to which stage. `asked` holds, per stage, the path
+    of its node and its module patterns (None: whatever balances)."""
     fixed: dict[int, int] = {}
     for stage, (path, patterns) in enumerate(asked):
         for pattern in patterns or ():
@@ -227,13 +227,13 @@ def stage_of_modules(
 
 
 def is_inside(module: str, pattern: str) -> bool:
-    """Whether `module` is what `pattern` (a path or glob) names, or lies inside it."""
+    """Return whether `module` is what `pattern` (a path or glob) names, or lies inside it."""
     parts = module.split(".")
     return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
 
 def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tuple[Slice, ...]:
-    """The stages between consecutive `ends` (positions in `order.operations`)."""
+    """Return the stages between consecutive `ends` (positions in `order.operations`)."""
     graph = profile.graph
     assert graph is not None
     canonical = {name: p.path for name, p in profile.parameter_by_path.items()}
@@ -277,13 +277,13 @@ def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tupl
 
 
 def modules_of(graph: OperationGraph, operations: Iterable[str]) -> tuple[str, ...]:
-    """The blocks that `operations` belong to, in order."""
+    """Return the blocks that `operations` belong to, in order."""
     return tuple(dict.fromkeys(block_of(graph[name].module) for name in operations))
 
 
 def _kept_bytes(profile: ModelProfile, order: Sequenced) -> list[float]:
-    """Bytes that autograd begins to keep with each of the operations; where nobody measured them,
-    a share of what the model keeps by the size of its value."""
+    """Return the bytes that autograd begins to keep with each of the operations; where nobody
+    measured them, a share of what the model keeps by the size of i"""
     graph = profile.graph
     assert graph is not None
     if not any(operation.saved for operation in graph):
@@ -302,7 +302,7 @@ def _kept_bytes(profile: ModelProfile, order: Sequenced) -> list[float]:
 def _needed(
     graph: OperationGraph, owner: Mapping[str, int], stage: int
 ) -> tuple[set[str], set[str]]:
-    """What a stage runs, and what it takes from earlier ones."""
+    """Return what a stage runs, and what it takes from earlier ones."""
     inside: set[str] = set()
     takes: set[str] = set()
     stack = [name for name, own in owner.items() if own == stage]

@@ -165,7 +165,7 @@ class Plan:
         return _reader().validate_json(text)
 
     def task_graph_of(self, rank: int, primitive: str) -> TaskGraph | None:
-        """The TaskGraph of that primitive which `rank` holds a part of."""
+        """Return the TaskGraph of that primitive which `rank` holds a part of."""
         held = (self.task_graphs[i] for i in self.ranks[rank].task_graphs)
         return next((t for t in held if t.primitive == primitive), None)
 

@@ -32,9 +32,9 @@ class Look(Generic[T]):
 def move_ends(
     cut: Cut, first: Look[T], look: Callable[[Cut], Look[T] | None], work: int
 ) -> tuple[Cut, Look[T]]:
-    """The cut that no move of one end makes better, from `cut`, of which comes `first`, and what
-    comes of it. `look` gives None for what cannot be cut so. A cut is better that is short of less
-    memory, or, short of none, takes less time by a thousandth. Looks take no more than `work`
+    """Return the cut that no move of one end makes better, from `cut`, of which comes `first`, and
+    what comes of it. `look` gives None for what cannot be cut so. A cut is better that is short of
+    less memory, or, short of none, takes less time by a thousandth. Looks take no more than `work`
     together, each taken for the first; the answer, which says how much, is the same every time."""
     best, looked, done = first, {cut}, first.work
     while True:

@@ -93,7 +93,8 @@ def _look(job: Staging, cut: Chunked, micro_batches: int) -> Look[_Resolved]:
 
 
 def _may_move(job: Staging) -> bool:
-    """Whether the strategy leaves it to us where stages end, and wants them as devices are."""
+    """Return whether the strategy leaves it to us where stages end, and wants them as devices
+    are."""
     named = any(stage.modules for stage in job.form.stages)
     return job.chunk_count > 1 and job.strategy.balance == "hardware" and not named
 
@@ -101,7 +102,7 @@ def _may_move(job: Staging) -> bool:
 def _moved(
     job: Staging, micro_batches: int, first: Look[_Resolved], decisions: list[Decision]
 ) -> Look[_Resolved]:
-    """The stages ending where the step is shortest."""
+    """Return the stages ending where the step is shortest."""
     weights, balanced = job.findings.order.weights, first.found.cut
 
     def look(places: tuple[int, ...]) -> Look[_Resolved] | None:
@@ -125,7 +126,7 @@ def _moved(
 
 
 def _parts(job: Staging, cut: Chunked) -> str:
-    """Of the work that every chunk has."""
+    """Return the parts of the work that every chunk has, in words."""
     flops = job.findings.order.flops
     each = (flops[last] - flops[first] for first, last in pairwise(cut.places))
     return ", ".join(f"{100 * part / (flops[-1] or 1.0):.0f}%" for part in each)
@@ -155,7 +156,8 @@ def _considered(
 
 
 def _owned(job: Staging, cut: Chunked) -> Sequence[float]:
-    """How many parameters every rank has a part of its own of, where copies partition them."""
+    """Return how many parameters every rank has a part of its own of, where copies partition
+    them."""
     held, found = held_of_stages(job, cut.chunks, cut.axes), []
     for rank in range(len(job.cluster.devices)):
         copy, position = job.place_of(rank)
@@ -209,8 +211,8 @@ def _fitted(job: Staging, cut: Chunked, micro_batches: int) -> tuple[Chunked, De
 
 
 def _decided(job: Staging, cut: Chunked, micro_batches: int, limits: Sequence[int] = ()) -> Decided:
-    """In which order positions work, and which stages compute their blocks again. While what is
-    sent is on its way, positions have more in flight where there is memory for that; blocks that
+    """Return in which order positions work, and which stages compute their blocks again. While what
+    is sent is on its way, positions have more in flight where there is memory for that; blocks that
     may be computed again are where there is not even for less. `limits` are as in `share_batch`."""
     recomputed = _told_to_recompute(job)
     found = _in_memory(job, cut, micro_batches, limits, recomputed)
@@ -223,7 +225,8 @@ def _decided(job: Staging, cut: Chunked, micro_batches: int, limits: Sequence[in
 def _in_memory(
     job: Staging, cut: Chunked, micro_batches: int, limits: Sequence[int], recomputed: Set[int]
 ) -> Decided:
-    """With more in flight for what is on its way, or, where that does not fit, without."""
+    """Return what is decided with more in flight for what is on its way, or, where that does not
+    fit, without."""
     times = ChunkTimes(job, cut.chunks, cut.axes, frozenset(recomputed), limits)
     batches = share_batch(job, times, micro_batches, limits)
     found = _ordered(job, cut, times, batches)
@@ -235,7 +238,7 @@ def _in_memory(
 def _ordered(
     job: Staging, cut: Chunked, times: ChunkTimes, batches: Batches, in_transit: bool = True
 ) -> Decided:
-    """The order of work. `in_transit`: it counts with what is on its way."""
+    """Return the order of work. `in_transit`: it counts with what is on its way."""
     copies = range(job.form.copies)
     transits: list[Transits] = [{} for _ in copies]
     if in_transit and cut.edges:
@@ -254,7 +257,7 @@ def _orders(
     batches: Batches,
     transits: Sequence[Transits],
 ) -> list[tuple[tuple[Instruction, ...], ...]]:
-    """The instructions of every position, by copy; found once for copies that are alike."""
+    """Return the instructions of every position, by copy; found once for copies that are alike."""
     found: list[tuple[tuple[Instruction, ...], ...]] = []
     known: dict[object, tuple[tuple[Instruction, ...], ...]] = {}
     positions = [Position(held) for held in job.chunks_of_positions()]

@@ -16,7 +16,7 @@ def deepspeed_config(
     optimizer: dict[str, Any],
     on_cpu: bool,
 ) -> dict[str, Any] | None:
-    """The config of a rank's engine for `node`; None where ZeRO is off and torch's
+    """Return the config of a rank's engine for `node`; None where ZeRO is off and torch's
     DistributedDataParallel serves (docs/adr/003). `on_cpu`: its device is a CPU process."""
     if node.zero == 0:
         return None
@@ -69,8 +69,8 @@ def deepspeed_config(
 
 
 def deepspeed_optimizer(name: str, options: dict[str, Any], offloaded: bool) -> dict[str, Any]:
-    """The optimizer section: torch's own optimizers, DeepSpeed's CPUAdam where state lives on
-    the host. Weight decay of `adam` is in the gradient, of `adamw` in the update."""
+    """Return the optimizer section of a config: torch's own optimizers, DeepSpeed's CPUAdam where
+    state lives on the host. Weight decay of `adam` is in the gradient, of `adamw` in the update."""
     parameters = dict(options)
     fused = parameters.pop("fused", False)
     if name == "sgd":

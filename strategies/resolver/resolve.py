@@ -30,7 +30,8 @@ def resolve(
     profile: ModelProfile,
     training: Training,
 ) -> Plan:
-    """The plan for `strategy` on the devices of `cluster`. Raises PlanError with all faults."""
+    """Return the plan for `strategy` on the devices of `cluster`. Raises PlanError with all
+    faults."""
     findings = Findings(profile, training.precision)
     return resolve_and_simulate(strategy, cluster, findings, training)[0]
 
@@ -42,9 +43,9 @@ def resolve_and_simulate(
     training: Training,
     stand_ins: Cluster | None = None,
 ) -> tuple[Plan, Simulated]:
-    """The plan, and its step simulated: on `stand_ins`, a device for each of those the strategy
-    uses, where there are any, for which the plan then has a prediction as well. Raises PlanError
-    with all faults."""
+    """Return the plan, and its step simulated: on `stand_ins`, a device for each of those the
+    strategy uses, where there are any, for which the plan then has a prediction as well. Raises
+    PlanError with all faults."""
     found = consider(strategy, cluster, findings, training, moving=True)
     plan = found.plan()
     if stand_ins is None:
@@ -131,7 +132,7 @@ def _used_devices(
 
 
 def refuse_precision(precision: str, cluster: Cluster, faults: list[Fault]) -> None:
-    """Where a device does not compute it."""
+    """Refuse a precision that a device does not compute."""
     without = sorted({d.name for d in cluster.devices if precision not in d.flops})
     if without:
         rule = f"is not computed by {' and '.join(without)} of hardware={cluster.name}"

@@ -64,7 +64,7 @@ class Decided:
 def written(
     job: Staging, decided: Decided, predicted: Prediction, decisions: Sequence[Decision]
 ) -> Plan:
-    """The plan of all that was decided."""
+    """Return the plan of all that was decided."""
     form, count = job.form, len(job.cluster.devices)
     task_graphs = tuple(
         t for stage in range(len(form.stages)) for t in _task_graphs(job, stage, decided)
@@ -109,7 +109,7 @@ def written(
 
 
 def simulated_step(job: Staging, decided: Decided) -> Simulated:
-    """The step on the devices of `job`."""
+    """Return the step on the devices of `job`."""
     priced = StagedStep(job, decided.times, decided.batches, decided.orders, decided.shared)
     return simulated(*priced.step(), job.cluster, job.training.global_batch)
 
@@ -232,12 +232,12 @@ def _primitive(job: Staging) -> str:
 def _listed(
     job: Staging, parameters: Set[str] | Sequence[str] | Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """In the model's order."""
+    """Return the paths among `parameters`, in the model's order."""
     return tuple(p.path for p in job.profile.parameters if p.path in parameters)
 
 
 def _cut(job: Staging, task_graph: TaskGraph, shards: Mapping[str, Shard], axes: Axes) -> TaskGraph:
-    """The TaskGraph with its parameters' shards."""
+    """Return the TaskGraph with its parameters' shards."""
     unused = job.profile.unused_parameters
     narrow: frozenset[str] = frozenset()
     if task_graph.zero and job.training.precision != "fp32":
@@ -264,7 +264,7 @@ def _shares(job: Staging, stage: int, batches: Batches) -> tuple[int, ...]:
 def _owned(
     job: Staging, copy: int, stage: int, position: int, batches: Batches
 ) -> tuple[tuple[int, int], ...]:
-    """The micro-batches a position owns, as intervals of the global batch."""
+    """Return the micro-batches a position owns, as intervals of the global batch."""
     pairs = zip(batches.samples[copy], batches.owners[copy][stage], strict=True)
     return tuple(interval for interval, owner in pairs if owner == position)
 

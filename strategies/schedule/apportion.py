@@ -165,7 +165,7 @@ def even_shares(total: int, count: int, caps: Sequence[int]) -> tuple[int, ...] 
 
 
 def tile(total: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The [start, stop) of each share, laid end to end over [0, total).
+    """Return the [start, stop) of each share, laid end to end over [0, total).
 
     Raises ValueError for a negative share, or shares that do not sum to `total`.
     """
@@ -176,7 +176,7 @@ def tile(total: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _integers_in_proportion(speeds: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in exactly the ratios of `speeds`."""
+    """Return the smallest whole numbers in exactly the ratios of `speeds`."""
     try:
         ratios = [speed.as_integer_ratio() for speed in speeds]
     except OverflowError as error:
@@ -192,7 +192,7 @@ def _integers_in_proportion(speeds: Sequence[float]) -> list[int]:
 def _continuous_optimum(
     total: int, rates: Sequence[int], caps: Sequence[int], minimum: int, scale: int
 ) -> tuple[int, int]:
-    """The time t, as a fraction, by which exactly `total` is done if samples could be cut:
+    """Return the time t, as a fraction, by which exactly `total` is done if samples could be cut:
     the sum over i of t * rates[i], held within [minimum, caps[i]], is `total`.
 
     That sum is linear between the times at which a device passes its minimum or meets its cap;

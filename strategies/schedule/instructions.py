@@ -75,7 +75,7 @@ Transits = Mapping[tuple[int, int], float]
 
 
 def in_flight(instructions: Iterable[Instruction]) -> int:
-    """The most (chunk, micro-batch) pairs that a position holds the activations of at once.
+    """Return the most (chunk, micro-batch) pairs that a position holds the activations of at once.
 
     They are held from the forward to the end of the backward; of a split one, to the end of its
     weight part.

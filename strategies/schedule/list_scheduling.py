@@ -92,7 +92,7 @@ class Pipeline:
         return len({position.chunks for position in self.positions})
 
     def limits(self, group: int) -> list[int]:
-        """How many (chunk, micro-batch) pairs each position may have in flight.
+        """Return how many (chunk, micro-batch) pairs each position may have in flight.
 
         Of one chunk: one, and what the later stages have begun of its own when they are busy;
         S - s in a regular pipeline, the 1F1B of the textbook. A replica that owns one
@@ -127,8 +127,8 @@ class Pipeline:
         return found
 
     def _underway(self) -> list[float]:
-        """Of each chunk, how many micro-batches the pipeline takes while what it sends is on its
-        way to the later stages, chunk by chunk, and comes back."""
+        """Return, for each chunk, how many micro-batches the pipeline takes while what it sends is
+        on its way to the later stages, chunk by chunk, and comes back."""
         transits, count = self.transits or {}, len(self.owners)
         if not transits or self.durations is None:
             return [0.0] * count
@@ -153,14 +153,14 @@ _WAITED_FOR = 0.125
 
 
 def in_flight_for(underway: float, spacing: float) -> int:
-    """How many more a position that owns one micro-batch in `spacing` has in flight while the
-    pipeline takes `underway` of them."""
+    """Return how many more a position that owns one micro-batch in `spacing` has in flight while
+    the pipeline takes `underway` of them."""
     return max(0, ceil(underway / spacing - _WAITED_FOR))
 
 
 def least_spacing(row: Sequence[int]) -> float:
-    """One micro-batch in how many is that of the owner with the most of `row`; infinite where
-    nobody has two."""
+    """Return one micro-batch in how many is that of the owner with the most of `row`; infinite
+    where nobody has two."""
     of_row = _row_of(tuple(row), 1)
     return min((float(of_row.spacings[x]) for x, n in of_row.counts.items() if n > 1), default=inf)
 
@@ -227,7 +227,7 @@ class _Progress:
 
 
 def simulated(pipeline: Pipeline) -> "Simulation":
-    """The positions at work under the rules above.
+    """Return the positions at work under the rules above.
 
     1F1B's textbook is patient: a forward, a backward, in turns, whoever waits. Between stages of
     unlike speeds this is sometimes faster and sometimes slower, so that both are tried where each
@@ -317,7 +317,8 @@ class Simulation:
         ), "deadlock"
 
     def _at(self, clock: float, index: int, arrival: "_Arrival | None") -> None:
-        """A position's computation ends then, or something it waits for arrives."""
+        """Note the time at which a position's computation ends, or something it waits for
+        arrives."""
         self.number += 1
         heapq.heappush(self.coming, (clock, self.number, index, arrival))
 

@@ -34,7 +34,7 @@ def schedule(
     durations: Times | None = None,
     transits: Transits | None = None,
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """The instructions of every position, in the order in which it executes them.
+    """Return the instructions of every position, in the order in which it executes them.
 
     `owners[chunk][m]` is the index of the position that computes micro-batch m of chunk.
     `edges` has a key (from, to) for every pair of chunks between which values flow, and says
@@ -70,8 +70,9 @@ def makespan(
 
 
 def in_flight_limits(copies: Sequence[int], rounds: int, micro_batches: int) -> list[int]:
-    """How many (chunk, micro-batch) pairs the positions of each stage may have in flight together
-    under 1F1B. Stage s is `copies[s]` positions of one speed, each with `rounds` chunks."""
+    """Return how many (chunk, micro-batch) pairs the positions of each stage may have in flight
+    together under 1F1B. Stage s is `copies[s]` positions of one speed, each with `rounds`
+    chunks."""
     stages, first = len(copies), [sum(copies[:stage]) for stage in range(len(copies))]
     positions = [
         Position(tuple(range(stage, rounds * stages, stages)))
@@ -94,7 +95,7 @@ def spacing_of_equals(count: int, micro_batches: int) -> float:
 
 
 def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
-    """Which of the replicas of a stage owns each micro-batch: its index in `weights`.
+    """Return which of the replicas of a stage owns each micro-batch: its index in `weights`.
 
     `weights` are the replicas' speeds (positive, any common unit). Each owns the number that
     makes the slowest finish earliest (`optimal_shares`), one at least where there are as many as
@@ -131,7 +132,7 @@ def owners_of_equals(count: int, micro_batches: int) -> tuple[int, ...]:
 def _with_communication(
     computations: Iterable[Instruction], here: int, owners: Owners, links: Links
 ) -> Iterator[Instruction]:
-    """The computations of position `here`, each between its receives and its sends."""
+    """Yield the computations of position `here`, each between its receives and its sends."""
     for work in computations:
         kind, chunk, m, _ = work
         if kind is Kind.BACKWARD_WEIGHT:

@@ -215,7 +215,7 @@ class Space:
             yield Candidate(mesh, micro_batches, schedule, zero, offload, dim=dim)
 
     def keeps(self, zero: int, offload: str) -> bool:
-        """Whether copies may keep their optimizer's state so."""
+        """Return whether copies may keep their optimizer's state so."""
         return (self.zero or not zero) and (self.offload or offload == "none")
 
     def _keepings(self, several: bool, highest: int) -> Iterator[tuple[int, str]]:

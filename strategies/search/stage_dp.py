@@ -100,7 +100,7 @@ class Stage:
         return min(in_room, max(in_time, fits))
 
     def recomputes(self, first: int, last: int) -> bool:
-        """Whether the stage computes its blocks again, as it has no room to save all."""
+        """Return whether the stage computes its blocks again, as it has no room to save all."""
         return self.needs[last] - self.needs[first] > self.room
 
     def takes(self, first: int, last: int) -> float:

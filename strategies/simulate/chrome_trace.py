@@ -13,13 +13,13 @@ Event = dict[str, Any]
 
 
 def named(rank: int, device: str) -> Event:
-    """What a rank is called."""
+    """Return what a rank is called."""
     name = {"name": f"rank {rank} ({device})"}
     return {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": name}
 
 
 def event(rank: int, what: Instruction | str, started_us: float, took_us: float) -> Event:
-    """An instruction, or a part of the step, that a rank was at."""
+    """Return the event of an instruction, or of a part of the step, that a rank was at."""
     args: dict[str, Any] = {}
     name, category = str(what), "step"
     if isinstance(what, Instruction):
@@ -34,14 +34,15 @@ def event(rank: int, what: Instruction | str, started_us: float, took_us: float)
 
 
 def _goes_on(first: Event, second: Event) -> bool:
-    """Whether two events are pieces of one: a backward whose gradients become ready in pieces."""
+    """Return whether two events are pieces of one: a backward whose gradients become ready in
+    pieces."""
     same = all(first[key] == second[key] for key in ("name", "tid", "args"))
     return same and abs(first["ts"] + first["dur"] - second["ts"]) < 1e-3
 
 
 def events_of(spans: Spans, stands: Mapping[int, int], devices: Sequence[str]) -> list[Event]:
-    """A simulated step. Every rank does what the one does that `stands` for it; transfers that go
-    on beside its computing are a second row of its."""
+    """Return the events of a simulated step. Every rank does what the one does that `stands` for
+    it; transfers that go on beside its computing are a second row of its."""
     found = [named(rank, device) for rank, device in enumerate(devices)]
     by_rank: dict[int, list[Event]] = {}
     for task, start, end in zip(spans.tasks, spans.starts, spans.ends, strict=True):

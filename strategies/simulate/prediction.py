@@ -21,7 +21,7 @@ class Simulated:
     floor_s: float
 
     def prediction(self) -> Prediction:
-        """The step's time, which is not under the floor, and where that of its busiest rank
+        """Return the step's time, which is not under the floor, and where that of its busiest rank
         goes."""
         seconds = self.spans.seconds
         assert seconds >= self.floor_s * (1 - 1e-9), (seconds, self.floor_s)
@@ -36,7 +36,7 @@ class Simulated:
         )
 
     def events(self, cluster: Cluster) -> list[Event]:
-        """Its timeline, as a trace of a run has it."""
+        """Return the timeline of the step, as a trace of a run has it."""
         return events_of(self.spans, self.stands, [device.name for device in cluster.devices])
 
 

@@ -93,8 +93,8 @@ def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
 
 
 def _sharing(tasks: Sequence[Task], processors: float) -> Spans:
-    """The same where ranks share processors: from one end of a task to the next. Of a task only
-    what needs a processor is slowed by the others."""
+    """Return the spans where ranks share processors: from one end of a task to the next. Of a task
+    only what needs a processor is slowed by the others."""
     waits = [len(set(task.after)) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
     queues: dict[tuple[int, Lane], list[int]] = {}
@@ -158,8 +158,8 @@ class RankTime:
 
 
 def rank_times(spans: Spans) -> dict[int, RankTime]:
-    """Of every rank; a gap before a task is for the transfers the task waited for, as long as they
-    went on."""
+    """Return the time of every rank; a gap before a task is for the transfers the task waited for,
+    as long as they went on."""
     lists: dict[int, list[int]] = {}
     for number, task in enumerate(spans.tasks):
         if task.lane is Lane.COMPUTE:

@@ -16,7 +16,8 @@ PIECES = 8  # at most, in which a backward makes gradients ready for their sums
 
 
 def sum_pieces(elements: float) -> int:
-    """In how many the sum of so many gradients is, as a last backward makes them ready."""
+    """Return in how many pieces the sum of so many gradients is, as a last backward makes them
+    ready."""
     return max(1, min(PIECES, ceil(elements / REDUCE_BUCKET_ELEMENTS)))
 
 
@@ -67,7 +68,7 @@ class Step:
 
 
 def floor_s(step: Step) -> float:
-    """The least a step takes: computing alone, of the actor with most of it."""
+    """Return the least seconds of a step: computing alone, of the actor with most of it."""
     costs_of = (
         [actor.cost(each) for each in actor.instructions if each.kind in COMPUTATIONS]
         for actor in step.actors
@@ -76,7 +77,7 @@ def floor_s(step: Step) -> float:
 
 
 def tasks_of(step: Step) -> list[Task]:
-    """The tasks of a step, each after those it waits for."""
+    """Return the tasks of a step, each after those it waits for."""
     return _Writer(step).written()
 
 
@@ -131,12 +132,13 @@ class _Writer:
         return len(self.tasks) - 1
 
     def after(self, number: int) -> tuple[int, ...]:
-        """What an actor's next task comes after."""
+        """Return what an actor's next task comes after."""
         last = self.last[number]
         return () if last is None else (last,)
 
     def run(self) -> None:
-        """Every actor's instructions; one that receives waits for the send to be written."""
+        """Write the tasks of every actor's instructions; one that receives waits for the send to be
+        written."""
         at = [0] * len(self.step.actors)
         arrived: list[list[int]] = [[] for _ in self.step.actors]
         moved = True
@@ -194,7 +196,7 @@ class _Writer:
         self.sent[_wire(actor.copy, instruction)] = self.add(task)
 
     def sums(self) -> list[list[int]]:
-        """The sums of gradients; of each actor, those it waits for before its update."""
+        """Return the sums of gradients; of each actor, those it waits for before its update."""
         found: list[list[int]] = [[] for _ in self.step.actors]
         for sync in self.step.syncs:
             ranks = tuple(self.step.actors[member].ranks[0] for member in sync.members)
@@ -222,7 +224,7 @@ _SENDS = (Kind.SEND, Kind.SEND_GRADIENT)
 
 
 def _wire(copy: int, instruction: Instruction) -> tuple[int, bool, int, int, int]:
-    """What a send and its receive have in common."""
+    """Return what a send and its receive have in common."""
     kind, chunk, m, peer = instruction
     if kind is Kind.SEND or kind is Kind.SEND_GRADIENT:
         return copy, kind is Kind.SEND_GRADIENT, chunk, peer, m
@@ -230,7 +232,7 @@ def _wire(copy: int, instruction: Instruction) -> tuple[int, bool, int, int, int
 
 
 def _last_backwards(instructions: Sequence[Instruction]) -> set[int]:
-    """Where the backwards are after which a chunk's gradients are final."""
+    """Return where the backwards are after which a chunk's gradients are final."""
     last: dict[int, int] = {}
     for place, instruction in enumerate(instructions):
         if instruction.kind in ENDS:
@@ -239,5 +241,5 @@ def _last_backwards(instructions: Sequence[Instruction]) -> set[int]:
 
 
 def costs(table: Mapping[tuple[Kind, int, int], Cost]) -> Callable[[Instruction], Cost]:
-    """The costs of instructions by kind, chunk and micro-batch."""
+    """Return the costs of instructions by kind, chunk and micro-batch."""
     return lambda instruction: table[instruction.kind, instruction.chunk, instruction.micro_batch]

@@ -31,7 +31,8 @@ class Findings:
     _kept: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, find: Callable[[], _Found]) -> _Found:
-        """What `find` returns, or the PlanError it raises; `key` stands for all it depends on."""
+        """Return what `find` returns, or the PlanError it raises; `key` stands for all it depends
+        on."""
         if key not in self._kept:
             try:
                 self._kept[key] = find()
@@ -97,7 +98,8 @@ class Findings:
         return float(self.profile.parameter_elements - sum(each.elements for each in left))
 
     def copied_elements(self, split_head: bool) -> float:
-        """Of those, what copies have: all, or all but a head that is split."""
+        """Return how many trained elements copies have: all, or all but those of a head that is
+        split."""
         return self.trained_elements - (self.head_elements if split_head else 0)
 
     @cached_property

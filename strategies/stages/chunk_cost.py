@@ -33,7 +33,7 @@ class ChunkTimes:
         self._members = [alike_members(chunk.axes, axes) for chunk in chunks]
 
     def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:
-        """(all, and the part of it that is transfers) of a micro-batch of chunk `number`."""
+        """Return (all, and the part of it that is transfers) of a micro-batch of chunk `number`."""
         ranks = self.job.seats.positions[copy][position]
         link = group_link(self.job.cluster, ranks, by_memory=True)
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
@@ -92,8 +92,8 @@ class ChunkTimes:
     def durations(
         self, copy: int, samples: int
     ) -> dict[tuple[int, int], tuple[float, float, float]]:
-        """Seconds of (forward, input gradient, weight gradient) of a micro-batch of `samples` of a
-        copy, by chunk and the position that holds it."""
+        """Return the seconds of (forward, input gradient, weight gradient) of a micro-batch of
+        `samples` of a copy, by chunk and the position that holds it."""
         found: dict[tuple[int, int], tuple[float, float, float]] = {}
         for number, chunk in enumerate(self.chunks):
             for position in self.job.seats.of_stage(chunk.stage):
@@ -106,7 +106,8 @@ class ChunkTimes:
     def _priced(
         self, number: int, ranks: Sequence[int], samples: int, shares: Sequence[int], link: Link
     ) -> tuple[Times, Times]:
-        """Of the group's slowest member, which the others wait for, and the casts."""
+        """Return the seconds of the group's slowest member, which the others wait for, and of the
+        casts."""
         chunk = self.chunks[number]
         if chunk.head is None:
             each = [self._split(number, index, rank, samples) for index, rank in enumerate(ranks)]
@@ -152,7 +153,7 @@ class ChunkTimes:
         return total
 
     def _casts(self, chunk: Chunk, members: int, samples: int, link: Link) -> Times:
-        """The collectives of a shard group."""
+        """Return the collectives of a shard group."""
         precision = self.job.training.precision
         if chunk.head is not None:
             taken = (name for segment in chunk.head.segments for name in segment.takes)

@@ -48,9 +48,9 @@ class Chunked:
 def chunked(
     job: Staging, places: tuple[int, ...] | None = None, class_caps: tuple[int, ...] = ()
 ) -> Chunked:
-    """The model of `job`, cut: at `places`, or so that the slowest stage is done first. The members
-    beside a split head take at most `class_caps` of its classes, where there are any. Raises
-    PlanError."""
+    """Return the model of `job`, cut: at `places`, or so that the slowest stage is done first. The
+    members beside a split head take at most `class_caps` of its classes, where there are any.
+    Raises PlanError."""
     if job.as_is:
         return Chunked((), (Chunk(0, _whole(job.profile), "the whole"),), {}, {}, {}, ())
     stages = range(len(job.form.stages))
@@ -103,14 +103,14 @@ def _chunked(
 
 
 def _speeds(job: Staging) -> tuple[float, ...]:
-    """Of every chunk's stage, in the copy where it is slowest."""
+    """Return the speed of every chunk's stage, in the copy where it is slowest."""
     each = [job.stage_speeds(copy) for copy in range(job.form.copies)]
     slowest = [min(speeds) for speeds in zip(*each, strict=True)]
     return tuple(slowest * (job.chunk_count // len(slowest)))
 
 
 def _balanced(job: Staging, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """The places where chunks begin and the last ends, the slowest being done first."""
+    """Return the places where chunks begin and the last ends, the slowest being done first."""
     order, count = job.findings.order, job.chunk_count
     if count == 1:
         return (0, len(order.places) - 1)
@@ -137,7 +137,7 @@ def _balanced(job: Staging, speeds: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def _explained(job: Staging, places: tuple[int, ...], moved: bool) -> Iterator[Decision]:
-    """What every chunk is, and why."""
+    """Yield the decisions on what every chunk is, and why."""
     order, stages, count = job.findings.order, job.form.stages, job.chunk_count
     why = "the simulated step is shortest" if moved else "the slowest stage is done first"
     for chunk, (first, last) in enumerate(pairwise(places) if count > 1 else ()):
@@ -158,8 +158,8 @@ def cut_by_speed(
     members: tuple[int, ...],
     fixed: Mapping[int, int],
 ) -> tuple[int, ...] | None:
-    """The places where chunks of these speeds, over shard groups of so many `members`, begin and
-    the last one ends, the slowest being done as early as can be; None where there are too few
+    """Return the places where chunks of these speeds, over shard groups of so many `members`, begin
+    and the last one ends, the slowest being done as early as can be; None where there are too few
     places. Each has something to train and, where that is possible, to shard. `fixed` is as in
     `balanced`."""
     order = findings.order
@@ -182,7 +182,7 @@ def cut_by_speed(
 
 
 def _edges(job: Staging, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]:
-    """Which chunks send to which, and whether a gradient comes back."""
+    """Return which chunks send to which, and whether a gradient comes back."""
     maker = {name: chunk for chunk, part in enumerate(slices) for name in part.gives}
     found: dict[tuple[int, int], bool] = {}
     for chunk, part in enumerate(slices):
@@ -229,7 +229,8 @@ def _chunk(
 def _head_cut(
     job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
 ) -> HeadCut:
-    """The stage's slice of the model cut where the head begins; what it takes is its input."""
+    """Return the stage's slice of the model cut where the head begins; what it takes is its
+    input."""
     form = job.form.stages[stage]
     assert form.split is not None
     alone = job.chunk_count == 1
@@ -331,7 +332,7 @@ def _refuse_whole(
 
 
 def _axes(job: Staging, chunks: Sequence[Chunk], class_caps: Sequence[int]) -> Axes:
-    """Every axis' intervals over its shard group, in proportion to the members' speed; equal
+    """Return every axis' intervals over its shard group, in proportion to the members' speed; equal
     in all copies, so that copies hold the same shards. A split head's are within `class_caps`,
     where there are any."""
     found: dict[str, tuple[tuple[int, int], ...]] = {}
@@ -379,7 +380,7 @@ def _check_shapes(job: Staging, chunks: Sequence[Chunk], axes: Axes) -> None:
 
 
 def _shared_parameters(slices: Sequence[Slice], stages: int) -> dict[str, tuple[int, ...]]:
-    """Parameters that several stages hold (tied ones), and which stages."""
+    """Return the parameters that several stages hold (tied ones), and which stages."""
     holders: dict[str, dict[int, None]] = {}
     for chunk, part in enumerate(slices):
         for path in part.parameters:
@@ -388,7 +389,7 @@ def _shared_parameters(slices: Sequence[Slice], stages: int) -> dict[str, tuple[
 
 
 def _has_gradient(graph: OperationGraph, name: str) -> bool:
-    """Whether a value may have a gradient: floating, and made from a parameter."""
+    """Return whether a value may have a gradient: floating, and made from a parameter."""
     return "float" in graph[name].dtype and name in graph.made_of_parameters
 
 

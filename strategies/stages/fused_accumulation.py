@@ -11,7 +11,7 @@ from whale_train.strategies.stages.placement import Chunk, Staging
 
 
 def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
-    """The parameters of `chunk` whose gradients are, by path, and the targets of what reads
+    """Return the parameters of `chunk` whose gradients are, by path, and the targets of what reads
     them. A model that runs as it is has its gradients added up by autograd."""
     if job.as_is:
         return {}
@@ -33,7 +33,7 @@ def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
 
 
 def named_in_place(job: Staging, chunk: Chunk) -> Set[str]:
-    """What stands in the graph for the parameters of `chunk` that are `added_in_place`."""
+    """Return what stands in the graph for the parameters of `chunk` that are `added_in_place`."""
     if job.as_is:
         return frozenset()
     graph, canonical = job.graph, job.profile.parameter_by_path
@@ -46,7 +46,7 @@ def named_in_place(job: Staging, chunk: Chunk) -> Set[str]:
 
 
 def _readers(job: Staging, operations: Sequence[str]) -> Mapping[str, Set[str]]:
-    """The targets of what reads each parameter among `operations`."""
+    """Return the targets of what reads each parameter among `operations`."""
     graph, canonical = job.graph, job.profile.parameter_by_path
     found: dict[str, set[str]] = {}
     for name in operations:

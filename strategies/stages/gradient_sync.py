@@ -26,8 +26,9 @@ def gradient_sums(
     actors: Mapping[tuple[int, int], int],
     one_backward: bool,
 ) -> list[Sync]:
-    """All sums of a step, in their order; `actors` has the numbers of those that stand for all, by
-    copy and position. Where a step has `one_backward`, copies that can share memory sum in it.
+    """Return all sums of a step, in their order; `actors` has the numbers of those that stand for
+    all, by copy and position. Where a step has `one_backward`, copies that can share memory sum in
+    it.
 
     `engines` are those of each stage, and `shared` the stages of each tied weight. Torch's engine
     sums these over all their holders, when all else is on its way; DeepSpeed, which waits for that
@@ -52,8 +53,8 @@ def _of_tied(
     crowd: Crowd,
     actors: Mapping[tuple[int, int], int],
 ) -> Iterator[Sync]:
-    """Of each tied weight, which all its holders have whole (docs/adr/009), when these have run
-    their last backwards."""
+    """Yield the sum of each tied weight, which all its holders have whole (docs/adr/009), when
+    these have run their last backwards."""
     for path, stages in shared.items():
         holders = sorted(rank for s in stages for ranks in job.replicas(s) for rank in ranks)
         seconds = sum_time_s(job.cluster, holders, 4 * _elements(job, path), crowd)
@@ -116,7 +117,7 @@ def is_replicate(job: Staging, stage: int) -> bool:
 def _members(
     job: Staging, stages: Sequence[int], actors: Mapping[tuple[int, int], int]
 ) -> tuple[int, ...]:
-    """The actors of `stages`."""
+    """Return the actors of `stages`."""
     of_stages = {place for stage in stages for place in job.seats.of_stage(stage)}
     return tuple(number for (_, place), number in actors.items() if place in of_stages)
 

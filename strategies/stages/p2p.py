@@ -17,14 +17,14 @@ class Sends:
         self._bytes: dict[tuple[int, int, int], float] = {}
 
     def link(self, copy: int, positions: tuple[int, int]) -> Link:
-        """From one position to another."""
+        """Return the link from one position to another."""
         seats = self._job.seats.positions[copy]
         ends = [seats[position][0] for position in positions]
         return group_link(self._job.cluster, ends, self._senders, by_memory=True)
 
     def num_bytes(self, sender: int, receiver: int, samples: int) -> float:
-        """Of a micro-batch, from one chunk to another: of values, or, to an earlier chunk, of the
-        gradients of them."""
+        """Return the bytes of a micro-batch from one chunk to another: of values, or, to an earlier
+        chunk, of the gradients of them."""
         key = (sender, receiver, samples)
         if key not in self._bytes:
             maker, taker = sorted((sender, receiver))
@@ -40,9 +40,9 @@ class Sends:
     def transits(
         self, copy: int, batches: Batches, edges: Mapping[tuple[int, int], bool]
     ) -> dict[tuple[int, int], float]:
-        """Of a copy's largest micro-batch, from chunk to chunk, forward along `edges` and back
-        along those with a gradient: the longest between positions that send it. Edges within a
-        position are left out."""
+        """Return the seconds of a copy's largest micro-batch, from chunk to chunk, forward along
+        `edges` and back along those with a gradient: the longest between positions that send it.
+        Edges within a position are left out."""
         samples = max(stop - start for start, stop in batches.samples[copy])
         owners, found = batches.owners[copy], dict[tuple[int, int], float]()
         for (first, last), gradient in edges.items():

@@ -51,8 +51,9 @@ class Seats:
 def seats(
     stages: Sequence[tuple[str | None, int, int]], copies: int, devices: Sequence[Device]
 ) -> Seats:
-    """Of `copies` of stages, each (kind of device or None, its copies, shards of each): ranks in
-    order, copy by copy, stage by stage, each stage taking the next ranks of its kind."""
+    """Return the seats of `copies` of stages, each (kind of device or None, its copies, shards of
+    each): ranks in order, copy by copy, stage by stage, each stage taking the next ranks of its
+    kind."""
     waiting: dict[str | None, Iterator[int]] = {None: iter(range(len(devices)))}
     for kind in {kind for kind, _, _ in stages} - {None}:
         waiting[kind] = iter([rank for rank, each in enumerate(devices) if each.name == kind])
@@ -96,8 +97,8 @@ class Chunk:
 
 
 def alike_members(named: Iterable[str], axes: Axes) -> Sequence[int]:
-    """Of each member of a shard group, the first whose parts along the axes `named` are as large as
-    its own; none where nothing is cut."""
+    """Return, for each member of a shard group, the first whose parts along the axes `named` are as
+    large as its own; none where nothing is cut."""
     cut = [axes[axis] for axis in dict.fromkeys(named) if axis in axes]
     first: dict[tuple[int, ...], int] = {}
     sizes = [
@@ -167,7 +168,8 @@ class Staging:
         return speeds
 
     def stage_speeds(self, copy: int) -> list[float]:
-        """How fast every stage of a copy is: in FLOP/s, or in devices where all count alike."""
+        """Return how fast every stage of a copy is: in FLOP/s, or in devices where all count
+        alike."""
         precision = self.training.precision
         even = self.strategy.balance == "even"
         speeds = [0.0] * len(self.form.stages)
@@ -177,13 +179,13 @@ class Staging:
         return speeds
 
     def chunks_of_positions(self) -> tuple[tuple[int, ...], ...]:
-        """The chunks every position holds."""
+        """Return the chunks every position holds."""
         stages = len(self.form.stages)
         chunks = range(self.chunk_count)
         return tuple(tuple(chunks[stage::stages]) for stage in self.seats.stage_of)
 
     def replicas(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """The shard groups that hold a stage."""
+        """Return the shard groups that hold a stage."""
         return tuple(
             of_copy[position] for of_copy in self.seats.positions
             for position in self.seats.of_stage(stage)
@@ -201,7 +203,7 @@ class Staging:
         return (tuple(sorted(rank for group in self.replicas(stage) for rank in group)),)
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """(copy, position) of a rank."""
+        """Return (copy, position) of a rank."""
         return self._places[rank]
 
     def stage_of_rank(self, rank: int) -> int:

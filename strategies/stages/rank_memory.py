@@ -171,7 +171,7 @@ def _accumulates(order: Sequence[Instruction]) -> bool:
 
 
 def _alike_orders(orders: Sequence[Sequence[Sequence[Instruction]]]) -> Mapping[int, int]:
-    """The number of every order, by its id: the same for orders that only differ in which
+    """Return the number of every order, by its id: the same for orders that only differ in which
     micro-batches are meant, of which any has each chunk's ascending."""
     found: dict[int, int] = {}
     numbers: dict[object, int] = {}
@@ -328,8 +328,8 @@ class Held:
     def _steps(
         self, order: Sequence[Instruction], engine: Gradients
     ) -> Iterator[tuple[float, float, float]]:
-        """The worst moments of every instruction: gradients there are, gradients about to be added
-        to them, and a sample's values. What is sent stays until all of the step's has left: a
+        """Yield the worst moments of every instruction: gradients there are, gradients about to be
+        added to them, and a sample's values. What is sent stays until all of the step's has left: a
         given value also when its backward has let go of it."""
         alone = sum(x.kind is Kind.FORWARD for x in order) == 1
         last = {x.chunk: x for x in order if x.kind in ENDS}
@@ -376,7 +376,7 @@ class Held:
 
 
 def _part_of(chunk: Chunk, axes: Axes, member: int) -> Callable[[str], float]:
-    """The part of a value that a member of a chunk's shard group has."""
+    """Return the part of a value that a member of a chunk's shard group has."""
     if chunk.sharded is None:  # or beside a split head, whose shard is reckoned by itself
         return whole
     layouts = chunk.sharded.assignment.layouts
@@ -384,7 +384,7 @@ def _part_of(chunk: Chunk, axes: Axes, member: int) -> Callable[[str], float]:
 
 
 def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set[int]:
-    """The stages that compute their blocks again: those told to, and of those left to choose
+    """Return the stages that compute their blocks again: those told to, and of those left to choose
     (auto), the ones whose activations do not fit as `memory` has them."""
     found = set()
     for stage, form in enumerate(job.form.stages):

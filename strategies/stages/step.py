@@ -64,8 +64,8 @@ class StagedStep:
         self._gradients: dict[tuple[int, ...], float] = {}
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
-        """The step of the copies that stand for all, and which rank stands for each. Where ranks
-        share processors, all copies stand for themselves."""
+        """Return the step of the copies that stand for all, and which rank stands for each. Where
+        ranks share processors, all copies stand for themselves."""
         first: dict[object, int] = {}
         stands: dict[int, int] = {}
         chosen: list[int] = []
@@ -95,16 +95,16 @@ class StagedStep:
         return Step(actors, syncs, norm), stands
 
     def _seated(self, positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-        """Every rank's device, and its node, numbered in the order in which the copy's ranks come
-        upon them."""
+        """Yield every rank's device, and its node, numbered in the order in which the copy's ranks
+        come upon them."""
         numbers: dict[int, int] = {}
         for rank in (rank for ranks in positions for rank in ranks):
             node = numbers.setdefault(self.cluster.node_of[rank], len(numbers))
             yield id(self.cluster.devices[rank]), node
 
     def _actor(self, copy: int, position: int) -> Actor:
-        """Of its instructions those cost the same that are of one kind and chunk, for as many
-        samples, and between the same positions."""
+        """Return the actor of a position, of whose instructions those cost the same that are of one
+        kind and chunk, for as many samples, and between the same positions."""
         ranks = self.job.seats.positions[copy][position]
         order, sizes = self.orders[copy][position], self._sizes[copy]
         owners = self.batches.owners[copy]
@@ -135,10 +135,10 @@ class StagedStep:
         return Actor(ranks, copy, order, cost, max(self._update_s(rank) for rank in ranks))
 
     def _gradients_s(self, number: int, ranks: Sequence[int], adds: bool, alone: bool) -> float:
-        """What a backward of a chunk takes, beside making gradients, on the slowest of `ranks`, the
-        members of its shard group: a later one `adds` its own to those there are, but for what is
-        added as it is made; the first makes tables' of zeros, but of those to which, if it is not
-        `alone`, a lookup adds what it found."""
+        """Return what a backward of a chunk takes, beside making gradients, on the slowest of
+        `ranks`, the members of its shard group: a later one `adds` its own to those there are, but
+        for what is added as it is made; the first makes tables' of zeros, but of those to which, if
+        it is not `alone`, a lookup adds what it found."""
         devices = [self.cluster.devices[rank] for rank in ranks]
         key = (number, adds, alone, *map(id, devices))
         if key not in self._gradients:
@@ -212,7 +212,7 @@ class StagedStep:
         return sent + forward, sent + backward
 
     def _norms(self, number: int) -> Times:
-        """The collectives of a chunk's BatchNorms over the copies of its stage."""
+        """Return the collectives of a chunk's BatchNorms over the copies of its stage."""
         if number not in self._of_norms:
             self._of_norms[number] = self._priced_norms(number)
         return self._of_norms[number]

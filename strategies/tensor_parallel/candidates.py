@@ -69,7 +69,7 @@ class Weight:
 def find_weights(
     graph: OperationGraph, region: set[str], parameters: Mapping[str, str], least: int
 ) -> dict[str, Weight]:
-    """The parameters of `region` that a product, convolution or lookup reads there, by path;
+    """Return the parameters of `region` that a product, convolution or lookup reads there, by path;
     `least` is the fewest units worth having."""
     found: dict[str, Weight] = {}
     for operation in graph:
@@ -91,7 +91,7 @@ def find_weights(
 def cuts_of(
     graph: OperationGraph, operation: Operation, parameters: Mapping[str, str]
 ) -> Iterator[Candidate]:
-    """The candidates of the weights that `operation` reads, be they worth having or not."""
+    """Yield the candidates of the weights that `operation` reads, be they worth having or not."""
     for name in _weights_read(graph, operation):
         root, dims = _through_transposes(graph, name)
         if root in parameters:
@@ -118,8 +118,8 @@ def _first_reader(graph: OperationGraph, root: str, reader: str) -> str:
 
 
 def _through_transposes(graph: OperationGraph, name: str) -> tuple[str, tuple[int, ...]]:
-    """The parameter that `name` is a transpose of, and which of its dimensions each dimension of
-    `name` is."""
+    """Return the parameter that `name` is a transpose of, and which of its dimensions each
+    dimension of `name` is."""
     operation = graph[name]
     dims = tuple(range(len(operation.shape or ())))
     while RULES.get(operation.target) in _CHAIN or (
@@ -195,7 +195,8 @@ def _candidates(
 
 
 def parts_of(graph: OperationGraph, name: str, dim: int, extent: int) -> list[tuple[int, ...]]:
-    """The parts into which `name`'s users take its dimension `dim` of `extent`, where they do."""
+    """Return the parts into which `name`'s users take its dimension `dim` of `extent`, where they
+    do."""
     edges = {0, extent}
     seen: set[tuple[str, int, int]] = set()
     stack = [(name, dim, 1)]  # a value, its dimension, and how many elements one index of it is
@@ -218,7 +219,7 @@ def parts_of(graph: OperationGraph, name: str, dim: int, extent: int) -> list[tu
 
 
 def _edges(graph: OperationGraph, operation: Operation, value: str, at: int) -> tuple[int, ...]:
-    """Where `operation` cuts dimension `at` of what it takes apart."""
+    """Return where `operation` cuts dimension `at` of what it takes apart."""
     typed = Typed(operation, {}, graph)
     rule, shape = RULES.get(operation.target), graph[value].shape or ()
     kind = operation.target.removeprefix("aten.")
@@ -242,7 +243,8 @@ def _edges(graph: OperationGraph, operation: Operation, value: str, at: int) -> 
 def _onward(
     graph: OperationGraph, operation: Operation, value: str, at: int, scale: int, extent: int
 ) -> tuple[int, int] | None:
-    """The dimension of `operation`'s result that the fused dimension leads to, and its scale."""
+    """Return the dimension of `operation`'s result that the fused dimension leads to, and its
+    scale."""
     rule, shape = RULES.get(operation.target), graph[value].shape or ()
     target = operation.shape or ()
     probe = Shard(at, "probe", 1, (extent // scale,))
@@ -265,7 +267,7 @@ def _onward(
 
 
 def _feeds_cross_entropy(graph: OperationGraph, name: str) -> bool:
-    """Whether the classes of a loss are what it computes: no other product comes between."""
+    """Return whether the classes of a loss are what it computes: no other product comes between."""
     stack, seen = [name], set[str]()
     while stack and len(seen) < _LOOK_AHEAD:
         value = stack.pop(0)

@@ -75,7 +75,7 @@ def choose_patterns(
 
 
 def _by_hand(region: Region, by_hand: Sequence[tuple[str, str]], key: str) -> dict[str, str]:
-    """Which weight gets which pattern. Raises PlanError for what cannot be had."""
+    """Return which weight gets which pattern. Raises PlanError for what cannot be had."""
     fixed: dict[str, str] = {}
     faults = []
     paths = sorted(set(region.parameters.values()))
@@ -109,7 +109,7 @@ def _can(region: Region, path: str, pattern: str) -> bool:
 
 
 def _answer(region: Region, best: State) -> Sharded:
-    """What the best state has laid, read off its records."""
+    """Return the layouts of the best state, read off its records."""
     records = []
     record = best.record
     while record is not None:

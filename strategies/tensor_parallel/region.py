@@ -111,7 +111,8 @@ class Region:
         return counts
 
     def parameter_path(self, name: str) -> str:
-        """The path of a parameter, or of a batch norm's statistics; of another value, empty."""
+        """Return the path of a parameter, or of a batch norm's statistics; of another value,
+        empty."""
         return self.parameters.get(name) or self.statistics.get(name, "")
 
 
@@ -128,7 +129,7 @@ def matches(path: str, glob: str) -> bool:
 
 
 def _limited(weight: Weight, dim: str) -> Weight:
-    """With the candidates that `dim` leaves."""
+    """Return the weight with the candidates that `dim` leaves."""
     if dim == "auto":
         return weight
     allowed: Callable[[Candidate], bool] = {
@@ -144,8 +145,8 @@ def _limited(weight: Weight, dim: str) -> Weight:
 
 
 def _counted_elements(weights: Mapping[str, Weight], held: Mapping[str, int]) -> dict[str, int]:
-    """The elements of each weight that count as left whole: all, but of weights that are small
-    beside the others of their block (the module path up to its first number)."""
+    """Return the elements of each weight that count as left whole: all, but of weights that are
+    small beside the others of their block (the module path up to its first number)."""
     blocks: dict[str, int] = {}
     for path in weights:
         blocks[block_of_parameter(path)] = blocks.get(block_of_parameter(path), 0) + held[path]
@@ -153,7 +154,7 @@ def _counted_elements(weights: Mapping[str, Weight], held: Mapping[str, int]) ->
 
 
 def block_of_parameter(path: str) -> str:
-    """The module path of its block: up to the first number, empty where there is none."""
+    """Return the module path of its block: up to the first number, empty where there is none."""
     parts = path.split(".")
     numbered = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbered[0] + 1]) if numbered else ""

@@ -38,8 +38,8 @@ class State:
 
 
 def moved(cast: Cast, size: float, gradient: bool, reduced: bool) -> tuple[float, int]:
-    """Bytes that a cast moves per rank, forward and backward, and how many collectives it is.
-    `size` is what a gather moves; an all-reduce moves it twice."""
+    """Return the bytes that a cast moves per rank, forward and backward, and how many collectives
+    it is. `size` is what a gather moves; an all-reduce moves it twice."""
     back = 1.0 if gradient else 0.0
     match cast.kind:
         case "enter":
@@ -60,7 +60,7 @@ def moved(cast: Cast, size: float, gradient: bool, reduced: bool) -> tuple[float
 
 
 def signature(state: State) -> Any:
-    """What decides a state's future: all layouts to come, with axes named by order of
+    """Return what decides a state's future: all layouts to come, with axes named by order of
     appearance, and their units."""
     names: dict[str, int] = {}
 

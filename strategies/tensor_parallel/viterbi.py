@@ -38,7 +38,8 @@ _BYTES = 4  # of an element; all patterns move the same dtype, so only ratios ma
 
 
 def cheapest(region: Region, fixed: Mapping[str, str]) -> State:
-    """The cheapest state at the end of `region`. `fixed` are patterns given by hand, by path."""
+    """Return the cheapest state at the end of `region`. `fixed` are patterns given by hand, by
+    path."""
     return _Search(region, fixed).run()
 
 
@@ -63,7 +64,7 @@ class _Search:
         return min((self.handed_on(state) for state in states), key=lambda s: s.cost)
 
     def step(self, state: State, operation: Operation) -> Iterator[State]:
-        """The states after `operation`: one for every choice it leaves."""
+        """Yield the states after `operation`: one for every choice it leaves."""
         known = {name: self.layout(state, name) for name in operation.inputs}
         open_weights = [
             name for name in operation.inputs
@@ -92,7 +93,7 @@ class _Search:
         self, state: State, operation: Operation, known: dict[str, Layout], name: str,
         weight: Weight,
     ) -> Iterator[State]:  # fmt: skip
-        """Every pattern the weight read as `name` may have here."""
+        """Yield every pattern the weight read as `name` may have here."""
         fixed, path = self.fixed.get(weight.path), weight.path
         made = 0
         for candidate in weight.candidates:
@@ -126,9 +127,10 @@ class _Search:
                 yield from self.applied(left, operation, known, whole(known), stays, True)
 
     def shuns(self, candidate: Candidate) -> bool:
-        """A table of any size is cut by rows: by columns a gather would do where rows need an
-        all-reduce, but sums of tables (words and positions) share that one, and so do heads that
-        are tied to them. And rows of a weight follow the input; an input is not cut for them."""
+        """Return whether a table would be cut otherwise than by rows: by columns a gather would do
+        where rows need an all-reduce, but sums of tables (words and positions) share that one, and
+        so do heads that are tied to them. And rows of a weight follow the input; an input is not
+        cut for them."""
         path = candidate.layout.axis
         if candidate.pattern == "row":
             return self.region.weights[path].follows
@@ -142,9 +144,9 @@ class _Search:
         self, state: State, operation: Operation, known: dict[str, Layout],
         decided: tuple[tuple[str, str, Layout], ...], keep_cut: bool = False,
     ) -> Iterator[State]:  # fmt: skip
-        """As the rule says; and with whole tensors where there is no rule, where it would have
-        values cut that a gradient comes back to, or right after a weight's product. A weight that
-        is cut for this very operation is not gathered for it."""
+        """Yield the states that the rule gives; and with whole tensors where there is no rule,
+        where it would have values cut that a gradient comes back to, or right after a weight's
+        product. A weight that is cut for this very operation is not gathered for it."""
         typing = typing_of(self.region.graph, operation, known, self.region.gradients)
         found = 0
         if self._by_tokens and (typing is None or R in typing.wants.values()):
@@ -194,7 +196,7 @@ class _Search:
         self, state: State, operation: Operation, known: Mapping[str, Layout], typing: Typing,
         decided: tuple[tuple[str, str, Layout], ...], gathered: bool,
     ) -> Iterator[State]:  # fmt: skip
-        """The state after `operation` is typed so; none where an axis would be too coarse."""
+        """Yield the state after `operation` is typed so; none where an axis would be too coarse."""
         axes = state.axes.after(typing)
         if axes is None or self.loses_updates(state, typing, known):
             return
@@ -236,8 +238,8 @@ class _Search:
         self, state: State, user: str, wants: Mapping[str, Layout], known: Mapping[str, Layout],
         axes: Axes,
     ) -> tuple[Cast, ...]:  # fmt: skip
-        """The casts on the way into `user`. A sum once taken is there for all who come later, as
-        if the value had been whole, or scattered, from the start."""
+        """Return the casts on the way into `user`. A sum once taken is there for all who come
+        later, as if the value had been whole, or scattered, from the start."""
         found = []
         there = {c.value: c for c in casts_of(user, wants, known, self.region.gradients, axes)}
         for name, laid in known.items():
@@ -263,7 +265,7 @@ class _Search:
         return state.axes.laid(found)
 
     def absorbable(self, state: State, name: str, known: Layout) -> str:
-        """The path of a parameter that may be held as its one user wants it (a bias, a norm
+        """Return the path of a parameter that may be held as its one user wants it (a bias, a norm
         inside a sharded region), or of a buffer that is updated where it stands."""
         path = self.region.parameter_path(name)
         free = path and path not in state.decided and path not in self.region.weights
@@ -272,7 +274,8 @@ class _Search:
         return path if free and alone and known == R and not by_hand else ""
 
     def loses_updates(self, state: State, typing: Typing, known: Mapping[str, Layout]) -> bool:
-        """Whether statistics would be updated in a slice or a gathered copy of the buffer."""
+        """Return whether statistics would be updated in a slice or a gathered copy of the
+        buffer."""
         return any(
             wish != known[name] and not self.absorbable(state, name, known[name])
             for name, wish in typing.wants.items()
@@ -289,7 +292,7 @@ class _Search:
     def paid(
         self, state: State, casts: tuple[Cast, ...]
     ) -> tuple[Cost, Mapping[str, tuple[Layout, ...]]]:
-        """The cost after `casts`, none of which is made twice of one value."""
+        """Return the cost after `casts`, none of which is made twice of one value."""
         cost, made = state.cost, state.made
         for cast in casts:
             there = made.get(cast.value, ())
@@ -323,7 +326,7 @@ class _Search:
         )
 
     def merged(self, states: list[State]) -> list[State]:
-        """The cheapest of those that agree on all that is still to be read."""
+        """Return the cheapest of the states that agree on all that is still to be read."""
         if len(states) == 1:
             return states
         best: dict[Any, State] = {}

@@ -68,7 +68,7 @@ def addmm(typed: Typed) -> Typing | None:
 
 
 def matmul(typed: Typed) -> Typing | None:
-    """The last two dimensions multiply; those before them go side by side, as in NumPy."""
+    """Type the last two dimensions multiply; those before them go side by side, as in NumPy."""
     left, right = len(typed.shape(0)), len(typed.shape(1))
     if left < 2 or right < 2:
         return None
@@ -80,7 +80,7 @@ def matmul(typed: Typed) -> Typing | None:
 
 
 def baddbmm(typed: Typed) -> Typing | None:
-    """A batch of matrix products, added to its first argument."""
+    """Type a batch of matrix products, added to its first argument."""
     out = ("batch", "row", "out")
     added = Term(typed.value(0), out[3 - len(typed.shape(0)) :])
     left = Term(typed.value(1), ("batch", "row", "in"))
@@ -221,7 +221,8 @@ def attention(typed: Typed) -> Typing | None:
 
 
 def _per_head(cut: Shard, extent: Size, wanted: Size) -> tuple[Shard | None, tuple[int, ...]]:
-    """The cut of `extent` heads as one of `wanted` heads, and what its axis must divide then."""
+    """Return the cut of `extent` heads as one of `wanted` heads, and what its axis must divide
+    then."""
     if extent == wanted:
         return cut, ()
     if extent.per_sample or wanted.per_sample or not cut.pieces:
@@ -234,7 +235,7 @@ def _per_head(cut: Shard, extent: Size, wanted: Size) -> tuple[Shard | None, tup
 
 
 def contract(typed: Typed, equation: Product) -> Typing | None:
-    """The one rule of all products: which label is cut, and what that asks of everyone."""
+    """Type the one rule of all products: which label is cut, and what that asks of everyone."""
     left, right = equation.left, equation.right
     cuts = [(term, x) for term in (left, right) if isinstance(x := typed.layouts[term.name], Shard)]
     if not cuts:

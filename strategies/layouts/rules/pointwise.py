@@ -31,9 +31,9 @@ _KEEPS_ZERO = (
 
 
 def pointwise(typed: Typed) -> Typing | None:
-    """One element at a time: every tensor of the result's shape is cut alike; a tensor that does
-    not have the cut dimension (or has another extent there: 1) enters whole. A partial sum is
-    passed on where that is exact, else summed first."""
+    """Type an operation on one element at a time: every tensor of the result's shape is cut
+    alike; a tensor that does not have the cut dimension (or has another extent there: 1) enters
+    whole. A partial sum is passed on where that is exact, else summed first."""
     if typed.operation.target == "aten.type_as.default":  # the model lends its dtype only
         return _like_first(typed)
     if any(isinstance(x, Shard) for x in typed.layouts.values()):
@@ -123,14 +123,14 @@ def _is_idle_dropout(typed: Typed) -> bool:
 
 
 def _grows(typed: Typed, names: set[str]) -> bool:
-    """Whether the result is larger than each of the sums it is made of."""
+    """Return whether the result is larger than each of the sums it is made of."""
     result = product(typed.operation.shape or ())
     return all(product(typed.graph[name].shape or ()) != result for name in names)
 
 
 def _fewer(typed: Typed, name: str, than: str) -> bool:
-    """Whether `name` needs no gradient or has at most half the elements of `than`: then summing
-    its gradient costs less than summing `than` at once."""
+    """Return whether `name` needs no gradient or has at most half the elements of `than`: then
+    summing its gradient costs less than summing `than` at once."""
     if name not in typed.gradients:
         return True
     mine, power = product(typed.graph[name].shape or ())

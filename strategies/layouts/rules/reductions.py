@@ -19,8 +19,8 @@ from whale_train.strategies.layouts.types import (
 
 
 def along(dims: Callable[[Typed], tuple[int, ...]]) -> Rule:
-    """The rule of an operation whose result has the shape of its first argument (or a list of
-    such) and which mixes elements along `dims` only. What else it reads enters whole."""
+    """Return the rule of an operation whose result has the shape of its first argument (or a list
+    of such) and which mixes elements along `dims` only. What else it reads enters whole."""
 
     def rule(typed: Typed) -> Typing | None:
         layout = typed.only
@@ -36,40 +36,40 @@ def along(dims: Callable[[Typed], tuple[int, ...]]) -> Rule:
 
 
 def second(typed: Typed) -> tuple[int, ...]:
-    """The dimension that the second argument names."""
+    """Return the dimension that the second argument names."""
     return dimensions(typed.argument(1, -1, "dim"), len(typed.shape(0)))
 
 
 def third(typed: Typed) -> tuple[int, ...]:
-    """The dimension that the third argument names."""
+    """Return the dimension that the third argument names."""
     return dimensions(typed.argument(2, -1, "dim"), len(typed.shape(0)))
 
 
 def normalized(typed: Typed) -> tuple[int, ...]:
-    """The last dimensions, as many as the second argument lists."""
+    """Return the last dimensions, as many as the second argument lists."""
     shape, rank = typed.argument(1), len(typed.shape(0))
     assert isinstance(shape, tuple)
     return tuple(range(rank - len(shape), rank))
 
 
 def spatial(typed: Typed) -> tuple[int, ...]:
-    """All dimensions after samples and channels."""
+    """Return all dimensions after samples and channels."""
     return tuple(range(2, len(typed.shape(0))))
 
 
 def reduction(typed: Typed) -> Typing | None:
-    """One value for each place of the other dimensions."""
+    """Type an operation that gives one value for each place of the other dimensions."""
     return _reduced(typed, sums=False)
 
 
 def total(typed: Typed) -> Typing | None:
-    """A sum: over the cut dimension it is a partial sum, and of a partial sum it is one."""
+    """Type a sum: over the cut dimension it is a partial sum, and of a partial sum it is one."""
     return _reduced(typed, sums=True)
 
 
 def mean(typed: Typed) -> Typing | None:
-    """A mean; of a partial sum it is one. Over the cut dimension it is a partial sum too, of each
-    rank's mean weighted by its part."""
+    """Type a mean; of a partial sum it is one. Over the cut dimension it is a partial sum too,
+    of each rank's mean weighted by its part."""
     if isinstance(typed.only, PartialSum):
         return Typing({}, P)
     typing = _reduced(typed, sums=True)
@@ -111,7 +111,7 @@ def group_norm(typed: Typed) -> Typing | None:
 
 
 def _by_channel(typed: Typed, layout: Shard, coarsen: tuple[tuple[str, int], ...]) -> Typing | None:
-    """What has one value a channel is cut as x is."""
+    """Type values by channel: what has one value a channel is cut as x is."""
     wanted = Shard(0, layout.axis, layout.outer, layout.pieces)
     wants: dict[str, Layout] = {}
     unite = []
@@ -129,8 +129,8 @@ def _by_channel(typed: Typed, layout: Shard, coarsen: tuple[tuple[str, int], ...
 
 
 def embedding(typed: Typed) -> Typing | None:
-    """A table cut by rows: each rank looks up its own, the rest are zeros of a sum. Not where the
-    gradient is scaled by how often a row is read. Cut by columns, so is the result."""
+    """Type a table cut by rows: each rank looks up its own, the rest are zeros of a sum. Not
+    where the gradient is scaled by how often a row is read. Cut by columns, so is the result."""
     weight = typed.layout(0)
     if not isinstance(weight, Shard) or typed.argument(3):
         return None

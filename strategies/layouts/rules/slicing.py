@@ -24,8 +24,8 @@ LISTS = ("split.Tensor", "split_with_sizes.default", "chunk.default", "tensor_sp
 
 
 def narrow(typed: Typed) -> Typing | None:
-    """A range of one dimension: along any other than the cut one, all of the cut one, or exactly
-    whole pieces of it."""
+    """Type a range of one dimension: along any other than the cut one, all of the cut one, or
+    exactly whole pieces of it."""
     along = dimension(typed.argument(1, 0), len(typed.shape(0)))
     extent = typed.shape(0)[along]
     start, length = _range(typed, along)
@@ -35,7 +35,7 @@ def narrow(typed: Typed) -> Typing | None:
 
 
 def take_apart(typed: Typed) -> Typing | None:
-    """A list of ranges of one dimension; the list is laid as what it was taken from, and
+    """Type a list of ranges of one dimension; the list is laid as what it was taken from, and
     `item` finds each part's pieces."""
     layout, along = typed.only, _list_dim(typed)
     if isinstance(layout, PartialSum):
@@ -53,7 +53,7 @@ def take_apart(typed: Typed) -> Typing | None:
 
 
 def item(typed: Typed) -> Typing | None:
-    """One part of a list of tensors."""
+    """Type one part of a list of tensors."""
     source, number = typed.graph[typed.value(0)], typed.argument(1)
     layout = typed.only
     assert isinstance(number, int)
@@ -78,7 +78,7 @@ def item(typed: Typed) -> Typing | None:
 
 
 def unbind(typed: Typed) -> Typing | None:
-    """A list of all indices of a dimension, which goes away."""
+    """Type a list of all indices of a dimension, which goes away."""
     along = dimension(typed.argument(1, 0), len(typed.shape(0)))
     layout = typed.only
     if isinstance(layout, Shard) and layout.dim == along:
@@ -174,7 +174,7 @@ def gather(typed: Typed) -> Typing | None:
 
 
 def pad(typed: Typed) -> Typing | None:
-    """The last dimensions made longer by a constant, or by what they hold."""
+    """Type the last dimensions made longer by a constant, or by what they hold."""
     amounts = typed.argument(1)
     assert isinstance(amounts, tuple)
     padded = {typed.rank - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
@@ -183,7 +183,7 @@ def pad(typed: Typed) -> Typing | None:
 
 
 def part_sizes(typed: Typed) -> list[int] | None:
-    """The lengths of the parts a list operation makes; None where the batch decides."""
+    """Return the lengths of the parts a list operation makes; None where the batch decides."""
     extent = typed.shape(0)[_list_dim(typed)]
     if extent.per_sample:
         return None
@@ -219,7 +219,7 @@ def _is_cut(typed: Typed, name: str) -> bool:
 
 
 def _range(typed: Typed, along: int) -> tuple[int, Size]:
-    """Where a slice starts, and its length as export says it."""
+    """Return where a slice starts, and its length as export says it."""
     length = (typed.operation.shape or ())[along]
     start = typed.argument(2, 0)
     if typed.argument(4, 1) != 1 or not isinstance(start, int):
@@ -242,7 +242,7 @@ def _taken(typed: Typed, along: int, start: int, length: int) -> Typing | None:
 
 
 def _sub_pieces(layout: Shard, start: int, length: int) -> Shard | None:
-    """The cut of [start, start + length) where that is exactly whole pieces."""
+    """Return the cut of [start, start + length) where that is exactly whole pieces."""
     flat = flat_pieces(layout)
     position, kept = 0, []
     for piece in flat or ():

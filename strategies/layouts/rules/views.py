@@ -23,8 +23,8 @@ from whale_train.strategies.layouts.types import (
 
 
 def reshape(typed: Typed) -> Typing | None:
-    """A view keeps the cut where the cut run of elements comes out as one dimension, or as the
-    leading factor of one."""
+    """Type a view, which keeps the cut where the cut run of elements comes out as one dimension,
+    or as the leading factor of one."""
     layout = typed.only
     if isinstance(layout, PartialSum):
         return Typing({}, P)
@@ -38,7 +38,8 @@ def reshape(typed: Typed) -> Typing | None:
 
 
 def viewed(layout: Shard, source: Shape, target: Shape) -> tuple[Shard, tuple[int, ...]] | None:
-    """A cut of `source` as a cut of `target`, and the extents its axis must divide from then on.
+    """Return a cut of `source` as a cut of `target`, and the extents its axis must divide from then
+    on.
 
     Counted row by row, the cut elements are `outer` runs of blocks: what comes before them is the
     same product in both shapes, and one block's extent is a multiple of the other's.
@@ -72,7 +73,8 @@ def viewed(layout: Shard, source: Shape, target: Shape) -> tuple[Shard, tuple[in
 def _rescaled(
     layout: Shard, dim: int, outer: int | Size, block: int, extent: int
 ) -> tuple[Shard, tuple[int, ...]] | None:
-    """The pieces where `extent` elements come out as `block` indices, or the other way round."""
+    """Return the pieces where `extent` elements come out as `block` indices, or the other way
+    round."""
     if block % extent == 0:
         pieces = tuple(piece * (block // extent) for piece in layout.pieces)
         return Shard(dim, layout.axis, outer, pieces), ()
@@ -101,7 +103,7 @@ def matrix_transpose(typed: Typed) -> Typing | None:
 
 
 def permute(typed: Typed) -> Typing | None:
-    """The dimensions in another order."""
+    """Type the dimensions in another order."""
     order = typed.argument(1)
     assert isinstance(order, tuple)
     places = [dimension(x, typed.rank) for x in order]
@@ -121,7 +123,7 @@ def movedim(typed: Typed) -> Typing | None:
 
 
 def select(typed: Typed) -> Typing | None:
-    """One index of a dimension, which goes away."""
+    """Type one index of a dimension, which goes away."""
     along = dimension(typed.argument(1), len(typed.shape(0)))
     return without(typed, (along,))
 
@@ -134,7 +136,7 @@ def squeeze(typed: Typed) -> Typing | None:
 
 
 def unsqueeze(typed: Typed) -> Typing | None:
-    """A new dimension of one."""
+    """Type a new dimension of one."""
     new = dimension(typed.argument(1), typed.rank)
     return moved(typed, {dim: dim + (new <= dim) for dim in range(typed.rank)})
 
@@ -155,7 +157,7 @@ def expand(typed: Typed) -> Typing | None:
 
 
 def repeat(typed: Typed) -> Typing | None:
-    """The whole tensor over again: along the cut dimension, that many times its pieces."""
+    """Type the whole tensor over again: along the cut dimension, that many times its pieces."""
     layout, counts = typed.only, typed.argument(1)
     if not isinstance(layout, Shard) or not isinstance(counts, tuple) or not layout.pieces:
         return None
@@ -167,7 +169,7 @@ def repeat(typed: Typed) -> Typing | None:
 
 
 def repeat_interleave(typed: Typed) -> Typing | None:
-    """Every index of a dimension several times in a row."""
+    """Type every index of a dimension several times in a row."""
     layout, count, dim = typed.only, typed.argument(1), typed.argument(2)
     if isinstance(dim, bool) or not isinstance(dim, int) or not isinstance(count, int):
         return None
@@ -180,7 +182,7 @@ def repeat_interleave(typed: Typed) -> Typing | None:
 
 
 def flip(typed: Typed) -> Typing | None:
-    """The indices of some dimensions in another order."""
+    """Type the indices of some dimensions in another order."""
     along = dimensions(typed.argument(1), typed.rank)
     layout = typed.only
     if isinstance(layout, PartialSum):
@@ -189,14 +191,14 @@ def flip(typed: Typed) -> Typing | None:
 
 
 def fresh(typed: Typed) -> Typing | None:
-    """A new tensor of given sizes, or a size: only what all ranks agree on is read."""
+    """Type a new tensor of given sizes, or a size: only what all ranks agree on is read."""
     layout, of_size = typed.only, typed.operation.target == "aten.sym_size.int"
     asked = dimension(typed.argument(1), len(typed.shape(0))) if of_size else -1
     return None if isinstance(layout, Shard) and layout.dim == asked else Typing({}, R)
 
 
 def moved(typed: Typed, places: dict[int, int]) -> Typing | None:
-    """The cut where its dimension has gone."""
+    """Return the cut where its dimension has gone."""
     layout = typed.only
     if isinstance(layout, PartialSum):
         return Typing({}, layout if isinstance(layout, Owned) and not places else P)
@@ -225,7 +227,7 @@ def _times(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
 
 
 def _over(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
-    """An exact quotient of products of sizes, or None."""
+    """Return an exact quotient of products of sizes, or None."""
     if b[0] == 0 or a[0] % b[0] or a[1] < b[1]:
         return None
     return a[0] // b[0], a[1] - b[1]
