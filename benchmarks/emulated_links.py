@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import distributed as dist
 
 from whale_train.runtime.comms.process_groups import join, leave
-from whale_train.runtime.emulate.emulated_links import Links, moved_bytes
+from whale_train.runtime.emulate.emulated_links import EmulatedLinks, moved_bytes
 
 RANKS = 4
 WARM_UP = 4  # steps that do not count
@@ -73,7 +73,7 @@ def _transfers(folder: str, rank: int, ratio: float, answers: Any) -> None:
     """Be a rank; the first answers, by transfer, with (fast, slow, nominal) seconds."""
     torch.set_num_threads(1)
     nodes = [i // 2 for i in range(RANKS)]
-    links = Links([[1.0 if i == j else 1 / ratio for j in nodes] for i in nodes])
+    links = EmulatedLinks([[1.0 if i == j else 1 / ratio for j in nodes] for i in nodes])
     join(f"file://{folder}/meet", rank, RANKS, torch.device("cpu"), links=links)
     inside = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]

@@ -26,7 +26,7 @@ from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.comms.process_groups import make_channels, make_groups
 from whale_train.runtime.process import rank_main as worker
 from whale_train.runtime.process.rank_context import Seat
-from whale_train.runtime.train.batches import Batches
+from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import Loop
 from whale_train.runtime.train.metrics import Metrics
 from whale_train.runtime.train.timeline import Trace
@@ -53,7 +53,7 @@ class Ours:
         seat = Seat(rank, CPU, make_groups(plan, rank), make_channels(plan, rank, CPU))
         torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
         program = assemble(request, plan, prepared.module, prepared.graph, seat)
-        batches = Batches(request, plan, prepared.dataset, rank, CPU)
+        batches = RankBatches(request, plan, prepared.dataset, rank, CPU)
         metrics = Metrics(run_dir, False, CPU) if rank == 0 else None
         # Two loops over one program, which differ in whether they measure the norm.
         self._loops = []
@@ -95,7 +95,7 @@ def all_batches(request: Request, plan: Plan, count: int) -> list[list[Batch]]:
     """The first `count` batches of every rank, as our side would read them; for plans in which a
     rank's part of a global batch is one micro-batch."""
     dataset = open_dataset(request.data)
-    sources = [Batches(request, plan, dataset, rank, CPU) for rank in range(plan.world_size)]
+    sources = [RankBatches(request, plan, dataset, rank, CPU) for rank in range(plan.world_size)]
     found: list[list[Batch]] = [[] for _ in sources]
     for source, batches in zip(sources, found, strict=True):
         for step in range(count):

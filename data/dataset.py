@@ -39,12 +39,12 @@ class Dataset(Protocol):
         `[n, *field.shape]` of the field's dtype, in the order asked for."""
 
     def evaluation_samples(self, indices: Indices) -> Batch:
-        """Return the samples held back, as `training_samples` does; each index in
+        """Return the samples held back, as `samples` those to train on; each index in
         0..num_evaluation_samples-1."""
 
 
 @dataclass(frozen=True, eq=False)
-class HeldBack:
+class HeldBackRows:
     """Which of `num_rows` rows are held back: the same ones for every seed and on every machine.
 
     `rows` are theirs, ascending. They are drawn at random, because a file is often sorted (by
@@ -60,13 +60,13 @@ class HeldBack:
         return indices + np.searchsorted(training_before, indices, side="right")
 
 
-def hold_back(num_rows: int, fraction: float) -> HeldBack:
+def hold_back(num_rows: int, fraction: float) -> HeldBackRows:
     """Hold back the nearest whole number of rows to `fraction` (0 <= fraction < 1) of `num_rows`;
     at least one when any are asked for, and never all."""
     wanted = max(1, round(fraction * num_rows)) if fraction else 0
     count = min(wanted, num_rows - 1)
     drawn = permute(np.arange(count), num_rows, stream_key("held back", 0))
-    return HeldBack(num_rows, np.sort(drawn))
+    return HeldBackRows(num_rows, np.sort(drawn))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class RowDataset:
     """A dataset over rows that are read by `read_rows`, some of them held back."""
 
     fields: tuple[InputField, ...]
-    held_back: HeldBack
+    held_back: HeldBackRows
     read_rows: Callable[[Indices], Batch]
 
     @property

@@ -35,12 +35,12 @@ from whale_train.launcher.planning.plan_request import (
 from whale_train.launcher.ranks.external_ranks import MEMBER_PROGRAM, check_world
 from whale_train.launcher.ranks.host_process import (
     HOST_PROGRAM,
-    Host,
+    HostProcess,
     Outcome,
     describe_failure,
     remembered_interrupts,
 )
-from whale_train.launcher.ranks.rank_env import Place
+from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import RUN_FILES, write_json
 from whale_train.launcher.ranks.run_files import (
     make_run_dir,
@@ -72,7 +72,7 @@ class JobEnd:
 
 
 def run_job(
-    config: DictConfig, names: dict[str, str], run_dir: Path, place: Place | None = None
+    config: DictConfig, names: dict[str, str], run_dir: Path, place: LaunchPlace | None = None
 ) -> JobEnd:
     """Serve one request; prints what happens and raises nothing a user can cause.
 
@@ -128,12 +128,12 @@ def _train(
     request: Request,
     run_dir: Path,
     console: Console,
-    place: Place | None,
+    place: LaunchPlace | None,
     interrupts: Sequence[int],
 ) -> JobEnd:
     run_dir = make_run_dir(request, run_dir)
     # The host, or this rank's member, prepares while the plan is resolved.
-    host = Host.start(run_dir, HOST_PROGRAM if place is None else MEMBER_PROGRAM)
+    host = HostProcess.start(run_dir, HOST_PROGRAM if place is None else MEMBER_PROGRAM)
     try:
         # Ranks that somebody else started are all there to be used.
         resolved = resolve_request(request, use_all=place is not None)
@@ -170,7 +170,7 @@ def _verify(request: Request, run_dir: Path, console: Console, interrupts: Seque
     comparison."""
     request = only_steps(request)
     run_dir = make_run_dir(request, run_dir)
-    hosts = [Host.start(run_dir)]
+    hosts = [HostProcess.start(run_dir)]
 
     def poll() -> None:
         if interrupts:
@@ -183,7 +183,7 @@ def _verify(request: Request, run_dir: Path, console: Console, interrupts: Seque
         start_ranks(run_dir, resolved, request)
         _show(resolved, request, console)
         alone_dir = make_run_dir(alone, run_dir / "verify" / "one_process")
-        hosts.append(Host.start(alone_dir))  # imports meanwhile, and waits for its plan
+        hosts.append(HostProcess.start(alone_dir))  # imports meanwhile, and waits for its plan
         for host, plan, folder in zip(
             hosts, (resolved, one_process), (run_dir, alone_dir), strict=True
         ):
@@ -211,7 +211,7 @@ def _calibrate(
     """Ranks on this machine's devices measure them; the figures are kept and shown."""
     request = measuring(request)
     run_dir = make_run_dir(request, run_dir)
-    host = Host.start(run_dir)
+    host = HostProcess.start(run_dir)
 
     def poll() -> None:
         if interrupts:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from whale_train.errors import ConfigError, Fault, PlanError
 from whale_train.launcher.ranks.job_key import job_key
-from whale_train.launcher.ranks.rank_env import Place, job_name, place_from_environment
+from whale_train.launcher.ranks.rank_env import LaunchPlace, job_name, place_from_environment
 from whale_train.strategies.plan.plan import Plan
 
 MEMBER_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.external_rank")
@@ -29,7 +29,7 @@ ANSWERS = (
 )
 
 
-def find_place(arguments: Sequence[str]) -> Place | None:
+def find_place(arguments: Sequence[str]) -> LaunchPlace | None:
     """This process's place, its variables and the job's key set as members read them; None when
     it has none.
 
@@ -88,7 +88,7 @@ def tell_refused() -> None:
         subprocess.run([*MEMBER_PROGRAM, "--refused"], check=False, timeout=TELLING_S)
 
 
-def check_world(place: Place, plan: Plan) -> None:
+def check_world(place: LaunchPlace, plan: Plan) -> None:
     """Raises PlanError unless as many ranks were started as the plan has."""
     if place.world_size != plan.world_size:
         rule = f"ranks were started, and the plan for hardware={plan.cluster} has {plan.world_size}"

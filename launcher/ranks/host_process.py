@@ -27,7 +27,7 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Failure:
+class RunFailure:
     """What a run failed of: the content of `failure.json`, as the host wrote it.
 
     `rank` is None when the host itself failed. `kind` is `signal` (then `signal` is its name),
@@ -55,10 +55,10 @@ class Outcome:
     """How a run ended. `failure` is given when, and only when, it failed."""
 
     status: Literal["done", "failed", "interrupted"]
-    failure: Failure | None = None
+    failure: RunFailure | None = None
 
 
-class Host:
+class HostProcess:
     """The running process of one host, the leader of a session of its own."""
 
     def __init__(self, run_dir: Path, process: subprocess.Popen[bytes]) -> None:
@@ -66,7 +66,7 @@ class Host:
         self._process = process
 
     @classmethod
-    def start(cls, run_dir: Path, program: Sequence[str] = HOST_PROGRAM) -> "Host":
+    def start(cls, run_dir: Path, program: Sequence[str] = HOST_PROGRAM) -> "HostProcess":
         """Start a host for a run directory made by `create_run_dir`; returns at once.
 
         Call it from a thread that lives as long as the run: the host ends with the thread that
@@ -132,20 +132,20 @@ class Host:
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, look) is not None
 
-    def _recorded(self) -> Failure | None:
+    def _recorded(self) -> RunFailure | None:
         with suppress(FileNotFoundError):
             content = json.loads((self._run_dir / "failure.json").read_text())
-            return Failure(**{**content, "absent": tuple(content["absent"])})
+            return RunFailure(**{**content, "absent": tuple(content["absent"])})
         return None
 
-    def _failure(self, code: int) -> Failure:
+    def _failure(self, code: int) -> RunFailure:
         """Return what the host wrote, or what its end itself says when it could not."""
         failure = self._recorded()
         if failure:
             return failure
         if code < 0:
-            return Failure(None, "signal", HOST_LOG, signal=signal.Signals(-code).name)
-        return Failure(None, "exit", HOST_LOG, exit_status=code)
+            return RunFailure(None, "signal", HOST_LOG, signal=signal.Signals(-code).name)
+        return RunFailure(None, "exit", HOST_LOG, exit_status=code)
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def remembered_interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def describe_failure(failure: Failure, rank_place: str) -> str:
+def describe_failure(failure: RunFailure, rank_place: str) -> str:
     """Return the one message for a failed run: who, where in the plan, what, and where to read
     more.
 

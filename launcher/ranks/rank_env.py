@@ -11,7 +11,7 @@ from whale_train.errors import ConfigError, Fault
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchPlace:
     """Where a rank is. `address` and `port` are of the rendezvous, on rank 0's host."""
 
     rank: int
@@ -73,7 +73,7 @@ NODE_LIST = re.compile(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?:,|
 TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-def place_from_environment(environment: Mapping[str, str]) -> Place | None:
+def place_from_environment(environment: Mapping[str, str]) -> LaunchPlace | None:
     """This process's place among ranks somebody else started; None when nobody did.
 
     Raises ConfigError, keyed by the variable, when what is set is not a place: some variables
@@ -144,7 +144,7 @@ class _Reader:
         self._environment = environment
         self._faults: list[Fault] = []
 
-    def place(self) -> Place:
+    def place(self) -> LaunchPlace:
         starter = self._starter
         rank, rank_name = self._integer(starter.rank)
         world_size, world_name = self._integer(starter.world_size)
@@ -161,7 +161,7 @@ class _Reader:
                 )
         if self._faults:
             raise ConfigError(self._faults)
-        return Place(rank, world_size, local_rank, local_world_size, address, port)
+        return LaunchPlace(rank, world_size, local_rank, local_world_size, address, port)
 
     def _fault(self, name: str, rule: str) -> None:
         remedy = (

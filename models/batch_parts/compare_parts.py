@@ -35,7 +35,7 @@ from whale_train.models.options import ModelOptions
 from whale_train.models.profile.counters import AHEAD, Counter, counters
 
 Arrays = Mapping[str, NDArray[Any]]
-Batch = dict[str, Tensor]
+TensorBatch = dict[str, Tensor]
 
 # What rounding does to a sum of fp32 products in another order, with room: relative to the loss,
 # to the parameter's gradient, and to the gradient of all parameters.
@@ -184,7 +184,7 @@ class _Check:
         """Raise _Different for a number that the forward reads, made of several samples."""
         batch = self._batch(0, 0, sum(self._parts))
 
-        def reads(batch: Batch) -> ReadNumbers:
+        def reads(batch: TensorBatch) -> ReadNumbers:
             numbers, module = ReadNumbers(), self._built()
             with ExitStack() as stack:
                 for mode in (DropoutOff(), FixedDraws(), numbers):
@@ -233,12 +233,12 @@ class _Check:
             for counter in self._counters:
                 counter.set(module, calls)
 
-    def _batch(self, number: int, start: int, stop: int) -> Batch:
+    def _batch(self, number: int, start: int, stop: int) -> TensorBatch:
         arrays = self._batches[self._rounds[number][0]].items()
         return {name: torch.from_numpy(array[start:stop].copy()) for name, array in arrays}
 
     def _step(
-        self, module: LossModule, batch: Batch, means: "_Means", weight: float, number: int
+        self, module: LossModule, batch: TensorBatch, means: "_Means", weight: float, number: int
     ) -> float:
         """Add to the gradients those of `weight` times the loss, which is returned."""
         self._advance(module, number)
@@ -248,7 +248,7 @@ class _Check:
             run_backward(loss, torch.full_like(loss, scale))
         return float(loss.detach())
 
-    def _forward(self, module: LossModule, batch: Batch, means: "_Means") -> Tensor:
+    def _forward(self, module: LossModule, batch: TensorBatch, means: "_Means") -> Tensor:
         random.seed(self._seed)
         np.random.seed(self._seed)
         torch.manual_seed(self._seed)

@@ -23,7 +23,7 @@ from whale_train.models.export.op_schemas import by_name, draws, in_evaluation
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.graph.operation_graph import InputField
 
-Call = tuple[Any, ...]  # an operation and what it is given; values by their places
+_Call = tuple[Any, ...]  # an operation and what it is given; values by their places
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -45,11 +45,11 @@ def changed_in_evaluation(options: ModelOptions, fields: tuple[InputField, ...])
     return f"{path or 'the model'} runs other operations in evaluation mode"
 
 
-def _is_same(pair: tuple[tuple[Call, fx.Node], tuple[Call, fx.Node]]) -> bool:
+def _is_same(pair: tuple[tuple[_Call, fx.Node], tuple[_Call, fx.Node]]) -> bool:
     return pair[0][0] == pair[1][0]
 
 
-def _where(trained: list[tuple[Call, fx.Node]], evaluated: list[tuple[Call, fx.Node]]) -> str:
+def _where(trained: list[tuple[_Call, fx.Node]], evaluated: list[tuple[_Call, fx.Node]]) -> str:
     """Return the module that the first of two unlike lists of calls is from: of the two modules
     there, one that has other operations in the one list than in the other."""
     unlike = [
@@ -60,18 +60,18 @@ def _where(trained: list[tuple[Call, fx.Node]], evaluated: list[tuple[Call, fx.N
     return unlike[0] if unlike else module_path((trained or evaluated)[0][1])
 
 
-def _targets(calls: list[tuple[Call, fx.Node]], node: fx.Node) -> list[str]:
+def _targets(calls: list[tuple[_Call, fx.Node]], node: fx.Node) -> list[str]:
     """Return the operations of a node's module."""
     path = module_path(node)
     return [call[0] for call, each in calls if module_path(each) == path]
 
 
-def _computed(graph: fx.GraphModule, training: bool) -> list[tuple[Call, fx.Node]]:
+def _computed(graph: fx.GraphModule, training: bool) -> list[tuple[_Call, fx.Node]]:
     """Return what `graph`, exported in training mode or not, computes in an evaluation, in order,
     and the nodes that do. Dropouts, which are off, are left out."""
     read = _read(graph)
     values: dict[fx.Node, Any] = {}
-    found: list[tuple[Call, fx.Node]] = []
+    found: list[tuple[_Call, fx.Node]] = []
 
     def described(argument: Any) -> Any:
         if isinstance(argument, fx.Node):

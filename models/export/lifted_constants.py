@@ -55,7 +55,7 @@ def _constants(graph: fx.GraphModule) -> list[str]:
     return list(dict.fromkeys(str(node.target) for node in graph.graph.find_nodes(op="get_attr")))
 
 
-class _Place(NamedTuple):
+class _Origin(NamedTuple):
     """Where a lifted constant is read."""
 
     line: str
@@ -83,7 +83,7 @@ def _same(ours: fx.GraphModule, theirs: fx.GraphModule) -> Iterator[tuple[str, s
 
 def _lifted(
     graph: fx.GraphModule,
-) -> dict[tuple[str, str, torch.Size, torch.dtype], list[_Place]]:
+) -> dict[tuple[str, str, torch.Size, torch.dtype], list[_Origin]]:
     """Return the lifted constants by module, function, shape and type, in their order."""
     found = defaultdict(list)
     readers: dict[str, fx.Node] = {}
@@ -100,7 +100,7 @@ def _lifted(
         line, _, function = rest.partition(", in ")
         value = fetched(graph, path)
         kind = owner, f"{function} of {file}" if file else "", value.shape, value.dtype
-        found[kind].append(_Place(line, path))
+        found[kind].append(_Origin(line, path))
     return found
 
 

@@ -29,7 +29,7 @@ from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
 from whale_train.models.profile.block_folding import CannotUnfold, Fold, folded, folds_of, unfold
 from whale_train.models.profile.counters import AHEAD, counters
-from whale_train.models.profile.repeated_calls import Call, first_difference, recorded
+from whale_train.models.profile.repeated_calls import RecordedCall, first_difference, recorded
 from whale_train.models.profile.sparse_gradients import SparseCalls, may_be_sparse
 from whale_train.models.profile.unseen_losses import SeenLosses
 from whale_train.strategies.graph.operation_graph import (
@@ -143,7 +143,7 @@ def _exported_graph(
             module(**batch)
 
     trained = _trained(module.model)
-    calls: list[list[Call] | None] = []
+    calls: list[list[RecordedCall] | None] = []
     losses = SeenLosses()
     with losses:
         found = counters(module.model, lambda: calls.append(recorded(run)))

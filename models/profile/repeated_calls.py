@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Call = tuple[str, tuple[Any, ...]]
+RecordedCall = tuple[str, tuple[Any, ...]]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -22,7 +22,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
 
     def __torch_dispatch__(
         self,
@@ -40,7 +40,7 @@ class _Constants(TorchFunctionMode):
     """Notes what tensors are made of that the forward makes out of numbers of Python: on the meta
     device nothing else would tell."""
 
-    def __init__(self, calls: list[Call]) -> None:
+    def __init__(self, calls: list[RecordedCall]) -> None:
         super().__init__()
         self._calls = calls
 
@@ -67,7 +67,7 @@ def _plain(leaves: list[Any]) -> Iterator[Any]:
             yield leaf
 
 
-def recorded(run: Callable[[], object]) -> list[Call] | None:
+def recorded(run: Callable[[], object]) -> list[RecordedCall] | None:
     """Return the operations of one call of `run`, without gradients; None where it raises."""
     recorder = _Recorder()
     try:
@@ -78,7 +78,7 @@ def recorded(run: Callable[[], object]) -> list[Call] | None:
     return recorder.calls
 
 
-def first_difference(before: list[Call] | None, after: list[Call] | None) -> str:
+def first_difference(before: list[RecordedCall] | None, after: list[RecordedCall] | None) -> str:
     """Return how a call differs from the one before, in words; '' where it does not, or where
     neither could be recorded."""
     if before is None or after is None:

@@ -19,19 +19,14 @@ from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.comms.process_groups import sums_of
 from whale_train.runtime.engines.base import Copies, Engine
 from whale_train.runtime.engines.make import make_engine
-from whale_train.runtime.graph.shard_graph import (
-    Counts,
-    Place,
-    Segment,
-    write_segment_graph,
-)
+from whale_train.runtime.graph.segment import Counts, SegmentModule
+from whale_train.runtime.graph.shard_graph import ShardPlace, write_segment_graph
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.runtime.loss.global_mean import target_counter
 from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
 from whale_train.runtime.pipeline.chunk import Chunk, Segments, SharingChunk, VariedChunk, parts_of
-from whale_train.runtime.pipeline.executor import PipelineModel
-from whale_train.runtime.pipeline.executor import Place as PipelinePlace
+from whale_train.runtime.pipeline.executor import PipelineModel, PipelinePlace
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.strategies.graph.operation_graph import is_repeated
 from whale_train.strategies.layouts.propagation import BATCH
@@ -48,7 +43,7 @@ class _Written:
 
     chunk: int
     sharing: _Sharing
-    segments: Sequence[tuple[int, Segment]]
+    segments: Sequence[tuple[int, SegmentModule]]
 
 
 def assemble_stages(
@@ -73,7 +68,7 @@ def assemble_stages(
         *(task_graphs, module, graph, place.index, seat),
     )
     places = {
-        task_graph.id: Place(
+        task_graph.id: ShardPlace(
             device=seat.device,
             group=_shard_group(task_graph, seat) or seat.groups[_copies_of(task_graph)],
             index=place.index,
@@ -135,8 +130,8 @@ class _Writer:
         self._several = plan.ranks[rank].micro_batches > 1
 
     def segment(
-        self, number: int, described: PlannedChunk, places: Mapping[int, Place]
-    ) -> tuple[int, Segment]:
+        self, number: int, described: PlannedChunk, places: Mapping[int, ShardPlace]
+    ) -> tuple[int, SegmentModule]:
         """Return the number of its TaskGraph, and segment `number` of the plan as the chunk
         `described` runs it at `places`, by TaskGraph."""
         assert self._plan.rewrite is not None
@@ -144,7 +139,7 @@ class _Writer:
         here = places[written.task_graph]
         paths = tensor_paths(written, self._graph, self._canonical)
         held = {path: self._tensors[path] for path in paths}
-        segment = Segment(written.takes, written.gives, held)
+        segment = SegmentModule(written.takes, written.gives, held)
         evaluated = replace(here, loss_scale=self._evaluation_scale)
         for at, counts in ((here, None), (evaluated, self._counts)):
             write_segment_graph(segment, written, self._graph, self._canonical, at, counts)
@@ -164,7 +159,7 @@ def _chunks(
     written: Sequence[_Written],
     engines: Mapping[int, Engine],
     members: Sequence[_Sharing],
-    head: Place,
+    head: ShardPlace,
 ) -> dict[int, Chunk]:
     """Return the chunks by number; of one whose samples `members` share, a variant for every
     sharing. `head` is where the segments of a split head run."""

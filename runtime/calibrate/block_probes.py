@@ -16,11 +16,11 @@ from torch.nn import functional
 from whale_train.runtime.calibrate.probes import Measured, Probe, elementwise
 from whale_train.runtime.calibrate.timing import now
 from whale_train.runtime.engines.base import autocast
-from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.cost.op_work import KernelKind
 
 
 @dataclass(frozen=True)
-class Block:
+class ProbedBlock:
     """Operations of every kind on [rows, wide] and on [rows, narrow] in turns, with products of
     a weight [wide, narrow] between them."""
 
@@ -30,11 +30,11 @@ class Block:
 
 
 # As in small transformers, and as in a convolutional net's first layers: few columns, many rows.
-BLOCKS = (Block(480, 320, 960), Block(1200, 128, 960))
-SMALLEST = Block(2, 4, 4)  # all overhead
+BLOCKS = (ProbedBlock(480, 320, 960), ProbedBlock(1200, 128, 960))
+SMALLEST = ProbedBlock(2, 4, 4)  # all overhead
 
 
-def run_block(block: Block, device: torch.device, precision: str) -> list[Measured]:
+def run_block(block: ProbedBlock, device: torch.device, precision: str) -> list[Measured]:
     """Run one forward and backward of `block`, operation by operation."""
     value, stages = _made(block, device)
     passed: list[tuple[Tensor, Tensor]] = []
@@ -64,7 +64,7 @@ def run_block(block: Block, device: torch.device, precision: str) -> list[Measur
 _Stage = tuple[Probe | None, Callable[[Tensor], Tensor]]  # None: a product
 
 
-def _made(block: Block, device: torch.device) -> tuple[Tensor, Sequence[_Stage]]:
+def _made(block: ProbedBlock, device: torch.device) -> tuple[Tensor, Sequence[_Stage]]:
     """Return the first value, and what is done to it in turn."""
     stages: list[_Stage] = []
 
@@ -75,7 +75,7 @@ def _made(block: Block, device: torch.device) -> tuple[Tensor, Sequence[_Stage]]
         stages.append((probe, lambda value: probe.step(value, 0, held)))
 
     wide, narrow = (
-        [probe for probe in elementwise((block.rows, width)) if probe.kind is not Kind.VIEW]
+        [probe for probe in elementwise((block.rows, width)) if probe.kind is not KernelKind.VIEW]
         for width in (block.wide, block.narrow)
     )
     for in_wide, in_narrow in zip(wide, narrow, strict=True):

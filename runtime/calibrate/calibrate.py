@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from whale_train.runtime.calibrate.block_probes import BLOCKS, Block
+from whale_train.runtime.calibrate.block_probes import BLOCKS, ProbedBlock
 from whale_train.runtime.calibrate.probes import Probe, probes
 from whale_train.runtime.calibrate.roofline_fit import UNBOUND, KernelTimes, Runs
 from whale_train.runtime.calibrate.timing import agreed, now, undisturbed
@@ -28,7 +28,7 @@ from whale_train.runtime.comms.process_groups import homes
 from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup
 from whale_train.runtime.engines.cpu_norms import total_norm
 from whale_train.runtime.engines.optimizers import MakeOptimizer
-from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.hardware.cluster import Kernel, Link, Roofline
 
 RESULT = "calibration.json"
@@ -46,7 +46,7 @@ def calibrate(
     make_optimizer: MakeOptimizer,
     alone: int | None,
     chosen: Sequence[Probe] | None = None,
-    blocks: Sequence[Block] = BLOCKS,
+    blocks: Sequence[ProbedBlock] = BLOCKS,
 ) -> None:
     """Measure, together with all other ranks; rank 0 also by itself, with `alone` threads (None:
     with no others than it has), and it writes `run_dir/calibration.json`: of all ranks, and of the
@@ -73,8 +73,8 @@ def calibrate(
     kernels = beside_others.kernels(_slowest)
     link, memory = _median_link(links), _median_link(memories)
     if link is not None:
-        kernels |= partition_kernels(device, precision, link, kernels[Kind.UPDATE].forward)
-    everyones: list[dict[Kind, Kernel]] = [{} for _ in range(ranks)]
+        kernels |= partition_kernels(device, precision, link, kernels[KernelKind.UPDATE].forward)
+    everyones: list[dict[KernelKind, Kernel]] = [{} for _ in range(ranks)]
     dist.all_gather_object(everyones, kernels)
     if rank == 0:
         kernels = {kind: _median_kernel([each[kind] for each in everyones]) for kind in kernels}
@@ -109,14 +109,14 @@ class _Computing:
             seconds, self._updated_bytes = _updates(elements, self._device, self._make_optimizer)
             taken += seconds
 
-    def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[Kind, Kernel]:
+    def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[KernelKind, Kernel]:
         """Return the rooflines of all kinds of operations but ZeRO's. `slowest` gives the most that
         any rank took of a run."""
         kernels = self._times.kernels(slowest)
         overhead, whole = undisturbed(self._few_s), undisturbed(self._many_s)
         rate = self._updated_bytes / max(whole - overhead, 1e-9)
         update = Roofline(overhead, UNBOUND, rate)
-        return {**kernels, Kind.UPDATE: Kernel(update, update)}
+        return {**kernels, KernelKind.UPDATE: Kernel(update, update)}
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _written(
     threads: int,
     ranks: int,
     precision: str,
-    kernels: Mapping[Kind, Kernel],
+    kernels: Mapping[KernelKind, Kernel],
     link: Link | None,
     memory: Link | None,
 ) -> dict[str, Any]:

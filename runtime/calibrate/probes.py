@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.cost.op_work import KernelKind
 
 _CHAIN_BYTES = 48e6  # of results a chain keeps: more than caches hold
 _LONGEST = 24  # operations
@@ -25,7 +25,7 @@ class Probe:
     first value and what they hold. Each has `flops` forward, and moves `num_bytes` forward and
     `backward_bytes` backward, as `op_work.py` counts them."""
 
-    kind: Kind
+    kind: KernelKind
     flops: float
     num_bytes: float
     backward_bytes: float
@@ -84,26 +84,26 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Probe]:
         parts = value.view(shape[0] // 2, 2, width // head, head).transpose(1, 2)
         return parts.reshape(shape)
 
-    def one(kind: Kind, moved: float, back: float, step: Callable[[Tensor], Tensor]) -> Probe:
+    def one(kind: KernelKind, moved: float, back: float, step: Callable[[Tensor], Tensor]) -> Probe:
         return Probe(kind, 0.0, moved, back, length, alone, lambda value, i, held: step(value))
 
     yield Probe(
-        Kind.POINTWISE, 0.0, 3 * size, 3 * size, length, with_other,
+        KernelKind.POINTWISE, 0.0, 3 * size, 3 * size, length, with_other,
         lambda value, i, held: value * held[i],
     )  # fmt: skip
-    yield Probe(Kind.NORM, 0.0, 2 * size, 2 * size, length, with_scale, norm)
-    yield Probe(Kind.COPY, 0.0, 2 * size, 2 * size, length, alone, turned)
-    yield one(Kind.FUNCTION, 2 * size, 2 * size, functional.silu)
-    yield one(Kind.GELU, 2 * size, 2 * size, functional.gelu)
-    yield one(Kind.TANH, 2 * size, 2 * size, torch.tanh)
-    yield one(Kind.RANDOM, 2 * size, 2 * size, lambda value: functional.dropout(value, 0.1))
-    yield one(Kind.SOFTMAX, 2 * size, 2 * size, lambda value: value.softmax(-1))
+    yield Probe(KernelKind.NORM, 0.0, 2 * size, 2 * size, length, with_scale, norm)
+    yield Probe(KernelKind.COPY, 0.0, 2 * size, 2 * size, length, alone, turned)
+    yield one(KernelKind.FUNCTION, 2 * size, 2 * size, functional.silu)
+    yield one(KernelKind.GELU, 2 * size, 2 * size, functional.gelu)
+    yield one(KernelKind.TANH, 2 * size, 2 * size, torch.tanh)
+    yield one(KernelKind.RANDOM, 2 * size, 2 * size, lambda value: functional.dropout(value, 0.1))
+    yield one(KernelKind.SOFTMAX, 2 * size, 2 * size, lambda value: value.softmax(-1))
     yield Probe(
-        Kind.SUM, 0.0, size, size, length, alone,
+        KernelKind.SUM, 0.0, size, size, length, alone,
         lambda value, i, held: _keeping(value, value.mean(-1)),
     )  # fmt: skip
     if size < 100:
-        yield one(Kind.VIEW, 0.0, 0.0, lambda value: value.transpose(0, 1))
+        yield one(KernelKind.VIEW, 0.0, 0.0, lambda value: value.transpose(0, 1))
 
 
 def _keeping(value: Tensor, total: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _product(rows: int, inside: int, outside: int) -> Probe:
     moved = 4.0 * (rows * inside + inside * outside + rows * outside)
     length = max(4, min(_LONGEST, int(_CHAIN_BYTES / moved)))
     return Probe(
-        Kind.PRODUCT, flops, moved, moved, length, make,
+        KernelKind.PRODUCT, flops, moved, moved, length, make,
         lambda value, i, held: functional.linear(value, held[i]),
     )  # fmt: skip
 
@@ -148,7 +148,7 @@ def _attention(batch: int, heads: int, tokens: int, width: int) -> Probe:
 
     flops = 4.0 * batch * heads * tokens * tokens * width
     moved = 16.0 * batch * heads * tokens * width
-    return Probe(Kind.ATTENTION, flops, moved, moved, 6, make, step)
+    return Probe(KernelKind.ATTENTION, flops, moved, moved, 6, make, step)
 
 
 def _convolution(batch: int, channels: int, side: int) -> Probe:
@@ -160,7 +160,7 @@ def _convolution(batch: int, channels: int, side: int) -> Probe:
     flops = 2.0 * 9 * batch * channels * channels * side * side
     moved = 4.0 * (2 * batch * channels * side * side + 9 * channels * channels)
     return Probe(
-        Kind.CONVOLUTION, flops, moved, moved, 6, make,
+        KernelKind.CONVOLUTION, flops, moved, moved, 6, make,
         lambda value, i, held: functional.conv2d(value, held[i], padding=1),
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def _loss(rows: int, classes: int) -> Probe:
 
     moved = 4.0 * rows * classes
     return Probe(
-        Kind.LOSS, 0.0, moved, moved, 1, make,
+        KernelKind.LOSS, 0.0, moved, moved, 1, make,
         lambda value, i, held: functional.cross_entropy(value, held[0]),
     )  # fmt: skip
 
@@ -184,6 +184,6 @@ def _lookup(rows: int, table: int, width: int) -> Probe:
 
     moved = 8.0 * rows * width
     return Probe(
-        Kind.LOOKUP, 0.0, moved, moved + 4.0 * table * width, 1, make,
+        KernelKind.LOOKUP, 0.0, moved, moved + 4.0 * table * width, 1, make,
         lambda value, i, held: functional.embedding(held[0], value),
     )  # fmt: skip

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from whale_train.runtime.calibrate.block_probes import SMALLEST, Block, run_block
+from whale_train.runtime.calibrate.block_probes import SMALLEST, ProbedBlock, run_block
 from whale_train.runtime.calibrate.probes import Measured, Probe
 from whale_train.runtime.calibrate.timing import now, undisturbed
 from whale_train.runtime.engines.base import autocast
-from whale_train.strategies.cost.op_work import BY_FLOPS, Kind
+from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind
 from whale_train.strategies.hardware.cluster import Kernel, Roofline
 
 UNBOUND = 1e30  # a rate whose limit nothing reached
@@ -21,7 +21,7 @@ class KernelTimes:
     """Those of probes and of operations in blocks on one device. Every pass runs all of them, so
     that what else the machine does for a while is in no kind's figures alone."""
 
-    def __init__(self, listed: Sequence[Probe], blocks: Sequence[Block]) -> None:
+    def __init__(self, listed: Sequence[Probe], blocks: Sequence[ProbedBlock]) -> None:
         self._listed, self._blocks = listed, (SMALLEST, *blocks)
         self._forward: list[list[float]] = [[] for _ in listed]
         self._backward: list[list[float]] = [[] for _ in listed]
@@ -38,10 +38,10 @@ class KernelTimes:
             together()
             runs += [run_block(block, device, precision) for _ in range(_RUNS + 1)][1:]
 
-    def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[Kind, Kernel]:
+    def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[KernelKind, Kernel]:
         """Return the rooflines of every kind of operation listed, of which those between products
         move their bytes as in the blocks. `slowest` gives the most that any rank took of a run."""
-        found: dict[Kind, list[Measured]] = {}
+        found: dict[KernelKind, list[Measured]] = {}
         taken = zip(self._listed, slowest(self._forward), slowest(self._backward), strict=True)
         for probe, ahead, back in taken:
             measured = Measured(probe, undisturbed(ahead), undisturbed(back))
@@ -97,7 +97,7 @@ def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[flo
     return forward[1:], backward[1:]  # the first run pays for what libraries set up
 
 
-def _kernel(kind: Kind, measured: Sequence[Measured]) -> Kernel:
+def _kernel(kind: KernelKind, measured: Sequence[Measured]) -> Kernel:
     forward = [(x.probe.flops, x.probe.num_bytes, x.forward_s) for x in measured]
     backward = [(x.probe.flops, x.probe.backward_bytes, x.backward_s) for x in measured]
     return Kernel(fitted(kind in BY_FLOPS, forward), fitted(kind in BY_FLOPS, backward))

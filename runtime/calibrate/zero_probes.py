@@ -23,7 +23,7 @@ from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.runtime.engines.optimizers import make_optimizer
 from whale_train.strategies.cost.collectives import all_reduce_time_s, gather_time_s
-from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.hardware.cluster import Kernel, Link, Roofline
 from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
@@ -50,7 +50,7 @@ class _Measured:
 
 def partition_kernels(
     device: torch.device, precision: str, link: Link, update: Roofline
-) -> dict[Kind, Kernel]:
+) -> dict[KernelKind, Kernel]:
     """Measured together with all other ranks, which `link` joins: of Kind.PARTITION an overhead a
     step and the bytes of all gradients; of Kind.GATHER an overhead a module and the bytes of its
     parameters, in the forward and in the backward. `update` is an optimizer's roofline."""
@@ -71,8 +71,8 @@ def partition_kernels(
         backward.append((modules, size, after - 2 * gathered))
     whole = through(partition)
     return {
-        Kind.PARTITION: Kernel(whole, whole),
-        Kind.GATHER: Kernel(through(forward), through(backward)),
+        KernelKind.PARTITION: Kernel(whole, whole),
+        KernelKind.GATHER: Kernel(through(forward), through(backward)),
     }
 
 

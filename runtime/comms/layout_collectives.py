@@ -91,7 +91,7 @@ def gather(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
     """Return all members' shards of `dim` put together, for work that every member repeats."""
     if len(shards.sizes) == 1:
         return x
-    place = _Place(dim % x.dim(), outer, shards)
+    place = _ShardedDim(dim % x.dim(), outer, shards)
     return _cast(x, partial(_all_gather, place=place), partial(_my_slice, place=place))
 
 
@@ -99,7 +99,7 @@ def slice_(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
     """Return my shard of `dim` of a replicated `x`."""
     if len(shards.sizes) == 1:
         return x
-    place = _Place(dim % x.dim(), outer, shards)
+    place = _ShardedDim(dim % x.dim(), outer, shards)
     return _cast(x, partial(_my_slice, place=place), partial(_all_gather, place=place))
 
 
@@ -118,7 +118,7 @@ def gather_enter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Ten
     """
     if len(shards.sizes) == 1:
         return x
-    place = _Place(dim % x.dim(), outer, shards)
+    place = _ShardedDim(dim % x.dim(), outer, shards)
     return _cast(x, partial(_all_gather, place=place), partial(_sum_slice, place=place))
 
 
@@ -126,7 +126,7 @@ def reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> T
     """Return my shard of `dim` of the sum of the members' `x`."""
     if len(shards.sizes) == 1:
         return x
-    place = _Place(dim % x.dim(), outer, shards)
+    place = _ShardedDim(dim % x.dim(), outer, shards)
     return _cast(x, partial(_sum_slice, place=place), partial(_all_gather, place=place))
 
 
@@ -186,7 +186,7 @@ def _cast(x: Tensor, forward: _Map, adjoint: _Map) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ShardedDim:
     """Which factor of which dimension is sharded, over whom."""
 
     dim: int
@@ -233,7 +233,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def _my_slice(x: Tensor, place: _Place) -> Tensor:
+def _my_slice(x: Tensor, place: _ShardedDim) -> Tensor:
     """Return my slice as a copy: a view would keep the whole of `x` alive for as long as the shard
     is."""
     shards = place.shards
@@ -245,7 +245,7 @@ def _my_slice(x: Tensor, place: _Place) -> Tensor:
     return mine.clone(memory_format=torch.contiguous_format).view(shape)
 
 
-def _all_gather(x: Tensor, place: _Place) -> Tensor:
+def _all_gather(x: Tensor, place: _ShardedDim) -> Tensor:
     """Return the whole tensor. Uneven shards travel padded to the widest: gloo gathers only equal
     ones."""
     if x.dtype == torch.bool:  # gloo has no bool
@@ -269,7 +269,7 @@ def _all_gather(x: Tensor, place: _Place) -> Tensor:
     return torch.cat(pieces, dim=1).view(shape)
 
 
-def _in_order(gathered: Tensor, place: _Place) -> list[Tensor]:
+def _in_order(gathered: Tensor, place: _ShardedDim) -> list[Tensor]:
     """Return every member's part of every piece, piece by piece."""
     members = range(len(place.shards.sizes))
     offsets = [0 for _ in members]
@@ -281,7 +281,7 @@ def _in_order(gathered: Tensor, place: _Place) -> list[Tensor]:
     return parts
 
 
-def _sum_slice(x: Tensor, place: _Place) -> Tensor:
+def _sum_slice(x: Tensor, place: _ShardedDim) -> Tensor:
     """Return my slice of the sum over the members."""
     shards = place.shards
     if len(shards.pieces) > 1 or not _scatters_well(shards.group):

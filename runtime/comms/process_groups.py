@@ -16,7 +16,7 @@ from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup, home
 from whale_train.runtime.cpu.shm_p2p import SharedMessages
 from whale_train.runtime.emulate import emulated_group as paced_group
 from whale_train.runtime.emulate.emulated_group import PacedGroup
-from whale_train.runtime.emulate.emulated_links import Links
+from whale_train.runtime.emulate.emulated_links import EmulatedLinks
 from whale_train.runtime.emulate.throttle import Pace
 from whale_train.runtime.failures.timeouts import group_name
 from whale_train.strategies.plan.plan import Plan, TaskGraph
@@ -33,7 +33,7 @@ def join(
     device: torch.device,
     timeout: timedelta = TIMEOUT,
     pace: Pace | None = None,
-    links: Links | None = None,
+    links: EmulatedLinks | None = None,
 ) -> None:
     """Join the job's world, met at a URL or a store; NCCL between GPUs, gloo between CPU
     processes, which may keep a `pace` and have slow `links` (measured here). `timeout` is for the

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from whale_train.runtime.cpu.named_group import NamedGroup
 from whale_train.runtime.emulate.delayed_work import LateSend, LateWork
-from whale_train.runtime.emulate.emulated_links import Links, Transfer, moved_bytes
+from whale_train.runtime.emulate.emulated_links import EmulatedLinks, Transfer, moved_bytes
 from whale_train.runtime.emulate.throttle import Pace
 from whale_train.runtime.emulate.worker_thread import InTurn
 
@@ -21,7 +21,7 @@ from whale_train.runtime.emulate.worker_thread import InTurn
 _SHORTEST_S = 1e-4
 
 
-def register(pace: Pace | None = None, links: Links | None = None) -> str:
+def register(pace: Pace | None = None, links: EmulatedLinks | None = None) -> str:
     """Return the name of a backend that makes groups of gloo's whose member here keeps `pace` and
     has `links`."""
 
@@ -36,7 +36,7 @@ class PacedGroup(NamedGroup):
     """`inner` is a group of gloo's, which does all the work. `options` are torch's
     DistributedBackendOptions."""
 
-    def __init__(self, options: Any, pace: Pace | None, links: Links | None) -> None:
+    def __init__(self, options: Any, pace: Pace | None, links: EmulatedLinks | None) -> None:
         store, rank, size = options.store, options.group_rank, options.group_size
         super().__init__(rank, size)
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=options.timeout)

@@ -27,7 +27,7 @@ _MEASURED_BYTES = 4 << 20
 _MEASUREMENTS = 10
 
 
-class Links:
+class EmulatedLinks:
     """Those of the rank that makes it. `relative[i][j]` is the bandwidth between ranks i and j over
     that of the fastest link. Until `measure`, all of them are fast."""
 
@@ -36,15 +36,15 @@ class Links:
     ) -> None:
         self.full_bytes_s: float | None = None
         self._relative, self._clock = relative, clock
-        self._links: dict[float, Link] = {}
+        self._links: dict[float, EmulatedLink] = {}
 
-    def among(self, ranks: Sequence[int]) -> "Link | None":
+    def among(self, ranks: Sequence[int]) -> "EmulatedLink | None":
         """Return what a transfer among `ranks` waits for: the link of the slowest two; None for a
         fast one. Transfers that wait for links of one bandwidth wait for each other."""
         relative = min((self._relative[i][j] for i, j in combinations(ranks, 2)), default=1.0)
         if relative >= 1:
             return None
-        return self._links.setdefault(relative, Link(self, relative, self._clock))
+        return self._links.setdefault(relative, EmulatedLink(self, relative, self._clock))
 
     def measure(self, group: dist.ProcessGroup) -> None:
         """Find the full bandwidth: what a member of a ring over all ranks moves in a second. All
@@ -61,10 +61,10 @@ class Links:
         self.full_bytes_s = moved_bytes("allreduce", ([tensor],), group.size()) / fastest.item()
 
 
-class Link:
+class EmulatedLink:
     """One transfer after another. `in_turn` is a thread for what is to be sent over it."""
 
-    def __init__(self, links: Links, relative: float, clock: Callable[[], float]) -> None:
+    def __init__(self, links: EmulatedLinks, relative: float, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.in_turn = InTurn("sends")
         self._links, self._relative = links, relative
@@ -91,7 +91,7 @@ class Link:
 class Transfer:
     """What one takes over `link`: `nominal_s`, of which `native_s` is this machine's own time."""
 
-    link: Link
+    link: EmulatedLink
     nominal_s: float
     native_s: float
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from whale_train.runtime.failures.timeouts import Call, Wait, find_hang, stack_text
+from whale_train.runtime.failures.timeouts import StackCall, Wait, find_hang, stack_text
 
 FAILURE_FILE = "failure.json"
 
@@ -179,7 +179,7 @@ def first_failure(
     ends: Iterable[RankEnd],
     errors: Mapping[int, RankError],
     step: int | None,
-    stacks: Mapping[int, Sequence[Call]] | None = None,
+    stacks: Mapping[int, Sequence[StackCall]] | None = None,
 ) -> Failure:
     """Return the failure that caused the others.
 
@@ -224,7 +224,7 @@ def first_failure(
 def hang_among(
     errors: Mapping[int, RankError],
     step: int | None,
-    stacks: Mapping[int, Sequence[Call]],
+    stacks: Mapping[int, Sequence[StackCall]],
 ) -> Failure:
     """Return the failure of ranks that waited in vain, at least one of them; arguments as above."""
     ordered = sorted(errors.values(), key=lambda error: (error.time_s, error.rank))

@@ -43,7 +43,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Call:
+class StackCall:
     """One call of a stack: its file, line and function."""
 
     file: str
@@ -82,7 +82,7 @@ def plan_path(plan: Plan, name: str) -> str:
 def find_hang(
     waits: Mapping[int, Wait],
     others: Iterable[int],
-    stacks: Mapping[int, Sequence[Call]],
+    stacks: Mapping[int, Sequence[StackCall]],
     step: int | None,
 ) -> Hang:
     """Return who waited for whom. `waits` are by rank, the earliest first, at least one; `others`
@@ -111,7 +111,7 @@ def find_hang(
     return Hang(rank, (), f"{wait}, whose other members waited elsewhere: {elsewhere}")
 
 
-def is_waiting(stack: Sequence[Call]) -> bool:
+def is_waiting(stack: Sequence[StackCall]) -> bool:
     """Return whether a stack (the innermost call first) is of a rank that waits for others
     itself."""
     if not stack:
@@ -124,16 +124,16 @@ def is_waiting(stack: Sequence[Call]) -> bool:
     )
 
 
-def read_stack(dump: str) -> tuple[Call, ...]:
+def read_stack(dump: str) -> tuple[StackCall, ...]:
     """Return the main thread's calls, the innermost first, of what faulthandler wrote of all
     threads (it lists the first one last); empty where it wrote nothing."""
     _, header, main = dump.rpartition("(most recent call first):\n")
     found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
-    calls = (Call(file, int(line), function) for file, line, function in found)
+    calls = (StackCall(file, int(line), function) for file, line, function in found)
     return tuple(calls) if header else ()
 
 
-def stack_text(stack: Sequence[Call]) -> str:
+def stack_text(stack: Sequence[StackCall]) -> str:
     """Return a stack as Python shows a traceback: the innermost call last, without the calls of the
     host process."""
     calls = [
@@ -166,14 +166,14 @@ def read_watchdog(log: str, plan: Plan, rank: int, step: int | None) -> Wait | N
 
 
 def _for_absent(
-    absent: Sequence[int], stacks: Mapping[int, Sequence[Call]], step: int | None
+    absent: Sequence[int], stacks: Mapping[int, Sequence[StackCall]], step: int | None
 ) -> str:
     seen = [_last_seen(rank, stacks.get(rank, ()), step) for rank in absent]
     which = "which did not arrive" if len(absent) == 1 else "who did not arrive"
     return "; ".join((f"for {_ranks(absent)}, {which}", *filter(None, seen)))
 
 
-def _last_seen(rank: int, stack: Sequence[Call], step: int | None) -> str:
+def _last_seen(rank: int, stack: Sequence[StackCall], step: int | None) -> str:
     if stack:
         return f"rank {rank} was last seen in {stack[0]}"
     return f"rank {rank} was last seen in step {step - 1}" if step is not None else ""

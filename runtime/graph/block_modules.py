@@ -19,7 +19,7 @@ from whale_train.runtime.graph.shard_rng import SharedRandom
 BLOCK = "block"  # key of a node's meta: the block it belongs to
 
 
-class Block(nn.Module):
+class BlockModule(nn.Module):
     """Consecutive operations of one block. It holds the tensors that only they read; `random` is
     given where it is computed again for its backward, and is what its members draw alike."""
 
@@ -165,9 +165,9 @@ class Blocks(nn.Module):
                 key = run.name.replace(".", "__")
                 if key not in self.blocks:
                     held = own.get(run.name, {})
-                    self.blocks[key] = Block(held, recompute(run.name.partition("#")[0]))
+                    self.blocks[key] = BlockModule(held, recompute(run.name.partition("#")[0]))
                 block = self.blocks[key]
-                assert isinstance(block, Block)
+                assert isinstance(block, BlockModule)
                 here = [p for p in run.tensors if attribute[training][p] not in self._kept]
                 passed = [p for p in run.tensors if p not in here]
                 # The tensors held here come last; those several blocks read are passed as values.

@@ -32,7 +32,7 @@ class Counts:
         return counts
 
 
-class Segment(nn.Module):
+class SegmentModule(nn.Module):
     """One segment of the plan on one rank.
 
     Call it with the values it takes, then the model inputs it reads (`inputs` names them); it

@@ -28,7 +28,7 @@ from whale_train.runtime.comms.layout_collectives import (
 )
 from whale_train.runtime.graph.block_modules import BLOCK
 from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
-from whale_train.runtime.graph.segment import Counts, Segment
+from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_ops import Laid, local_call
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.kernels.grouped_experts import split_grouped_mm
@@ -40,22 +40,19 @@ from whale_train.runtime.kernels.vocab_parallel import (
     split_top1,
 )
 from whale_train.runtime.loss.graph_losses import (
-    LossScale,
+    LossWeight,
     ignored,
     is_mean_over_targets,
     plain_loss,
     smoothing,
-    targets_graph,
     written_value,
 )
 from whale_train.strategies.graph.operation_graph import block_of
 from whale_train.strategies.plan.program import PlannedCast, PlannedSegment
 
-__all__ = ["Counts", "Place", "Segment", "targets_graph", "write_segment_graph"]
-
 
 @dataclass(frozen=True)
-class Place:
+class ShardPlace:
     """Where a rewritten graph runs: its device, the group its casts span, my index in it and
     every axis' intervals, in units; `batch_norm_group` synchronises BatchNorm (None: per replica).
 
@@ -69,7 +66,7 @@ class Place:
     index: int
     axes: Mapping[str, tuple[tuple[int, int], ...]]
     batch_norm_group: dist.ProcessGroup | None
-    loss_scale: LossScale | None = None
+    loss_scale: LossWeight | None = None
     seed: int = 0
 
     @cached_property
@@ -98,11 +95,11 @@ class Place:
 
 
 def write_segment_graph(
-    segment: Segment,
+    segment: SegmentModule,
     written: PlannedSegment,
     source: fx.GraphModule,
     canonical: dict[str, str],
-    place: Place,
+    place: ShardPlace,
     counts: Counts | None,
 ) -> None:
     """Give `segment` the graph of the plan's `written` segment, out of `source`.
@@ -124,7 +121,7 @@ class _Writer:
         written: PlannedSegment,
         source: fx.GraphModule,
         canonical: dict[str, str],
-        place: Place,
+        place: ShardPlace,
         counts: Counts | None,
     ) -> None:
         self.written, self.source, self.canonical = written, source, canonical

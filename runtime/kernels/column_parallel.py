@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from whale_train.runtime.comms.layout_collectives import enter
-from whale_train.runtime.kernels.matmul import Kind, Product, product_of
+from whale_train.runtime.kernels.matmul import ProductForm, ProductNode, product_of
 from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_product
 
 
@@ -55,7 +55,7 @@ def _entered_group(graph: fx.GraphModule, node: fx.Node) -> dist.ProcessGroup | 
 def _join(
     graph: fx.GraphModule,
     node: fx.Node,
-    products: Sequence[Product],
+    products: Sequence[ProductNode],
     group: dist.ProcessGroup,
     owner: WeightGradients,
 ) -> None:
@@ -79,7 +79,7 @@ class _Joined(nn.Module):
     """Called with the value, then each product's weight and bias."""
 
     def __init__(
-        self, kinds: Sequence[Kind], group: dist.ProcessGroup, owner: WeightGradients
+        self, kinds: Sequence[ProductForm], group: dist.ProcessGroup, owner: WeightGradients
     ) -> None:
         super().__init__()
         self.kinds, self.group, self.owner = tuple(kinds), group, owner
@@ -131,7 +131,7 @@ class _Products(torch.autograd.Function):
 
 
 def _sum_of_inputs(
-    kinds: Sequence[Kind], grads: Sequence[Tensor], weights: Sequence[Tensor]
+    kinds: Sequence[ProductForm], grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Tensor:
     """Return what the products give their common input, [.., in], in one buffer."""
     shape = grads[0].shape[:-1]

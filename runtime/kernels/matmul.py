@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProductForm:
     """Where a product's input, weight and bias stand among its arguments, and whether its weight
     is [in, out]."""
 
@@ -50,25 +50,25 @@ class Kind:
 
 
 _aten = torch.ops.aten
-_KINDS: dict[Any, Kind] = {
-    _aten.linear.default: Kind(0, 1, 2, transposed=False),
-    _aten.addmm.default: Kind(1, 2, 0, transposed=True),
+_KINDS: dict[Any, ProductForm] = {
+    _aten.linear.default: ProductForm(0, 1, 2, transposed=False),
+    _aten.addmm.default: ProductForm(1, 2, 0, transposed=True),
 }
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductNode:
     """A node of a graph that is a product with a parameter, and its operands. The bias may be a
     value made of one: of a product whose input is cut, one member alone adds it."""
 
     node: fx.Node
-    kind: Kind
+    kind: ProductForm
     input: fx.Node
     weight: fx.Node
     bias: fx.Node | None
 
 
-def product_of(node: fx.Node, parameters: Set[str]) -> Product | None:
+def product_of(node: fx.Node, parameters: Set[str]) -> ProductNode | None:
     """`node` as a product whose weight is among the placeholders `parameters` (None: it is
     none)."""
     kind = _KINDS.get(node.target) if node.op == "call_function" else None
@@ -80,7 +80,7 @@ def product_of(node: fx.Node, parameters: Set[str]) -> Product | None:
         return None
     if weight.name not in parameters:
         return None
-    return Product(node, kind, x, weight, bias)
+    return ProductNode(node, kind, x, weight, bias)
 
 
 @dataclass(frozen=True)

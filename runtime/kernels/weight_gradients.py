@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
-from whale_train.runtime.kernels.matmul import Kind, lookup_of, of_table, product_of
+from whale_train.runtime.kernels.matmul import ProductForm, lookup_of, of_table, product_of
 
 Key = tuple[int, int]  # chunk, micro-batch
 Added = Callable[[nn.Parameter], None]
@@ -124,7 +124,7 @@ class WeightGradients:
 
 
 def of_product(
-    kind: Kind,
+    kind: ProductForm,
     operands: Sequence[Tensor | None],
     needed: Sequence[bool],
     grad: Tensor,
@@ -142,7 +142,7 @@ def of_product(
 class _OwnedProduct(nn.Module):
     """One product, the gradient of whose weight is its owner's to see to."""
 
-    def __init__(self, owner: WeightGradients, kind: Kind) -> None:
+    def __init__(self, owner: WeightGradients, kind: ProductForm) -> None:
         super().__init__()
         self.owner, self.kind = owner, kind
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from whale_train.models.export.export import model_path
 
-LossScale = Callable[[str], Tensor | float]
+LossWeight = Callable[[str], Tensor | float]
 
 # Position of the reduction argument, and what a mean is called there.
 _CROSS_ENTROPY = "cross_entropy_loss.default"
@@ -48,7 +48,7 @@ def _option(node: fx.Node, position: int, name: str, default: Any) -> Any:
 
 def plain_loss(
     node: fx.Node,
-    scale: LossScale | None,
+    scale: LossWeight | None,
     count: Callable[[Tensor, Tensor], None] | None,
 ) -> Callable[..., Tensor]:
     """Return the loss `node` on whole logits: as a sum times its scale (None: the mean it is),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from whale_train.runtime.comms.layout_collectives import ShardGroup, gather, slice_
 from whale_train.runtime.engines.base import Engine
-from whale_train.runtime.graph.shard_graph import Segment
+from whale_train.runtime.graph.segment import SegmentModule
 
 Batch = Mapping[str, Tensor]
 
@@ -21,7 +21,7 @@ Batch = Mapping[str, Tensor]
 class Segments(nn.Module):
     """The segments one TaskGraph runs, in order, under one engine."""
 
-    def __init__(self, parts: Sequence[Segment]) -> None:
+    def __init__(self, parts: Sequence[SegmentModule]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
@@ -31,17 +31,17 @@ class Segments(nn.Module):
 
 
 @dataclass(frozen=True)
-class Part:
+class ChunkPart:
     """A segment, the engine that runs it, and its number among that engine's."""
 
-    segment: Segment
+    segment: SegmentModule
     engine: Engine
     number: int
 
 
 def parts_of(
-    chunks: Sequence[Sequence[tuple[int, Segment]]], engines: Mapping[int, Engine]
-) -> list[list[Part]]:
+    chunks: Sequence[Sequence[tuple[int, SegmentModule]]], engines: Mapping[int, Engine]
+) -> list[list[ChunkPart]]:
     """Return the parts of each of `chunks`, given by their TaskGraph and in the order in which that
     TaskGraph's engine of `engines` has its segments."""
     seen = dict.fromkeys(engines, 0)
@@ -49,7 +49,7 @@ def parts_of(
     for segments in chunks:
         parts = []
         for owner, segment in segments:
-            parts.append(Part(segment, engines[owner], seen[owner]))
+            parts.append(ChunkPart(segment, engines[owner], seen[owner]))
             seen[owner] += 1
         found.append(parts)
     return found
@@ -67,7 +67,7 @@ class Passed:
 class Chunk:
     """Segments in forward order. `gives` are the values others want, or the loss alone."""
 
-    def __init__(self, parts: Sequence[Part], gives: Sequence[str]) -> None:
+    def __init__(self, parts: Sequence[ChunkPart], gives: Sequence[str]) -> None:
         self.gives = tuple(gives)
         self.parts = tuple(parts)
 
@@ -132,7 +132,9 @@ class SharingChunk(Chunk):
     takes its part of what other chunks give, and hands back the gradients of all (a split head
     beside copies of the rest)."""
 
-    def __init__(self, parts: Sequence[Part], gives: Sequence[str], members: ShardGroup) -> None:
+    def __init__(
+        self, parts: Sequence[ChunkPart], gives: Sequence[str], members: ShardGroup
+    ) -> None:
         super().__init__(parts, gives)
         self._members = members
         self._made = {name for part in parts for name in part.segment.gives}

@@ -14,11 +14,11 @@ from torch import Tensor
 from whale_train.runtime.comms.p2p import Transport, Wire
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.grad_ready import Finality
-from whale_train.runtime.graph.shard_graph import Counts
+from whale_train.runtime.graph.segment import Counts
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
 from whale_train.runtime.pipeline.chunk import Batch, Chunk, Passed
-from whale_train.runtime.train.evaluation import Evaluation, HeldBack
+from whale_train.runtime.train.evaluation import Evaluation, EvaluationBatches
 from whale_train.runtime.train.step_programs import PendingLoss
 from whale_train.runtime.train.timeline import Trace, span
 from whale_train.strategies.plan.plan import Plan
@@ -36,7 +36,7 @@ _LOOKAHEAD = 2  # computations ahead of which receives are posted
 
 
 @dataclass(frozen=True)
-class Place:
+class PipelinePlace:
     """Where a rank sits: its copy of the pipeline, its position in it, its number in that
     position's shard group."""
 
@@ -45,7 +45,7 @@ class Place:
     index: int
 
     @classmethod
-    def of(cls, pipeline: PlannedPipeline, rank: int) -> "Place":
+    def of(cls, pipeline: PlannedPipeline, rank: int) -> "PipelinePlace":
         for copy, described in enumerate(pipeline.copies):
             for position, ranks in enumerate(described.positions):
                 if rank in ranks:
@@ -57,7 +57,10 @@ class Route:
     """Who sends what to whom, for one copy of the pipeline."""
 
     def __init__(
-        self, pipeline: PlannedPipeline, place: Place, values: Mapping[tuple[int, int], list[str]]
+        self,
+        pipeline: PlannedPipeline,
+        place: PipelinePlace,
+        values: Mapping[tuple[int, int], list[str]],
     ) -> None:
         copy = pipeline.copies[place.copy]
         self.place = place
@@ -100,7 +103,7 @@ class PipelineModel:
     ) -> None:
         assert plan.pipeline is not None
         assert plan.rewrite is not None
-        self.place = Place.of(plan.pipeline, rank)
+        self.place = PipelinePlace.of(plan.pipeline, rank)
         self.instructions = instructions_of(plan.pipeline, self.place)
         self.trace: Trace | None = None
         gives, takes = values_of_chunks(plan.rewrite, plan.pipeline)
@@ -137,7 +140,7 @@ class PipelineModel:
         return self._loss.total(run.losses if self.place.index == 0 else {})
 
     @torch.no_grad()
-    def evaluate(self, held: HeldBack) -> Evaluation:
+    def evaluate(self, held: EvaluationBatches) -> Evaluation:
         forwards = [x for x in self.instructions if x.kind in _FORWARDS]
         pieces = ((w, x) for w, batches in held for x in self._piece_batches(batches))
         self._loss.begin_evaluation(pieces, held.samples)
@@ -181,7 +184,7 @@ def values_of_chunks(
     return gives, takes
 
 
-def instructions_of(pipeline: PlannedPipeline, place: Place) -> tuple[Instruction, ...]:
+def instructions_of(pipeline: PlannedPipeline, place: PipelinePlace) -> tuple[Instruction, ...]:
     """Return the instructions of a position, as the plan's schedule orders them."""
     copy = pipeline.copies[place.copy]
     return schedule(

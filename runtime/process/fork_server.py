@@ -41,7 +41,7 @@ from whale_train.runtime.failures.failure import (
     step_in_progress,
     write_record,
 )
-from whale_train.runtime.failures.timeouts import Call, read_stack, read_watchdog
+from whale_train.runtime.failures.timeouts import StackCall, read_stack, read_watchdog
 from whale_train.strategies.plan.plan import Plan
 
 Prepared = TypeVar("Prepared")
@@ -241,7 +241,7 @@ def watch(living: dict[int, int], stop: StopRequest) -> list[RankEnd]:
     return ends
 
 
-def ask_for_stacks(run_dir: Path, living: dict[int, int]) -> dict[int, tuple[Call, ...]]:
+def ask_for_stacks(run_dir: Path, living: dict[int, int]) -> dict[int, tuple[StackCall, ...]]:
     """Return the stack of each living rank, the innermost call first: empty for one that is not
     able to say it within STACK_S."""
     logs = {rank: run_dir / "logs" / f"rank_{rank}.log" for rank in living.values()}

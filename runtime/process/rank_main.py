@@ -30,7 +30,7 @@ from whale_train.runtime.comms.process_groups import (
     make_groups,
 )
 from whale_train.runtime.cpu.malloc_trim import give_back
-from whale_train.runtime.emulate.emulated_links import Links
+from whale_train.runtime.emulate.emulated_links import EmulatedLinks
 from whale_train.runtime.emulate.throttle import Pace
 from whale_train.runtime.engines.optimizers import make_optimizer
 from whale_train.runtime.failures.timeout_frames import named_waits
@@ -38,7 +38,7 @@ from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
 from whale_train.runtime.process.fork_server import num_threads
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.runtime.process.shared_init import build_shared, let_go
-from whale_train.runtime.train.batches import Batches
+from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import train
 from whale_train.runtime.train.metrics import Metrics, peak_memory_bytes
 from whale_train.runtime.train.recorder import verify
@@ -122,7 +122,7 @@ def measure(
 
 def _joined(
     run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, request: Request
-) -> tuple[torch.device, Links | None]:
+) -> tuple[torch.device, EmulatedLinks | None]:
     """This rank's device and the links it emulates, if it does, once all ranks have met."""
     if request.launcher.threads is not None:
         torch.set_num_threads(request.launcher.threads)
@@ -155,7 +155,7 @@ def train_as_planned(
     program = assemble(request, plan, prepared.module, prepared.graph, seat)
     forget(prepared)
     limit_waits(timeout)
-    batches = Batches(request, plan, prepared.dataset, rank, device)
+    batches = RankBatches(request, plan, prepared.dataset, rank, device)
     metrics = Metrics(run_dir, request.train.tensorboard, device) if rank == 0 else None
     if request.mode == "verify":
         summary = verify(run_dir, request, plan, program, batches, metrics, rank)
@@ -191,10 +191,10 @@ def _pace(run_dir: Path, rank: int) -> Pace | None:
     return None if paces is None else Pace(paces[rank])
 
 
-def _links(run_dir: Path) -> Links | None:
+def _links(run_dir: Path) -> EmulatedLinks | None:
     """Return the links that this rank emulates, or None where they are not slowed."""
     relative = json.loads((run_dir / "launch.json").read_text())["links"]
-    return None if relative is None else Links(relative)
+    return None if relative is None else EmulatedLinks(relative)
 
 
 def _device(run_dir: Path) -> torch.device:

@@ -11,7 +11,7 @@ from torch import Tensor
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.order import evaluation_batches, step_indices
-from whale_train.runtime.train.evaluation import HeldBack
+from whale_train.runtime.train.evaluation import EvaluationBatches
 from whale_train.strategies.plan.plan import Plan
 
 
@@ -26,7 +26,7 @@ class _HeldBack:
         return self.read()
 
 
-class Batches:
+class RankBatches:
     """This rank's micro-batches of every global batch, read when asked for."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Batches:
         indices = step_indices(total, batch, step, seed, shuffle)
         return [self._tensors(self._dataset.samples(indices[mine])) for mine in self._mine]
 
-    def evaluation(self) -> HeldBack:
+    def evaluation(self) -> EvaluationBatches:
         """Return the first held-back samples, as many as were asked for and exist."""
         wanted = min(self._request.train.evaluation_samples, self._dataset.num_evaluation_samples)
         return _HeldBack(wanted, partial(self._evaluated, wanted))

@@ -21,7 +21,7 @@ from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.strategies.plan.loss_weights import LossWeights
 
 
-class HeldBack(Protocol):
+class EvaluationBatches(Protocol):
     """The held-back samples. Iterating over them gives, every time, each batch's weight with this
     rank's micro-batches of it."""
 
@@ -59,7 +59,7 @@ class EvaluatedCopies:
         self._engine, self._group, self._sizes = engine, group, sizes
         self._weights, self._counter = weights, counter
 
-    def evaluate(self, held: HeldBack) -> Evaluation:
+    def evaluate(self, held: EvaluationBatches) -> Evaluation:
         """Return the means over `held`; all members of the group call it."""
         counter = self._counter
         if counter is None:
@@ -67,7 +67,7 @@ class EvaluatedCopies:
         return self._counted(held, counter.whole(held), lambda _, batch: counter.mine(batch))
 
     def _counted(
-        self, held: HeldBack, whole: Tensor, targets: Callable[[int, Batch], Tensor]
+        self, held: EvaluationBatches, whole: Tensor, targets: Callable[[int, Batch], Tensor]
     ) -> Evaluation:
         """Return the means over `held`, whose losses have `whole` targets in all, fp64 [losses];
         `targets` tells how many a micro-batch of the batch of a number has."""
@@ -81,7 +81,7 @@ class EvaluatedCopies:
         dist.all_reduce(sums, group=self._group)
         return Evaluation(*sums.tolist())
 
-    def _uncounted(self, held: HeldBack) -> Evaluation:
+    def _uncounted(self, held: EvaluationBatches) -> Evaluation:
         """Return the means over `held`, of which nobody knows the targets before they are run.
 
         They are run with each batch's own means, which say how many targets every batch has. Where

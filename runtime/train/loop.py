@@ -15,10 +15,10 @@ from whale_train.config import Request
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
-from whale_train.runtime.train.batches import Batches
+from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.grad_scaler import START, LossScale
 from whale_train.runtime.train.lr_schedule import learning_rate
-from whale_train.runtime.train.metrics import Metrics, Step
+from whale_train.runtime.train.metrics import Metrics, StepMetrics
 from whale_train.runtime.train.step_programs import Program
 from whale_train.runtime.train.timeline import Trace, span
 from whale_train.strategies.plan.plan import Plan
@@ -33,7 +33,7 @@ class Loop:
         request: Request,
         plan: Plan,
         program: Program,
-        batches: Batches,
+        batches: RankBatches,
         metrics: Metrics | None,
         trace: Trace | None = None,
     ) -> None:
@@ -41,7 +41,7 @@ class Loop:
         self._trace = program.trace = trace
         self._request, self._plan, self._program = request, plan, program
         self._batches, self._metrics = batches, metrics
-        self._pending: tuple[Step, int] | None = None
+        self._pending: tuple[StepMetrics, int] | None = None
         self._sum_over_job = _sum_over_job if plan.rewrite is not None else None
         self._loss_scale: LossScale | None = None
         if plan.precision == "fp16":
@@ -76,7 +76,7 @@ class Loop:
         evaluation = {}
         if options.evaluate_every and (number + 1) % options.evaluate_every == 0:
             evaluation = evaluate(program, batches)
-        step = Step(number + 1, loss, norm, lr, seconds, evaluation, scale)
+        step = StepMetrics(number + 1, loss, norm, lr, seconds, evaluation, scale)
         self._pending = (step, batches.tokens(batch))
         return seconds
 
@@ -103,7 +103,7 @@ def train(
     request: Request,
     plan: Plan,
     program: Program,
-    batches: Batches,
+    batches: RankBatches,
     metrics: Metrics | None,
     trace: Trace | None = None,
 ) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def train(
     }
 
 
-def evaluate(program: Program, batches: Batches) -> dict[str, float]:
+def evaluate(program: Program, batches: RankBatches) -> dict[str, float]:
     """Mean loss over the held-back samples, and the share of right answers where there are
     targets."""
     seen = program.evaluate(batches.evaluation())

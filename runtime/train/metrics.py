@@ -14,7 +14,7 @@ from whale_train.runtime.train.step_programs import PendingLoss
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMetrics:
     """What is known of a step when it ends, its loss perhaps still on its way."""
 
     number: int
@@ -38,7 +38,7 @@ class Metrics:
 
             self._board = SummaryWriter(str(run_dir / "tensorboard"))
 
-    def write(self, step: Step, samples: int, tokens: int) -> float:
+    def write(self, step: StepMetrics, samples: int, tokens: int) -> float:
         """Write a step's line, waiting for its loss, which is returned."""
         loss = step.loss.item()
         norm = None if step.grad_norm is None else float(step.grad_norm)

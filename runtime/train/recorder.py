@@ -24,10 +24,10 @@ from whale_train.models.batch_parts.dropout_off import DropoutOff
 from whale_train.models.export.export import model_path
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import TorchEngine
-from whale_train.runtime.graph.shard_graph import Segment
+from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.pipeline.chunk import Batch
-from whale_train.runtime.train.batches import Batches
-from whale_train.runtime.train.evaluation import Evaluation, HeldBack
+from whale_train.runtime.train.batches import RankBatches
+from whale_train.runtime.train.evaluation import Evaluation, EvaluationBatches
 from whale_train.runtime.train.loop import Loop
 from whale_train.runtime.train.lr_schedule import learning_rate
 from whale_train.runtime.train.metrics import Metrics
@@ -41,7 +41,7 @@ def verify(
     request: Request,
     plan: Plan,
     program: Program,
-    batches: Batches,
+    batches: RankBatches,
     metrics: Metrics | None,
     rank: int,
 ) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _by_path(
     """Yield what this rank is to report of `read`, by the paths of the user's model."""
     paths: dict[int, str] = {}
     for owner in engine.module.modules():
-        if isinstance(owner, Segment):
+        if isinstance(owner, SegmentModule):
             paths |= {id(tensor): path for path, tensor in owner.held()}
     if not paths:
         paths = {id(p): model_path(name) for name, p in engine.module.named_parameters()}
@@ -246,7 +246,7 @@ class _WithoutDropout:
         with self.mode:
             return self._program.forward_backward(batches, loss_scale)
 
-    def evaluate(self, held: HeldBack) -> Evaluation:
+    def evaluate(self, held: EvaluationBatches) -> Evaluation:
         return self._program.evaluate(held)
 
 

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.loss.global_mean import GlobalMeans, TargetCounter, Targets
 from whale_train.runtime.pipeline.chunk import Batch
-from whale_train.runtime.train.evaluation import EvaluatedCopies, Evaluation, HeldBack
+from whale_train.runtime.train.evaluation import EvaluatedCopies, Evaluation, EvaluationBatches
 from whale_train.runtime.train.timeline import Trace, span
 from whale_train.strategies.plan.loss_weights import LossWeights
 from whale_train.strategies.schedule.instructions import Instruction, Kind
@@ -48,7 +48,7 @@ class Program(Protocol):
         """Gradients of `loss_scale` times the global batch's mean loss, of which `batches` are
         this rank's micro-batches; the loss itself."""
 
-    def evaluate(self, held: HeldBack) -> Evaluation:
+    def evaluate(self, held: EvaluationBatches) -> Evaluation:
         """Return the means over all held-back samples."""
 
 
@@ -99,7 +99,7 @@ class WholeModel:
         return PendingLoss(value, dist.all_reduce(value, group=self._group, async_op=True))
 
     @torch.no_grad()
-    def evaluate(self, held: HeldBack) -> Evaluation:
+    def evaluate(self, held: EvaluationBatches) -> Evaluation:
         module = self._engine.module
         copies = EvaluatedCopies(
             self._engine, self._group, self._sizes, self._weights, self._counter

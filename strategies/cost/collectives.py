@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, log2
 
-from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.cost.roofline import kernel_of
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link
 
@@ -122,10 +122,10 @@ def partitioned_sum_time_s(
 def _partition_s(elements: float, device: Device, precision: str) -> float:
     """Return the seconds of what DeepSpeed does beside sending: measured, or those of its
     copies."""
-    measured = device.kernels.get(precision, {}).get(Kind.PARTITION)
+    measured = device.kernels.get(precision, {}).get(KernelKind.PARTITION)
     if measured is not None:
         return measured.forward.seconds(0, 4 * elements)
-    copy = kernel_of(device, precision, Kind.COPY).forward
+    copy = kernel_of(device, precision, KernelKind.COPY).forward
     return copy.seconds(0, 4 * _PARTITION_PASSES * elements)
 
 
@@ -135,7 +135,7 @@ def gather_stops_s(
     """Return what a forward and a backward take longer under ZeRO 3, beside what is sent, where
     DeepSpeed stops at each of `modules` that have parameters: as measured, else nothing."""
     kinds = {id(device): device for device in devices}.values()
-    found = [device.kernels.get(precision, {}).get(Kind.GATHER) for device in kinds]
+    found = [device.kernels.get(precision, {}).get(KernelKind.GATHER) for device in kinds]
     stops = [
         [
             modules * roofline.overhead_s + 4 * elements / roofline.bytes_s

@@ -9,13 +9,13 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from whale_train.strategies.cost.op_work import Part, Work, Works, whole
+from whale_train.strategies.cost.op_work import PartOfValue, Work, Works, whole
 from whale_train.strategies.cost.roofline import Times, work_times
 from whale_train.strategies.graph.operation_graph import OperationGraph
 from whale_train.strategies.hardware.cluster import Device
 from whale_train.strategies.layouts.propagation import Assignment, Shard
 
-Intervals = Mapping[str, Sequence[tuple[int, int]]]
+NamedIntervals = Mapping[str, Sequence[tuple[int, int]]]
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Prices:
         operations: Iterable[str],
         device: Device,
         samples: float,
-        part: Callable[[], Part] = lambda: whole,
+        part: Callable[[], PartOfValue] = lambda: whole,
         added_to: Callable[[], Container[str]] = tuple,
     ) -> Times:
         """Return the seconds of `operations` for `samples` samples. `key` stands for the
@@ -53,7 +53,7 @@ class Prices:
         return self._times[asked]
 
 
-def part_of(assignment: Assignment | None, axes: Intervals, index: int) -> Part:
+def part_of(assignment: Assignment | None, axes: NamedIntervals, index: int) -> PartOfValue:
     """Return which part of each value member `index` of a group has; what is cast on its way into
     an operation is read as it then is."""
     if assignment is None:

@@ -15,7 +15,7 @@ from whale_train.strategies.graph.operation_graph import Operation, OperationGra
 from whale_train.strategies.layouts.propagation import RULES, differentiable, reshape
 
 
-class Kind(StrEnum):
+class KernelKind(StrEnum):
     """What limits an operation."""
 
     PRODUCT = "product"  # matrix products
@@ -38,7 +38,7 @@ class Kind(StrEnum):
     GATHER = "gather"  # what ZeRO 3 does with what it sends, a module at a time
 
 
-BY_FLOPS = frozenset((Kind.PRODUCT, Kind.CONVOLUTION, Kind.ATTENTION))
+BY_FLOPS = frozenset((KernelKind.PRODUCT, KernelKind.CONVOLUTION, KernelKind.ATTENTION))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Work:
     traffic; the traffic of its `backward`, where what that does is not its kind's to say; and
     which parts that has, of its inputs and of its weight. Equal where the price is."""
 
-    kind: Kind
+    kind: KernelKind
     flops: float
     forward: Traffic
     backward: Traffic | None
@@ -77,7 +77,7 @@ class Work:
 
 # Which part of a value this rank has, by the value's name: as it lies, or, where an operation is
 # named, as that reads it.
-Part = Callable[[str, str | None], float]
+PartOfValue = Callable[[str, str | None], float]
 
 
 def whole(value: str, reader: str | None = None) -> float:
@@ -99,7 +99,7 @@ class Works:
             self._note(operation)
 
     def of(
-        self, names: Iterable[str], part: Part = whole, added_to: Container[str] = ()
+        self, names: Iterable[str], part: PartOfValue = whole, added_to: Container[str] = ()
     ) -> Counter[Work]:
         """Return the work of the operations `names`, of whose values this rank has `part`, and how
         often there is each. The parameters `added_to` have a gradient that lookups only add to."""
@@ -111,11 +111,11 @@ class Works:
             found[self._work(operation, part, added_to)] += 1
             if name in self.with_gradient and self._has_bias(operation):
                 summed = self._traffic(name, part)
-                found[Work(Kind.SUM, 0.0, _NONE, summed, False, True)] += 1
+                found[Work(KernelKind.SUM, 0.0, _NONE, summed, False, True)] += 1
             readers = sum(user in self.with_gradient for user in self.graph.users[name])
             if name in self.with_gradient and readers > 1 and operation.shape is not None:
                 summed = self._traffic(name, part).times(3)
-                added = Work(Kind.POINTWISE, 0.0, _NONE, summed, True, False)
+                added = Work(KernelKind.POINTWISE, 0.0, _NONE, summed, True, False)
                 found[added] += readers - 1
         return found
 
@@ -124,7 +124,7 @@ class Works:
         before = operation.inputs[0] if operation.inputs else ""
         turned = self._transposed.get(before, False)
         is_view = _short(operation) in _VIEWS and not self._copies(operation)
-        if kind_of(operation) is Kind.ATTENTION:
+        if kind_of(operation) is KernelKind.ATTENTION:
             turned = True  # its result lies as projections want it, the heads of a token together
         elif _short(operation) in _TURNING:
             turned = not turned
@@ -143,14 +143,14 @@ class Works:
         joins = name == "contiguous" or RULES.get(operation.target) is reshape
         return joins and name not in ("view", "unflatten") and self._transposed.get(before, False)
 
-    def _work(self, operation: Operation, part: Part, added_to: Container[str]) -> Work:
+    def _work(self, operation: Operation, part: PartOfValue, added_to: Container[str]) -> Work:
         gradient = operation.name in self.with_gradient
         kind = kind_of(operation)
         is_view = _short(operation) in _VIEWS and not self._copies(operation)
-        if is_view or (kind is Kind.RANDOM and not operation.random):
+        if is_view or (kind is KernelKind.RANDOM and not operation.random):
             if gradient and _takes_part(operation):
                 return self._put(operation, part)
-            return Work(Kind.VIEW, 0.0, _NONE, _NONE, gradient, False)
+            return Work(KernelKind.VIEW, 0.0, _NONE, _NONE, gradient, False)
         result = self._traffic(operation.name, part)
         traffic = result
         for name in operation.inputs:
@@ -167,28 +167,30 @@ class Works:
         if kind in BY_FLOPS:
             read = (part(name, operation.name) for name in operation.inputs)
             share = min(part(operation.name, None), *read)
-            if kind is Kind.PRODUCT and not weights:
+            if kind is KernelKind.PRODUCT and not weights:
                 of_weight = gradient and len(others) > 1  # the other factor's, which costs as much
             elif _short(operation) in _RECURRENT:
                 of_input = gradient  # of the hidden states, whoever reads what it was given
-        elif kind is Kind.LOOKUP:
+        elif kind is KernelKind.LOOKUP:
             traffic = result.times(2)
             if gradient:  # of the whole table, most of it nothing
                 table = operation.inputs[0]
                 made = _NONE if table in added_to else self._traffic(table, part)
                 back = result.times(2) + made
-        elif kind is Kind.POINTWISE:
+        elif kind is KernelKind.POINTWISE:
             back = self._pointwise_backward(operation, part, gradient)
         return Work(kind, operation.flops * share, traffic, back, of_input, of_weight)
 
-    def _put(self, operation: Operation, part: Part) -> Work:
+    def _put(self, operation: Operation, part: PartOfValue) -> Work:
         """Return the work of putting the gradient of a part of a value into one of the whole's
         size: of all parts of a split at once, or of this one between zeros."""
         whole = self._traffic(operation.inputs[0], part)
         read = whole if operation.shape is None else self._traffic(operation.name, part)
-        return Work(Kind.COPY, 0.0, _NONE, whole + read, True, False)
+        return Work(KernelKind.COPY, 0.0, _NONE, whole + read, True, False)
 
-    def _pointwise_backward(self, operation: Operation, part: Part, gradient: bool) -> Traffic:
+    def _pointwise_backward(
+        self, operation: Operation, part: PartOfValue, gradient: bool
+    ) -> Traffic:
         """Return the work of a pass for each input that a gradient is computed for; sums hand
         theirs through, but to what was spread over them."""
         if not gradient:
@@ -220,7 +222,7 @@ class Works:
         """Return the value whose memory is read where `name` is, which may show it many times."""
         return self._memory[name] if _short(self.graph[name]) in _SPREADING else name
 
-    def _traffic(self, name: str, part: Part, reader: str | None = None) -> Traffic:
+    def _traffic(self, name: str, part: PartOfValue, reader: str | None = None) -> Traffic:
         operation = self.graph[name]
         if operation.shape is None:
             return _NONE
@@ -231,10 +233,10 @@ class Works:
         return Traffic(0.0, num_bytes) if follows else Traffic(num_bytes)
 
 
-def kind_of(operation: Operation) -> Kind:
+def kind_of(operation: Operation) -> KernelKind:
     """Return the kind of `operation`, by what limits it; an unknown one is taken for one that works
     element by element."""
-    return _KINDS.get(_short(operation), Kind.POINTWISE)
+    return _KINDS.get(_short(operation), KernelKind.POINTWISE)
 
 
 def _short(operation: Operation) -> str:
@@ -271,25 +273,26 @@ _VIEWS = _TURNING | _CASTS | _SPREADING | _TAKING_PART | _names(
     "contiguous sym_size"
 )  # fmt: skip
 _WIDTHS = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
-_WITH_BIAS = (Kind.PRODUCT, Kind.CONVOLUTION)
+_WITH_BIAS = (KernelKind.PRODUCT, KernelKind.CONVOLUTION)
 # Products with what they made of the step before, all steps and layers as one operation.
 _RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 _OF_KIND = {
-    Kind.PRODUCT: "linear addmm matmul mm bmm baddbmm einsum _grouped_mm grouped_mm "
-                  "grouped_mm_fallback " + " ".join(_RECURRENT),
-    Kind.CONVOLUTION: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
-    Kind.ATTENTION: "scaled_dot_product_attention",
-    Kind.FUNCTION: "silu sigmoid softplus mish elu hardswish exp log log1p erf sin cos",
-    Kind.GELU: "gelu",
-    Kind.TANH: "tanh",
-    Kind.RANDOM: "dropout alpha_dropout feature_dropout native_dropout bernoulli rand rand_like "
-                 "randn randn_like rrelu",
-    Kind.NORM: "layer_norm rms_norm group_norm batch_norm",
-    Kind.SOFTMAX: "softmax _softmax log_softmax _log_softmax logsumexp",
-    Kind.SUM: "sum mean amax amin var std linalg_vector_norm argmax argmin any all",
-    Kind.LOOKUP: "embedding index index_select gather take_along_dim",
-    Kind.LOSS: "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d",
-    Kind.COPY: "cat stack clone repeat repeat_interleave pad constant_pad_nd flip roll contiguous "
-               "reshape _unsafe_view flatten to _to_copy type_as float",
-}  # fmt: skip
+    KernelKind.PRODUCT: "linear addmm matmul mm bmm baddbmm einsum _grouped_mm grouped_mm "
+    "grouped_mm_fallback " + " ".join(_RECURRENT),
+    KernelKind.CONVOLUTION: "conv1d conv2d conv3d "
+    "conv_transpose1d conv_transpose2d conv_transpose3d",
+    KernelKind.ATTENTION: "scaled_dot_product_attention",
+    KernelKind.FUNCTION: "silu sigmoid softplus mish elu hardswish exp log log1p erf sin cos",
+    KernelKind.GELU: "gelu",
+    KernelKind.TANH: "tanh",
+    KernelKind.RANDOM: "dropout alpha_dropout feature_dropout native_dropout bernoulli rand "
+    "rand_like randn randn_like rrelu",
+    KernelKind.NORM: "layer_norm rms_norm group_norm batch_norm",
+    KernelKind.SOFTMAX: "softmax _softmax log_softmax _log_softmax logsumexp",
+    KernelKind.SUM: "sum mean amax amin var std linalg_vector_norm argmax argmin any all",
+    KernelKind.LOOKUP: "embedding index index_select gather take_along_dim",
+    KernelKind.LOSS: "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d",
+    KernelKind.COPY: "cat stack clone repeat repeat_interleave pad constant_pad_nd flip roll "
+    "contiguous reshape _unsafe_view flatten to _to_copy type_as float",
+}
 _KINDS = {name: kind for kind, names in _OF_KIND.items() for name in names.split()}

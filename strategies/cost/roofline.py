@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from whale_train.strategies.cost.op_work import BY_FLOPS, Kind, Work
+from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind, Work
 from whale_train.strategies.hardware.cluster import Device, HostShare, Kernel, Roofline
 
 # Of the peaks: nominal, the same for every device nobody measured. Large products come near the
@@ -50,18 +50,18 @@ class Times:
 def work_times(works: Mapping[Work, int], samples: float, device: Device, precision: str) -> Times:
     """Return the seconds of so many of each of `works` for `samples` samples."""
     forward = of_input = of_weight = 0.0
-    kernels = {kind: kernel_of(device, precision, kind) for kind in Kind}
+    kernels = {kind: kernel_of(device, precision, kind) for kind in KernelKind}
     for work, count in works.items():
         kernel = kernels[work.kind]
         flops, moved = work.flops * samples, work.forward.at(samples)
-        if flops or moved or work.kind is Kind.VIEW:
+        if flops or moved or work.kind is KernelKind.VIEW:
             forward += count * kernel.forward.seconds(flops, moved)
         parts = work.input_gradient + work.weight_gradient
         if not parts:
             continue
         back = work.backward.at(samples) if work.backward is not None else moved
         each = count * kernel.backward.seconds(flops, back)
-        if work.kind in BY_FLOPS and work.kind is not Kind.ATTENTION:
+        if work.kind in BY_FLOPS and work.kind is not KernelKind.ATTENTION:
             each /= 2  # a backward has two products, of which there may be one
             of_input += each * work.input_gradient
             of_weight += each * work.weight_gradient
@@ -72,7 +72,7 @@ def work_times(works: Mapping[Work, int], samples: float, device: Device, precis
     return Times(forward, of_input, of_weight)
 
 
-def kernel_of(device: Device, precision: str, kind: Kind) -> Kernel:
+def kernel_of(device: Device, precision: str, kind: KernelKind) -> Kernel:
     """Return the rooflines of `kind` on `device`: measured, or from its peaks. KeyError where it
     has no unit for `precision`."""
     measured = device.kernels.get(precision, {}).get(kind)
@@ -81,7 +81,7 @@ def kernel_of(device: Device, precision: str, kind: Kind) -> Kernel:
     rate = _OF_PEAK[precision] * flops_rate(device, precision)
     narrower = 1.0 if precision == "fp32" else 0.5
     bandwidth = _OF_BANDWIDTH * device.memory_bandwidth_bytes_s / narrower
-    overhead = _VIEW_OVERHEAD_S if kind is Kind.VIEW else _OVERHEAD_S
+    overhead = _VIEW_OVERHEAD_S if kind is KernelKind.VIEW else _OVERHEAD_S
     forward = Roofline(overhead, rate, bandwidth)
     if kind in BY_FLOPS:  # two products where the forward has one
         return Kernel(forward, Roofline(2 * overhead, rate / 2, bandwidth / 2))
@@ -95,7 +95,7 @@ def flops_rate(device: Device, precision: str) -> float:
 
 def whole_times(flops: float, device: Device, precision: str) -> Times:
     """Return the seconds of a model whose operations nobody knows: `flops` of products."""
-    kernel = kernel_of(device, precision, Kind.PRODUCT)
+    kernel = kernel_of(device, precision, KernelKind.PRODUCT)
     half = kernel.backward.seconds(flops, 0.0) / 2
     return Times(kernel.forward.seconds(flops, 0.0), half, half)
 
@@ -104,7 +104,7 @@ def accumulation_time_s(elements: float, parameters: int, device: Device, precis
     """Return the seconds of adding a backward's gradients to those of earlier ones: so many
     `elements` of so many `parameters`, in fp32, two read and one written. (Autograd keeps those of
     the first backward as they are made.)"""
-    roofline = kernel_of(device, precision, Kind.POINTWISE).forward
+    roofline = kernel_of(device, precision, KernelKind.POINTWISE).forward
     width = 4 if precision == "fp32" else 8  # traffic of 16-bit values is counted as if of fp32
     return parameters * roofline.overhead_s + 3 * width * elements / roofline.bytes_s
 
@@ -112,13 +112,15 @@ def accumulation_time_s(elements: float, parameters: int, device: Device, precis
 def zeros_time_s(elements: float, device: Device, precision: str) -> float:
     """Return the seconds of the zeros in the gradient of a table, of so many `elements`, to which a
     lookup's backward adds its rows, in fp32."""
-    return 4 * elements / kernel_of(device, precision, Kind.LOOKUP).backward.bytes_s
+    return 4 * elements / kernel_of(device, precision, KernelKind.LOOKUP).backward.bytes_s
 
 
 def update_time_s(elements: float, states: int, device: Device) -> float:
     """Return the seconds of an optimizer's update: every fp32 state and weight read and written,
     the gradient read for it and once before for the norm."""
-    measured = [kinds[Kind.UPDATE] for kinds in device.kernels.values() if Kind.UPDATE in kinds]
+    measured = [
+        kinds[KernelKind.UPDATE] for kinds in device.kernels.values() if KernelKind.UPDATE in kinds
+    ]
     bandwidth = _OF_BANDWIDTH * device.memory_bandwidth_bytes_s
     roofline = measured[0].forward if measured else Roofline(_OVERHEAD_S, inf, bandwidth)
     return roofline.seconds(0.0, 4 * elements * (2 * states + 4))

@@ -8,7 +8,7 @@ unless what was normalised has no gradient.
 from collections.abc import Iterable
 
 from whale_train.strategies.cost.collectives import all_reduce_time_s, gather_time_s
-from whale_train.strategies.cost.op_work import Part, whole
+from whale_train.strategies.cost.op_work import PartOfValue, whole
 from whale_train.strategies.cost.roofline import Times
 from whale_train.strategies.graph.operation_graph import Operation, OperationGraph
 from whale_train.strategies.hardware.cluster import Link
@@ -21,7 +21,7 @@ def batch_norm_times(
     operations: Iterable[str],
     members: int,
     link: Link,
-    channels: Part = whole,
+    channels: PartOfValue = whole,
 ) -> Times:
     """Return the seconds of one forward and one backward of `operations` on each of `members`
     copies that `link` joins; each copy has the part `channels` of a norm's channels."""

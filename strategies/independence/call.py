@@ -14,7 +14,7 @@ from whale_train.strategies.graph.operation_graph import (
 from whale_train.strategies.independence.states import (
     FIXED,
     PerSample,
-    Position,
+    RowPosition,
     State,
     batch_dims,
     beside,
@@ -30,7 +30,7 @@ class Refused:
 
 # None: the rule cannot say.
 Answer = State | Refused | None
-Rule = Callable[["Call"], Answer]
+StateRule = Callable[["Call"], Answer]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Call:
         """Return an input's state with its sample dimension counted in a result that the input is
         broadcast to."""
         state = self.states[name]
-        if isinstance(state, PerSample | Position):
+        if isinstance(state, PerSample | RowPosition):
             return replace(state, dim=state.dim + len(self.shape) - len(self.shape_of(name)))
         return state
 

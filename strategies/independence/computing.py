@@ -14,7 +14,7 @@ from whale_train.strategies.independence.states import (
     Permutation,
     PerSample,
     Pooled,
-    Position,
+    RowPosition,
     State,
     added,
     batch_dims,
@@ -40,7 +40,7 @@ def copying(call: Call) -> Answer:
     """Type what changes no value, or its sign alone. A conversion to integers rounds."""
     state = call.state(0)
     rounds = "int" in call.operation.dtype and "float" in call.graph[call.name(0)].dtype
-    if isinstance(state, Permutation | Position):
+    if isinstance(state, Permutation | RowPosition):
         return state
     to_bool = call.operation.dtype == "bool" and call.graph[call.name(0)].dtype != "bool"
     if (rounds or to_bool) and isinstance(state, Pooled):

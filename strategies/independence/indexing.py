@@ -11,7 +11,7 @@ from whale_train.strategies.independence.states import (
     Permutation,
     PerSample,
     Pooled,
-    Position,
+    RowPosition,
     State,
     added,
 )
@@ -38,7 +38,7 @@ def index(call: Call) -> Answer:
     for place, x in zip(places, indices, strict=True):
         of = call.states[x.name]
         offset = places[0] + rank - len(call.shape_of(x.name))
-        if isinstance(of, Position) and isinstance(state, PerSample) and state.dim == place:
+        if isinstance(of, RowPosition) and isinstance(state, PerSample) and state.dim == place:
             natural = state.before == 1 and not state.order
             extents = call.shape_of(call.name(0))[place], call.shape_of(x.name)[of.dim]
             if not natural or not all(map(is_whole_batch, extents)):

@@ -18,7 +18,7 @@ from whale_train.strategies.independence.states import (
     batch_dims,
 )
 
-Kind = Literal["mean", "sum", "meets", "unknown"]
+LossKind = Literal["mean", "sum", "meets", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Judgement:
     in every call, the same on every copy.
     """
 
-    kind: Kind
+    kind: LossKind
     operation: Operation | None = None
     because: str = ""
     counts: Operation | None = None

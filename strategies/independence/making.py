@@ -8,7 +8,7 @@ from whale_train.strategies.independence.states import (
     FIXED,
     Fixed,
     PerSample,
-    Position,
+    RowPosition,
     equal_rows,
 )
 
@@ -41,7 +41,7 @@ def drawn(call: Call) -> Answer:
 def arange(call: Call) -> Answer:
     """Type numbers from 0 up: the places of samples, where there are as many."""
     if call.shape and call.shape[0].per_sample:
-        return Position(0) if call.kind == "arange.default" and not call.shape[0].fixed else None
+        return RowPosition(0) if call.kind == "arange.default" and not call.shape[0].fixed else None
     return FIXED
 
 

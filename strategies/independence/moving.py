@@ -16,7 +16,7 @@ from whale_train.strategies.independence.states import (
     Permutation,
     PerSample,
     Pooled,
-    Position,
+    RowPosition,
     State,
     added,
     batch_dims,
@@ -61,13 +61,13 @@ def reshape(call: Call) -> Answer:
     shape = call.shape_of(call.name(0))
     if isinstance(state, Permutation):
         return state if shape == call.shape else None
-    if not isinstance(state, PerSample | Position):
+    if not isinstance(state, PerSample | RowPosition):
         return whole(call, state)
     dim = only_batch_dim(call.shape)
     if dim is None:
         return None
-    if isinstance(state, Position):
-        return Position(dim) if is_whole_batch(call.shape[dim]) else None
+    if isinstance(state, RowPosition):
+        return RowPosition(dim) if is_whole_batch(call.shape[dim]) else None
     before, now = factors_before(shape, state.dim), factors_before(call.shape, dim)
     if before is None or now is None:
         return None
@@ -85,7 +85,7 @@ def reshape(call: Call) -> Answer:
 def _permuted(call: Call, order: list[int]) -> Answer:
     """Return the state of a value whose dimension i is the input's dimension `order[i]`."""
     state = call.state(0)
-    if isinstance(state, PerSample | Position):
+    if isinstance(state, PerSample | RowPosition):
         return replace(state, dim=order.index(state.dim))
     return whole(call, state)
 
@@ -128,7 +128,7 @@ def squeeze(call: Call) -> Answer:
     """Type dimensions of extent 1 taken away or put in."""
     state = call.state(0)
     dim = only_batch_dim(call.shape)
-    if isinstance(state, PerSample | Position):
+    if isinstance(state, PerSample | RowPosition):
         return replace(state, dim=dim) if dim is not None else None
     return state if isinstance(state, Permutation) else whole(call, state)
 
@@ -136,7 +136,7 @@ def squeeze(call: Call) -> Answer:
 def expand(call: Call) -> Answer:
     """Type dimensions of extent 1 repeated, and new ones before."""
     shifted = call.shifted(call.name(0))
-    if isinstance(shifted, PerSample | Position):
+    if isinstance(shifted, PerSample | RowPosition):
         return shifted if len(batch_dims(call.shape)) == 1 else None
     return whole(call, shifted)
 
@@ -179,7 +179,7 @@ def narrow(call: Call) -> Answer:
     state, dim = call.state(0), call.dim(1)
     if isinstance(state, Fixed) and dim is not None and call.shape[dim].per_sample:
         return Refused("takes rows of a table by the places of samples in their batch")
-    if not isinstance(state, PerSample | Position):
+    if not isinstance(state, PerSample | RowPosition):
         return whole(call, state)
     if state.dim != dim:
         return state
@@ -187,7 +187,7 @@ def narrow(call: Call) -> Answer:
     step = call.argument(4, "step", 1)
     if had == now and step == 1:
         return state
-    if isinstance(state, Position):
+    if isinstance(state, RowPosition):
         return Refused(SOME)
     if step != 1:
         return _every(call, state, step, had, now)

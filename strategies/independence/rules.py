@@ -14,14 +14,14 @@ from whale_train.strategies.independence import (
     moving,
     products,
 )
-from whale_train.strategies.independence.call import Answer, Call, Refused, Rule
-from whale_train.strategies.independence.states import FIXED, PerSample, Position
+from whale_train.strategies.independence.call import Answer, Call, Refused, StateRule
+from whale_train.strategies.independence.states import FIXED, PerSample, RowPosition
 
 
 def _written(call: Call) -> Answer:
     """Type the first input overwritten by the second, broadcast to it."""
     shifted = call.shifted(call.name(1)) if call.name(1) else FIXED
-    if isinstance(shifted, PerSample | Position):
+    if isinstance(shifted, PerSample | RowPosition):
         return shifted
     return moving.whole(call, shifted)
 
@@ -34,7 +34,7 @@ def _order(call: Call) -> Answer:
 
 
 # fmt: off
-_FAMILIES: tuple[tuple[Rule, str], ...] = (
+_FAMILIES: tuple[tuple[StateRule, str], ...] = (
     # One element at a time (torch's tag `pointwise`), and dropout
     (computing.elementwise,
      "abs acos acosh addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and "
@@ -166,10 +166,10 @@ def _names(listed: str) -> list[str]:
     return found
 
 
-RULES: dict[str, Rule] = {name: rule for rule, listed in _FAMILIES for name in _names(listed)}
+RULES: dict[str, StateRule] = {name: rule for rule, listed in _FAMILIES for name in _names(listed)}
 
 
-def rule_of(target: str) -> Rule | None:
+def rule_of(target: str) -> StateRule | None:
     """Return the rule of an operation, by its overload's name or else its own; None for one that
     has none."""
     kind = target.removeprefix("aten.")

@@ -50,7 +50,7 @@ class Pooled:
 
 
 @dataclass(frozen=True)
-class Position:
+class RowPosition:
     dim: int
 
 
@@ -79,7 +79,7 @@ class Unknown:
     name: str
 
 
-State = Fixed | PerSample | Pooled | Position | Permutation | Meets | Unknown
+State = Fixed | PerSample | Pooled | RowPosition | Permutation | Meets | Unknown
 FIXED = Fixed()
 
 

@@ -21,7 +21,7 @@ from whale_train.strategies.graph.operation_graph import (
 from whale_train.strategies.graph.saved_tensors import halves, joined_norms, memory_of
 from whale_train.strategies.layouts.propagation import Cast, Layout, Owned, Shard
 from whale_train.strategies.partition.pipeline_partition import Slice
-from whale_train.strategies.tensor_parallel.candidates import Candidate, cuts_of
+from whale_train.strategies.tensor_parallel.candidates import WeightSharding, cuts_of
 from whale_train.strategies.tensor_parallel.choose import Sharded
 from whale_train.strategies.tensor_parallel.region import block_of_parameter
 
@@ -109,7 +109,7 @@ class Likeness:
         return (graph.trained, self.works.with_gradient, halves(graph), joined_norms(graph))
 
     @cached_property
-    def cuts(self) -> Mapping[str, tuple[Candidate, ...]]:
+    def cuts(self) -> Mapping[str, tuple[WeightSharding, ...]]:
         """The ways to cut the weight that an operation reads."""
         listed = {op.name: op.path for op in self.graph if op.target == "parameter"}
         return {op.name: tuple(cuts_of(self.graph, op, listed)) for op in self.graph}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Generic, TypeVar
 
-Cut = tuple[int, ...]
+Boundaries = tuple[int, ...]
 T = TypeVar("T")
 
 _SHORTER = 1 - 1e-3  # times a step is one that is worth another cut
@@ -30,8 +30,8 @@ class Look(Generic[T]):
 
 
 def move_ends(
-    cut: Cut, first: Look[T], look: Callable[[Cut], Look[T] | None], work: int
-) -> tuple[Cut, Look[T]]:
+    cut: Boundaries, first: Look[T], look: Callable[[Boundaries], Look[T] | None], work: int
+) -> tuple[Boundaries, Look[T]]:
     """Return the cut that no move of one end makes better, from `cut`, of which comes `first`, and
     what comes of it. `look` gives None for what cannot be cut so. A cut is better that is short of
     less memory, or, short of none, takes less time by a thousandth. Looks take no more than `work`

@@ -38,7 +38,7 @@ from whale_train.strategies.stages.micro_batches import (
     share_batch,
 )
 from whale_train.strategies.stages.p2p import Sends
-from whale_train.strategies.stages.placement import Chunk, Staging, form_of
+from whale_train.strategies.stages.placement import StageChunk, Staging, form_of
 from whale_train.strategies.stages.rank_memory import RankMemory, recomputed_stages
 from whale_train.strategies.stages.within_memory import Room, refuse_memory
 
@@ -304,7 +304,9 @@ def _folded(shares: Sequence[int]) -> str:
     return ", ".join(f"{times} x {share}" for times, share in runs)
 
 
-def _explained(job: Staging, chunks: Sequence[Chunk], recomputed: Set[int]) -> Iterator[Decision]:
+def _explained(
+    job: Staging, chunks: Sequence[StageChunk], recomputed: Set[int]
+) -> Iterator[Decision]:
     form = job.form
     for stage, asked in enumerate(form.stages):
         if asked.recompute == "auto":
@@ -328,7 +330,7 @@ def _explained(job: Staging, chunks: Sequence[Chunk], recomputed: Set[int]) -> I
         yield Decision(path, "not trained", "", reason)
 
 
-def _explained_head(job: Staging, chunk: Chunk) -> Iterator[Decision]:
+def _explained_head(job: Staging, chunk: StageChunk) -> Iterator[Decision]:
     """Say which projection is the head that is split, and what of it has no rule."""
     if chunk.head is None:
         return

@@ -28,7 +28,7 @@ from whale_train.strategies.schedule.instructions import Instruction, Transits
 from whale_train.strategies.simulate.prediction import Simulated, simulated
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.micro_batches import Batches
-from whale_train.strategies.stages.placement import Axes, Chunk, Staging
+from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
 from whale_train.strategies.stages.step import StagedStep
 from whale_train.strategies.stages.within_memory import Room
 
@@ -39,7 +39,7 @@ class Decided:
     count with for what is on its way."""
 
     times: ChunkTimes
-    axes: Axes
+    axes: AxisIntervals
     batches: Batches
     edges: Mapping[tuple[int, int], bool]
     shared: Mapping[str, tuple[int, ...]]
@@ -48,7 +48,7 @@ class Decided:
     transits: Sequence[Transits]
 
     @property
-    def chunks(self) -> Sequence[Chunk]:
+    def chunks(self) -> Sequence[StageChunk]:
         return self.times.chunks
 
     @property
@@ -152,7 +152,7 @@ def _pipeline_copy(job: Staging, decided: Decided, copy: int) -> PlannedCopy:
     )
 
 
-def _segments(job: Staging, chunk: Chunk) -> Iterator[Segment]:
+def _segments(job: Staging, chunk: StageChunk) -> Iterator[Segment]:
     numbers, part = job.task_graphs[chunk.stage], chunk.slice
     if chunk.head is None:
         assignment = chunk.sharded.assignment if chunk.sharded else None
@@ -236,7 +236,9 @@ def _listed(
     return tuple(p.path for p in job.profile.parameters if p.path in parameters)
 
 
-def _cut(job: Staging, task_graph: TaskGraph, shards: Mapping[str, Shard], axes: Axes) -> TaskGraph:
+def _cut(
+    job: Staging, task_graph: TaskGraph, shards: Mapping[str, Shard], axes: AxisIntervals
+) -> TaskGraph:
     """Return the TaskGraph with its parameters' shards."""
     unused = job.profile.unused_parameters
     narrow: frozenset[str] = frozenset()

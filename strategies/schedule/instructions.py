@@ -70,7 +70,7 @@ class Durations:
 
 Owners = Sequence[Sequence[int]]
 Edges = Mapping[tuple[int, int], bool]
-Times = Mapping[tuple[int, int], Durations]
+ChunkDurations = Mapping[tuple[int, int], Durations]
 Transits = Mapping[tuple[int, int], float]
 
 

@@ -32,19 +32,19 @@ from typing import NamedTuple
 
 from whale_train.strategies.grammar.nodes import SCHEDULES
 from whale_train.strategies.schedule.instructions import (
+    ChunkDurations,
     Durations,
     Edges,
     Instruction,
     Kind,
     Owners,
     Position,
-    Times,
     Transits,
 )
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class ScheduledPipeline:
     """The arguments of `schedule`, checked."""
 
     name: str
@@ -52,7 +52,7 @@ class Pipeline:
     owners: Owners
     edges: Edges
     micro_batches: int
-    durations: Times | None
+    durations: ChunkDurations | None
     transits: Transits | None = None
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ def least_spacing(row: Sequence[int]) -> float:
     return min((float(of_row.spacings[x]) for x, n in of_row.counts.items() if n > 1), default=inf)
 
 
-class Links:
+class ChunkLinks:
     """Where each chunk's values come from and go to, forward and backward; ascending."""
 
     def __init__(self, edges: Edges, num_chunks: int) -> None:
@@ -226,7 +226,7 @@ class _Progress:
     busy: bool = False
 
 
-def simulated(pipeline: Pipeline) -> "Simulation":
+def simulated(pipeline: ScheduledPipeline) -> "Simulation":
     """Return the positions at work under the rules above.
 
     1F1B's textbook is patient: a forward, a backward, in turns, whoever waits. Between stages of
@@ -244,12 +244,12 @@ def simulated(pipeline: Pipeline) -> "Simulation":
 class Simulation:
     """The positions at work: what each has computed, and the clock when the last is done."""
 
-    def __init__(self, pipeline: Pipeline, patient: bool = False) -> None:
+    def __init__(self, pipeline: ScheduledPipeline, patient: bool = False) -> None:
         """`patient`: a position that may take a forward waits for one to come, and does no backward
         meanwhile."""
         self.pipeline, self.patient = pipeline, patient
         self.owners = pipeline.owners
-        self.links = Links(pipeline.edges, len(self.owners))
+        self.links = ChunkLinks(pipeline.edges, len(self.owners))
         # A group fills the pipeline once: a position of several chunks takes it through one
         # chunk after the other, as Megatron-LM does with its groups of S micro-batches.
         self.group = len({owner for row in self.owners for owner in row})

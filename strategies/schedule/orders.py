@@ -9,17 +9,17 @@ from functools import lru_cache
 
 from whale_train.strategies.schedule.apportion import optimal_shares
 from whale_train.strategies.schedule.instructions import (
+    ChunkDurations,
     Edges,
     Instruction,
     Kind,
     Owners,
     Position,
-    Times,
     Transits,
 )
 from whale_train.strategies.schedule.list_scheduling import (
-    Links,
-    Pipeline,
+    ChunkLinks,
+    ScheduledPipeline,
     least_spacing,
     simulated,
 )
@@ -31,7 +31,7 @@ def schedule(
     owners: Owners,
     edges: Edges,
     micro_batches: int,
-    durations: Times | None = None,
+    durations: ChunkDurations | None = None,
     transits: Transits | None = None,
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Return the instructions of every position, in the order in which it executes them.
@@ -44,7 +44,7 @@ def schedule(
     them and sent just after the one that made them, by ascending peer. Sends must not block.
     Raises ValueError for an unknown name and for arguments that do not describe a pipeline.
     """
-    pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations, transits)
+    pipeline = ScheduledPipeline(name, positions, owners, edges, micro_batches, durations, transits)
     simulation = simulated(pipeline)
     return tuple(
         tuple(_with_communication(computations, position, owners, simulation.links))
@@ -58,14 +58,14 @@ def makespan(
     owners: Owners,
     edges: Edges,
     micro_batches: int,
-    durations: Times | None = None,
+    durations: ChunkDurations | None = None,
     transits: Transits | None = None,
 ) -> float:
     """When the last position is done, in the unit of `durations`.
 
     Arguments and errors are those of `schedule`.
     """
-    pipeline = Pipeline(name, positions, owners, edges, micro_batches, durations, transits)
+    pipeline = ScheduledPipeline(name, positions, owners, edges, micro_batches, durations, transits)
     return simulated(pipeline).clock
 
 
@@ -83,7 +83,7 @@ def in_flight_limits(copies: Sequence[int], rounds: int, micro_batches: int) -> 
         tuple(first[stage] + owner for owner in owners_of_equals(count, micro_batches))
         for stage, count in enumerate(copies)
     ]
-    pipeline = Pipeline("1f1b", positions, dealt * rounds, {}, micro_batches, None)
+    pipeline = ScheduledPipeline("1f1b", positions, dealt * rounds, {}, micro_batches, None)
     limits = pipeline.limits(len(positions))
     return [sum(limits[a : a + count]) for a, count in zip(first, copies, strict=True)]
 
@@ -130,7 +130,7 @@ def owners_of_equals(count: int, micro_batches: int) -> tuple[int, ...]:
 
 
 def _with_communication(
-    computations: Iterable[Instruction], here: int, owners: Owners, links: Links
+    computations: Iterable[Instruction], here: int, owners: Owners, links: ChunkLinks
 ) -> Iterator[Instruction]:
     """Yield the computations of position `here`, each between its receives and its sends."""
     for work in computations:

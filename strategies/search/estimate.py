@@ -23,7 +23,7 @@ from whale_train.strategies.search.candidates import Candidate, Estimate, Mesh, 
 from whale_train.strategies.search.gradient_times import GradientTimes
 from whale_train.strategies.search.needs import Needs
 from whale_train.strategies.search.pipeline_times import in_flight_of, pipeline_s
-from whale_train.strategies.search.stage_dp import Cut, Hop, Stage, cut
+from whale_train.strategies.search.stage_dp import Cut, Hop, StageCosts, cut
 from whale_train.strategies.search.transfers import Transfers
 from whale_train.strategies.search.whole_copies import beside_split_head, unexported
 from whale_train.strategies.simulate.tasks import PIECES
@@ -50,7 +50,7 @@ class Estimator:
     training: Training
     balance: str = "hardware"
     _copies: dict[Mesh, Sequence[_Copies]] = field(default_factory=dict)
-    _stages: dict[object, Stage] = field(default_factory=dict)
+    _stages: dict[object, StageCosts] = field(default_factory=dict)
     _crossings: dict[tuple[int, int], Sequence[float]] = field(default_factory=dict)
     _cuts: dict[Candidate, Cut | None] = field(default_factory=dict)
     _totals: dict[object, float] = field(default_factory=dict)
@@ -207,9 +207,9 @@ class Estimator:
         copies: _Copies,
         size: int,
         pieces: int,
-    ) -> Sequence[Stage]:
+    ) -> Sequence[StageCosts]:
         """Return the stages of a copy, as the programme that cuts the model sees them."""
-        mesh, found = candidate.mesh, list[Stage]()
+        mesh, found = candidate.mesh, list[StageCosts]()
         for number, (part, device) in enumerate(zip(parts, copies.devices, strict=True)):
             flight = in_flight_of(candidate.schedule, [p.copies for p in parts], number, pieces)
             key = (mesh.copies, part, id(device), size, candidate.micro_batches, flight,
@@ -221,7 +221,7 @@ class Estimator:
 
     def _stage(
         self, candidate: Candidate, part: Part, device: Device, size: int, pieces: int, flight: int
-    ) -> Stage:
+    ) -> StageCosts:
         of_units = self.seconds(device, part, candidate.dim, size)
         holding = self.costs.holding(part.shards, candidate.dim)
         mesh = candidate.mesh
@@ -230,7 +230,7 @@ class Estimator:
             self._with_sums[key] = self._seconds_with_sums(
                 candidate, part, of_units, holding, pieces
             )
-        return Stage(
+        return StageCosts(
             self._with_sums[key],
             of_units.forward,
             holding.elements,
@@ -269,7 +269,7 @@ class Estimator:
         parts: Sequence[Part],
         copies: _Copies,
         size: int,
-        stages: Sequence[Stage],
+        stages: Sequence[StageCosts],
         hops: Sequence[Hop],
         crossing: Sequence[float],
         ends: Sequence[int],
@@ -319,7 +319,7 @@ class Estimator:
 
     # --- Memory ---
 
-    def _short(self, candidate: Candidate, stages: Sequence[Stage]) -> float:
+    def _short(self, candidate: Candidate, stages: Sequence[StageCosts]) -> float:
         """Return how many bytes one pipeline's devices, together, have too little."""
         needs = sum(s.copies * s.element_bytes * s.elements[-1] for s in stages) / len(stages)
         room = sum(stage.copies * stage.room for stage in stages)

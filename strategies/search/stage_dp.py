@@ -31,7 +31,7 @@ _SLOWER = (
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageCosts:
     """A stage on `copies` of a shard group. Prefix sums over the units: the `seconds` of a
     micro-batch and the part of them that is its `forward`; the trained `elements`; the bytes of a
     sample that autograd saves (`saved`) and that enter blocks (`entering`). A copy keeps
@@ -126,7 +126,7 @@ class Cut:
 
 
 def cut(
-    stages: Sequence[Stage], hops: Sequence[Hop], crossing: Prefix, micro_batches: int
+    stages: Sequence[StageCosts], hops: Sequence[Hop], crossing: Prefix, micro_batches: int
 ) -> Cut | None:
     """Return the best cut of the units among `stages`, each of which has one at least. A
     micro-batch has `crossing` bytes before every unit, and `hops` say what sends them. None where
@@ -165,7 +165,7 @@ def _sent(hops: Sequence[Hop], crossing: Prefix, ends: Sequence[int]) -> float:
     )
 
 
-def _ends(stages: Sequence[Stage], units: int, slowest: float) -> list[int] | None:
+def _ends(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int] | None:
     """Return where stages end at the latest, none taking longer than `slowest`; None where they
     do not reach the last unit."""
     found, place = [0], 0
@@ -178,7 +178,7 @@ def _ends(stages: Sequence[Stage], units: int, slowest: float) -> list[int] | No
     return found if place == units else None
 
 
-def _beginnings(stages: Sequence[Stage], units: int, slowest: float) -> list[int]:
+def _beginnings(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int]:
     """Return where stages end at the earliest, for times in which there is a cut."""
     found, place = [units], units
     for number in range(len(stages) - 1, -1, -1):
@@ -187,7 +187,7 @@ def _beginnings(stages: Sequence[Stage], units: int, slowest: float) -> list[int
     return found[::-1]
 
 
-def _slowest(stages: Sequence[Stage], units: int) -> float:
+def _slowest(stages: Sequence[StageCosts], units: int) -> float:
     """Return the least time that the slowest stage takes in any cut, by bisection: a stage that
     takes as much as it may leaves the least to the later ones."""
     rate = sum(stage.copies / max(stage.seconds[units], 1e-30) for stage in stages)
@@ -204,7 +204,7 @@ def _slowest(stages: Sequence[Stage], units: int) -> float:
 
 
 def _least_sum(
-    stages: Sequence[Stage], hops: Sequence[Hop], crossing: Prefix, units: int, slowest: float
+    stages: Sequence[StageCosts], hops: Sequence[Hop], crossing: Prefix, units: int, slowest: float
 ) -> tuple[int, ...] | None:
     """Return the cut with the least sum of seconds, no stage taking longer than `slowest`; of equal
     sums, the most even."""

@@ -11,7 +11,12 @@ from whale_train.strategies.hardware.cluster import Device, Link
 from whale_train.strategies.layouts.propagation import BATCH
 from whale_train.strategies.schedule.apportion import apportion_by_time, most_shared, tile
 from whale_train.strategies.stages.fused_accumulation import named_in_place
-from whale_train.strategies.stages.placement import Axes, Chunk, Staging, alike_members
+from whale_train.strategies.stages.placement import (
+    AxisIntervals,
+    StageChunk,
+    Staging,
+    alike_members,
+)
 
 
 class ChunkTimes:
@@ -23,8 +28,8 @@ class ChunkTimes:
     def __init__(
         self,
         job: Staging,
-        chunks: Sequence[Chunk],
-        axes: Axes,
+        chunks: Sequence[StageChunk],
+        axes: AxisIntervals,
         recomputed: frozenset[int] = frozenset(),
         limits: Sequence[int] = (),
     ) -> None:
@@ -152,7 +157,7 @@ class ChunkTimes:
             )  # fmt: skip
         return total
 
-    def _casts(self, chunk: Chunk, members: int, samples: int, link: Link) -> Times:
+    def _casts(self, chunk: StageChunk, members: int, samples: int, link: Link) -> Times:
         """Return the collectives of a shard group."""
         precision = self.job.training.precision
         if chunk.head is not None:

@@ -26,7 +26,7 @@ from whale_train.strategies.partition.pipeline_partition import (
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.schedule.apportion import apportion, tile
 from whale_train.strategies.stages.analysis import Findings
-from whale_train.strategies.stages.placement import Axes, Chunk, Staging
+from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
 from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
 
 
@@ -38,9 +38,9 @@ class Chunked:
     stages hold the parameters that several do."""
 
     places: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StageChunk, ...]
     edges: Mapping[tuple[int, int], bool]
-    axes: Axes
+    axes: AxisIntervals
     shared: Mapping[str, tuple[int, ...]]
     decisions: tuple[Decision, ...]
 
@@ -52,7 +52,7 @@ def chunked(
     members beside a split head take at most `class_caps` of its classes, where there are any.
     Raises PlanError."""
     if job.as_is:
-        return Chunked((), (Chunk(0, _whole(job.profile), "the whole"),), {}, {}, {}, ())
+        return Chunked((), (StageChunk(0, _whole(job.profile), "the whole"),), {}, {}, {}, ())
     stages = range(len(job.form.stages))
     speeds = _speeds(job)
     key = (
@@ -198,7 +198,7 @@ def _chunk(
     part: Slice,
     interval: tuple[int, ...],
     shared: Mapping[str, tuple[int, ...]],
-) -> Chunk:
+) -> StageChunk:
     form, findings = job.form.stages[stage], job.findings
     held_elsewhere = tuple(path for path in part.parameters if path in shared)
     alike = findings.once(
@@ -206,12 +206,12 @@ def _chunk(
         lambda: findings.likeness.number(part, held_elsewhere),
     )
     if form.split is None or form.shards == 1:
-        return Chunk(stage, part, alike)
+        return StageChunk(stage, part, alike)
     split = form.split
     if form.body is not None:
         key: Hashable = (interval, form.shards, split.modules, held_elsewhere)
         cut = findings.once(("head", key), lambda: _head_cut(job, stage, part, shared))
-        return Chunk(stage, part, key, head=cut)
+        return StageChunk(stage, part, key, head=cut)
     key = (alike, form.shards, split.dim)
     if split.patterns or split.modules != ("*",):  # by names, which alike slices do not share
         key = (*key, interval, split)
@@ -223,7 +223,7 @@ def _chunk(
     renamed = findings.once(
         ("renamed", interval, key), lambda: findings.likeness.renamed(found, like, part)
     )
-    return Chunk(stage, part, key, renamed)
+    return StageChunk(stage, part, key, renamed)
 
 
 def _head_cut(
@@ -331,7 +331,7 @@ def _refuse_whole(
     raise PlanError([Fault(form.split.path, "", rule, remedy)])
 
 
-def _axes(job: Staging, chunks: Sequence[Chunk], class_caps: Sequence[int]) -> Axes:
+def _axes(job: Staging, chunks: Sequence[StageChunk], class_caps: Sequence[int]) -> AxisIntervals:
     """Return every axis' intervals over its shard group, in proportion to the members' speed; equal
     in all copies, so that copies hold the same shards. A split head's are within `class_caps`,
     where there are any."""
@@ -361,7 +361,7 @@ def _axes(job: Staging, chunks: Sequence[Chunk], class_caps: Sequence[int]) -> A
     return found
 
 
-def _check_shapes(job: Staging, chunks: Sequence[Chunk], axes: Axes) -> None:
+def _check_shapes(job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals) -> None:
     """Refuse a split whose local shapes do not agree on some member, before there are any."""
     for chunk in chunks:
         if chunk.sharded is None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whale_train.strategies.layouts.propagation import Layout, Shard
-from whale_train.strategies.stages.placement import Axes, Chunk, Staging
+from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class StageEngine:
 
 
 def engines_of_stages(
-    job: Staging, chunks: Sequence[Chunk], axes: Axes
+    job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals
 ) -> Sequence[Sequence[StageEngine]]:
     """Return the engines of every stage: that of a split head comes after that of the rest."""
     found = []
@@ -38,7 +38,9 @@ def engines_of_stages(
     return found
 
 
-def held_of_stages(job: Staging, chunks: Sequence[Chunk], axes: Axes) -> Sequence[Sequence[float]]:
+def held_of_stages(
+    job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals
+) -> Sequence[Sequence[float]]:
     """Return how many parameters a rank holds of a copy, by stage and place in the shard group."""
     return [
         [sum(held) for held in zip(*(engine.elements for engine in engines), strict=True)]
@@ -46,7 +48,9 @@ def held_of_stages(job: Staging, chunks: Sequence[Chunk], axes: Axes) -> Sequenc
     ]
 
 
-def held_elements(job: Staging, chunk: Chunk, axes: Axes, member: int) -> dict[str, float]:
+def held_elements(
+    job: Staging, chunk: StageChunk, axes: AxisIntervals, member: int
+) -> dict[str, float]:
     """Return how much of each of a chunk's parameters one member of its shard group holds."""
     return {
         path: job.profile.parameter_by_path[path].elements
@@ -55,7 +59,7 @@ def held_elements(job: Staging, chunk: Chunk, axes: Axes, member: int) -> dict[s
     }
 
 
-def fraction(layout: Layout | None, axes: Axes, index: int) -> float:
+def fraction(layout: Layout | None, axes: AxisIntervals, index: int) -> float:
     """Return which part of what lies as `layout` the member `index` of a shard group has."""
     if not isinstance(layout, Shard) or layout.axis not in axes:
         return 1.0
@@ -63,7 +67,9 @@ def fraction(layout: Layout | None, axes: Axes, index: int) -> float:
     return (stop - start) / axes[layout.axis][-1][1]
 
 
-def _held(job: Staging, chunks: Sequence[Chunk], axes: Axes, member: int) -> Mapping[str, float]:
+def _held(
+    job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals, member: int
+) -> Mapping[str, float]:
     held: dict[str, float] = {}  # what several chunks of a stage read is there once
     for chunk in chunks:
         held |= held_elements(job, chunk, axes, member)

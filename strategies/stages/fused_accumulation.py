@@ -7,10 +7,10 @@ Where a step has several backwards, products and lookups add to their weights' g
 from collections.abc import Mapping, Sequence, Set
 
 from whale_train.strategies.graph.operation_graph import LOOKUP, PRODUCTS
-from whale_train.strategies.stages.placement import Chunk, Staging
+from whale_train.strategies.stages.placement import StageChunk, Staging
 
 
-def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
+def added_in_place(job: Staging, chunk: StageChunk) -> Mapping[str, Set[str]]:
     """Return the parameters of `chunk` whose gradients are, by path, and the targets of what reads
     them. A model that runs as it is has its gradients added up by autograd."""
     if job.as_is:
@@ -32,7 +32,7 @@ def added_in_place(job: Staging, chunk: Chunk) -> Mapping[str, Set[str]]:
     return {path: of for path, of in readers.items() if all(adds(path, target) for target in of)}
 
 
-def named_in_place(job: Staging, chunk: Chunk) -> Set[str]:
+def named_in_place(job: Staging, chunk: StageChunk) -> Set[str]:
     """Return what stands in the graph for the parameters of `chunk` that are `added_in_place`."""
     if job.as_is:
         return frozenset()

@@ -6,13 +6,13 @@ from functools import cached_property
 from whale_train.strategies.cost.collectives import Crowd, crowd_of, group_link, send_time_s
 from whale_train.strategies.hardware.cluster import Link
 from whale_train.strategies.stages.micro_batches import Batches
-from whale_train.strategies.stages.placement import Chunk, Staging
+from whale_train.strategies.stages.placement import StageChunk, Staging
 
 
 class Sends:
     """Between the positions of a nested strategy that hold `chunks`."""
 
-    def __init__(self, job: Staging, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, job: Staging, chunks: Sequence[StageChunk]) -> None:
         self._job, self._chunks = job, chunks
         self._bytes: dict[tuple[int, int, int], float] = {}
 

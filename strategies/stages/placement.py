@@ -26,7 +26,9 @@ from whale_train.strategies.tensor_parallel.choose import Sharded
 
 VIRTUAL_STAGES = 2  # chunks a device holds under interleaved_1f1b
 
-Axes = Mapping[str, tuple[tuple[int, int], ...]]  # every axis' intervals, by member of a group
+AxisIntervals = Mapping[
+    str, tuple[tuple[int, int], ...]
+]  # every axis' intervals, by member of a group
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def seats(
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StageChunk:
     """A slice of the model and the stage that runs it; typed where its stage is a split (`head`:
     a split of the head beside copies of the rest). Chunks with equal keys are alike: equal but
     for names, and the number of the stage."""
@@ -96,7 +98,7 @@ class Chunk:
         return tuple(dict.fromkeys(shard.axis for shard in self.shards.values()))
 
 
-def alike_members(named: Iterable[str], axes: Axes) -> Sequence[int]:
+def alike_members(named: Iterable[str], axes: AxisIntervals) -> Sequence[int]:
     """Return, for each member of a shard group, the first whose parts along the axes `named` are as
     large as its own; none where nothing is cut."""
     cut = [axes[axis] for axis in dict.fromkeys(named) if axis in axes]

@@ -27,7 +27,12 @@ from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind
 from whale_train.strategies.stages.engines import fraction, held_elements
 from whale_train.strategies.stages.fused_accumulation import added_in_place, named_in_place
 from whale_train.strategies.stages.micro_batches import Batches
-from whale_train.strategies.stages.placement import Axes, Chunk, Staging, alike_members
+from whale_train.strategies.stages.placement import (
+    AxisIntervals,
+    StageChunk,
+    Staging,
+    alike_members,
+)
 
 
 class RankMemory:
@@ -38,8 +43,8 @@ class RankMemory:
     def __init__(
         self,
         job: Staging,
-        chunks: Sequence[Chunk],
-        axes: Axes,
+        chunks: Sequence[StageChunk],
+        axes: AxisIntervals,
         orders: Sequence[Sequence[Sequence[Instruction]]],
         recomputed: Set[int],
     ) -> None:
@@ -190,8 +195,8 @@ class Held:
     def __init__(
         self,
         job: Staging,
-        chunks: Mapping[int, Chunk],
-        axes: Axes,
+        chunks: Mapping[int, StageChunk],
+        axes: AxisIntervals,
         member: int,
         again: bool,
         accumulates: bool,
@@ -231,7 +236,12 @@ class Held:
         }
 
     def _passed(
-        self, chunk: Chunk, axes: Axes, member: int, local: Mapping[str, float], again: bool
+        self,
+        chunk: StageChunk,
+        axes: AxisIntervals,
+        member: int,
+        local: Mapping[str, float],
+        again: bool,
     ) -> Passing:
         job, part = self._job, chunk.slice
         if job.profile.graph is None or not any(operation.saved for operation in job.graph):
@@ -259,7 +269,7 @@ class Held:
         made = (n for path, n in self._elements.items() if path not in in_place)
         return 4.0 * max(made, default=0.0)
 
-    def _unmeasured(self, chunk: Chunk, local: Mapping[str, float], again: bool) -> Passing:
+    def _unmeasured(self, chunk: StageChunk, local: Mapping[str, float], again: bool) -> Passing:
         halved = precision_bytes(self._job.training.precision, self._job.zero).activations
         part, gradients = chunk.slice, 4.0 * sum(local.values())
         largest = 4.0 * max(local.values(), default=0.0)
@@ -375,7 +385,7 @@ class Held:
                     values += self._crossing[number][1]
 
 
-def _part_of(chunk: Chunk, axes: Axes, member: int) -> Callable[[str], float]:
+def _part_of(chunk: StageChunk, axes: AxisIntervals, member: int) -> Callable[[str], float]:
     """Return the part of a value that a member of a chunk's shard group has."""
     if chunk.sharded is None:  # or beside a split head, whose shard is reckoned by itself
         return whole

@@ -47,7 +47,7 @@ _LOOK_AHEAD = 40  # operations; a fused result is taken apart a handful of opera
 
 
 @dataclass(frozen=True)
-class Candidate:
+class WeightSharding:
     """A pattern's name and the cut it means, along an axis of the weight's own."""
 
     pattern: str
@@ -62,7 +62,7 @@ class Weight:
 
     path: str
     reader: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[WeightSharding, ...]
     follows: bool
 
 
@@ -90,7 +90,7 @@ def find_weights(
 
 def cuts_of(
     graph: OperationGraph, operation: Operation, parameters: Mapping[str, str]
-) -> Iterator[Candidate]:
+) -> Iterator[WeightSharding]:
     """Yield the candidates of the weights that `operation` reads, be they worth having or not."""
     for name in _weights_read(graph, operation):
         root, dims = _through_transposes(graph, name)
@@ -152,7 +152,7 @@ def _candidates(
     path: str,
     parameter: Operation,
     least: int,
-) -> tuple[Candidate, ...]:
+) -> tuple[WeightSharding, ...]:
     """`dims` are the parameter's dimensions as the operation sees them."""
     rule = RULES[operation.target]
     shape = parameter.shape or ()
@@ -190,7 +190,7 @@ def _candidates(
     found = []
     for pattern, dim, pieces in listed:
         if min(pieces) >= least:
-            found.append(Candidate(pattern, shard(dim, path, pieces)))
+            found.append(WeightSharding(pattern, shard(dim, path, pieces)))
     return tuple(dict.fromkeys(found))
 
 

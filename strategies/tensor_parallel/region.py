@@ -8,7 +8,7 @@ from functools import cached_property
 from whale_train.strategies.graph.operation_graph import Operation, OperationGraph
 from whale_train.strategies.layouts.propagation import RULES, Layout, Shard, differentiable
 from whale_train.strategies.layouts.rules.reductions import batch_norm, embedding
-from whale_train.strategies.tensor_parallel.candidates import Candidate, Weight, find_weights
+from whale_train.strategies.tensor_parallel.candidates import Weight, WeightSharding, find_weights
 
 _SMALL = 100  # a weight of less than 1/100 of its block may stay whole without being counted
 
@@ -132,7 +132,7 @@ def _limited(weight: Weight, dim: str) -> Weight:
     """Return the weight with the candidates that `dim` leaves."""
     if dim == "auto":
         return weight
-    allowed: Callable[[Candidate], bool] = {
+    allowed: Callable[[WeightSharding], bool] = {
         "tensor": lambda c: c.pattern != "experts",
         "sequence": lambda c: c.pattern != "experts",
         "vocabulary": lambda c: c.pattern == "vocabulary",

@@ -7,7 +7,7 @@ from typing import Any
 from whale_train.strategies.layouts.propagation import Axes, Cast, Layout, Owned, Shard
 
 # Elements of weights left whole, bytes moved, collectives: compared in this order.
-Cost = tuple[int, float, int]
+StateCost = tuple[int, float, int]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class State:
     decided: Mapping[str, Layout]
     made: Mapping[str, tuple[Layout, ...]]
     axes: Axes
-    cost: Cost
+    cost: StateCost
     record: Record | None
 
 
@@ -78,6 +78,6 @@ def signature(state: State) -> Any:
     )
 
 
-def plus(cost: Cost, left_whole: int, sent: float, casts: int) -> Cost:
+def plus(cost: StateCost, left_whole: int, sent: float, casts: int) -> StateCost:
     """`cost` and so much more."""
     return cost[0] + left_whole, cost[1] + sent, cost[2] + casts

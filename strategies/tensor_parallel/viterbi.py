@@ -28,9 +28,16 @@ from whale_train.strategies.layouts.propagation import (
     written_value,
 )
 from whale_train.strategies.layouts.types import elements
-from whale_train.strategies.tensor_parallel.candidates import Candidate, Weight
+from whale_train.strategies.tensor_parallel.candidates import Weight, WeightSharding
 from whale_train.strategies.tensor_parallel.region import Region, by_token
-from whale_train.strategies.tensor_parallel.state import Cost, Record, State, moved, plus, signature
+from whale_train.strategies.tensor_parallel.state import (
+    Record,
+    State,
+    StateCost,
+    moved,
+    plus,
+    signature,
+)
 
 _BEAM = 64  # states kept; blocks of the models at hand need fewer than half of them
 _SAMPLES = 8  # for which bytes are counted: a nominal micro-batch
@@ -126,7 +133,7 @@ class _Search:
             else:
                 yield from self.applied(left, operation, known, whole(known), stays, True)
 
-    def shuns(self, candidate: Candidate) -> bool:
+    def shuns(self, candidate: WeightSharding) -> bool:
         """Return whether a table would be cut otherwise than by rows: by columns a gather would do
         where rows need an all-reduce, but sums of tables (words and positions) share that one, and
         so do heads that are tied to them. And rows of a weight follow the input; an input is not
@@ -291,7 +298,7 @@ class _Search:
 
     def paid(
         self, state: State, casts: tuple[Cast, ...]
-    ) -> tuple[Cost, Mapping[str, tuple[Layout, ...]]]:
+    ) -> tuple[StateCost, Mapping[str, tuple[Layout, ...]]]:
         """Return the cost after `casts`, none of which is made twice of one value."""
         cost, made = state.cost, state.made
         for cast in casts:

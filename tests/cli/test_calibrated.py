@@ -7,7 +7,7 @@ import yaml
 from tests.cli.command import whale_train
 
 from whale_train.limits import cores
-from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.hardware.calibration import Calibration
 from whale_train.strategies.hardware.cluster import Kernel, Link, Roofline
 
@@ -19,7 +19,7 @@ def predicted(
 ) -> str:
     """What a plan says of its step's time, where processes of `measured` threads were measured."""
     roofline = Roofline(1e-6, 1e9, 1e9)
-    kernels = {"fp32": dict.fromkeys(map(str, Kind), Kernel(roofline, roofline))}
+    kernels = {"fp32": dict.fromkeys(map(str, KernelKind), Kernel(roofline, roofline))}
     link = Link("measured", 1e9, 1e-5, 0.5)
     calibration = Calibration("cpu_process", measured, 2, kernels, link, link)
     text = yaml.safe_dump(calibration.to_mapping(), sort_keys=False)

@@ -31,7 +31,7 @@ from whale_train.launcher.ranks.run_dir import create_run_dir, write_text
 from whale_train.launcher.ranks.run_files import start_ranks
 from whale_train.models.export.export import model_path
 from whale_train.runtime.comms.process_groups import file_rendezvous, leave
-from whale_train.runtime.graph.shard_graph import Segment
+from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.pipeline.chunk import Segments
 from whale_train.runtime.process import fork_server as host
 from whale_train.runtime.process import rank_main as worker
@@ -254,7 +254,7 @@ def _held(program: Program) -> Iterator[tuple[str, NDArray[Any]]]:
         with _gathered(engine.module):
             owners = engine.module.parts if isinstance(engine.module, Segments) else [engine.module]
             for owner in owners:
-                if isinstance(owner, Segment):
+                if isinstance(owner, SegmentModule):
                     named = [(path, t) for path, t in owner.held() if _is_learned(path, t)]
                 else:
                     named = [(model_path(name), t) for name, t in _learned(owner)]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from whale_train.launcher.ranks.host_process import Host
+from whale_train.launcher.ranks.host_process import HostProcess
 
 
 def join(run_dir: Path, rank: int, world_size: int) -> None:
@@ -143,7 +143,7 @@ def be_host(options: argparse.Namespace) -> int:
 
 
 def be_parent(options: argparse.Namespace) -> int:
-    host = Host.start(options.run_dir, program(options.entry, options.world_size))
+    host = HostProcess.start(options.run_dir, program(options.entry, options.world_size))
     (options.run_dir / "pid_host").write_text(str(host.pid))
     (options.run_dir / "ready").touch()
     return 0 if host.wait(lambda: None).status == "done" else 1

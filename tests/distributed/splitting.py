@@ -21,10 +21,11 @@ from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
 from whale_train.runtime.comms.layout_collectives import shard_of
 from whale_train.runtime.graph.nested_graphs import is_tensor
-from whale_train.runtime.graph.shard_graph import Counts, Place, Segment, write_segment_graph
+from whale_train.runtime.graph.segment import Counts, SegmentModule
+from whale_train.runtime.graph.shard_graph import ShardPlace, write_segment_graph
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.shape_check import shape_check
-from whale_train.strategies.partition.head_partition import Segment as WrittenSegment
+from whale_train.strategies.partition.head_partition import Segment
 from whale_train.strategies.resolver.planned_segment import planned_segment, planned_shard
 from whale_train.strategies.schedule.apportion import optimal_shares, tile
 from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
@@ -61,7 +62,7 @@ class Outcome:
 class Written:
     """One rank's segment, the whole module it came from, and how it was split."""
 
-    segment: Segment
+    segment: SegmentModule
     module: LossModule
     sharded: Sharded
     axes: dict[str, tuple[tuple[int, int], ...]]
@@ -119,8 +120,8 @@ def write(
     found = Written(_held(), module, sharded, axes, loss, by_path)  # of whose parts it is made
     index = dist.get_rank()
     tensors = _tensors(graph, module, canonical, found, index)
-    segment = Segment((), (loss,), tensors)
-    here = Place(
+    segment = SegmentModule((), (loss,), tensors)
+    here = ShardPlace(
         **{
             "device": torch.device("cpu"),
             "group": dist.group.WORLD,
@@ -130,7 +131,7 @@ def write(
             **place,
         }
     )
-    written = planned_segment(WrittenSegment(0, region, (), (loss,), sharded.assignment))
+    written = planned_segment(Segment(0, region, (), (loss,), sharded.assignment))
     write_segment_graph(segment, written, graph, canonical, here, counts)
     if counts is None:
         segment.overlap_weight_gradients()
@@ -195,8 +196,8 @@ def assert_equal(outcomes: Sequence[Outcome], tolerance: float) -> None:
         assert outcome.errors[worst] <= tolerance, (rank, worst, outcome.errors[worst])
 
 
-def _held() -> Segment:
-    return Segment((), (), {})
+def _held() -> SegmentModule:
+    return SegmentModule((), (), {})
 
 
 def _wrapped(model: nn.Module) -> LossModule:

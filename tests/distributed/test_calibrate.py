@@ -17,7 +17,7 @@ from whale_train.runtime.calibrate import block_probes
 from whale_train.runtime.calibrate import calibrate as calibrating
 from whale_train.runtime.calibrate import roofline_fit as kernel_times
 from whale_train.runtime.calibrate import zero_probes as partition_probes
-from whale_train.runtime.calibrate.block_probes import BLOCKS, SMALLEST, Block, run_block
+from whale_train.runtime.calibrate.block_probes import BLOCKS, SMALLEST, ProbedBlock, run_block
 from whale_train.runtime.calibrate.calibrate import RESULT, calibrate
 from whale_train.runtime.calibrate.probes import Measured, Probe, probes
 from whale_train.runtime.calibrate.roofline_fit import KernelTimes, fitted
@@ -25,7 +25,7 @@ from whale_train.runtime.calibrate.timing import undisturbed
 from whale_train.runtime.calibrate.zero_probes import through
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.runtime.engines.optimizers import make_optimizer
-from whale_train.strategies.cost.op_work import BY_FLOPS, Kind
+from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind
 from whale_train.strategies.hardware.calibration import Calibration
 from whale_train.strategies.hardware.cluster import Roofline
 
@@ -38,18 +38,22 @@ def test_what_is_disturbed_most_of_the_time_counts_as_undisturbed() -> None:
 
 def test_every_kind_has_a_probe_that_is_all_overhead_and_larger_ones() -> None:
     between = [probe for block in BLOCKS for probe in probes_in(block)]
-    kinds = {kind: [p for p in (*probes(), *between) if p.kind is kind] for kind in Kind}
-    for other in (Kind.UPDATE, Kind.PARTITION, Kind.GATHER):  # an optimizer's, and an engine's
+    kinds = {kind: [p for p in (*probes(), *between) if p.kind is kind] for kind in KernelKind}
+    for other in (
+        KernelKind.UPDATE,
+        KernelKind.PARTITION,
+        KernelKind.GATHER,
+    ):  # an optimizer's, and an engine's
         assert not kinds.pop(other)
     for kind, found in kinds.items():
         first, *larger = found
         assert first.num_bytes < 20_000, kind
-        assert bool(larger) == (kind is not Kind.VIEW)
+        assert bool(larger) == (kind is not KernelKind.VIEW)
         assert all(probe.num_bytes > 10 * first.num_bytes for probe in larger)
 
 
 @pytest.mark.parametrize("kind", sorted(BY_FLOPS))
-def test_probes_do_what_they_say(kind: Kind) -> None:
+def test_probes_do_what_they_say(kind: KernelKind) -> None:
     probe = next(p for p in probes() if p.kind is kind)
     value, held = probe.make(2, torch.device("meta"))  # where all products are counted
     with FlopCounterMode(display=False) as counter:
@@ -87,7 +91,7 @@ def test_an_engine_that_costs_nothing_is_no_faster_than_none() -> None:
     assert 0 < found.seconds(0.0, 4e8) < 1e-6
 
 
-def probes_in(block: Block) -> list[Probe]:
+def probes_in(block: ProbedBlock) -> list[Probe]:
     return [each.probe for each in run_block(block, torch.device("meta"), "fp32")]
 
 
@@ -96,9 +100,9 @@ def test_what_is_between_products_is_timed_by_itself(monkeypatch: pytest.MonkeyP
     backward, those between products alone are told, and of each kind one in either width."""
     ticks = count()
     monkeypatch.setattr(block_probes, "now", lambda device: float(next(ticks)))
-    found = run_block(Block(6, 4, 8), CPU, "fp32")
+    found = run_block(ProbedBlock(6, 4, 8), CPU, "fp32")
     assert {(each.forward_s, each.backward_s) for each in found} == {(1.0, 1.0)}
-    widths: dict[Kind, list[float]] = {}
+    widths: dict[KernelKind, list[float]] = {}
     for each in found:
         assert each.probe.kind not in BY_FLOPS
         widths.setdefault(each.probe.kind, []).append(each.probe.num_bytes)
@@ -116,14 +120,17 @@ def test_a_block_says_how_fast_bytes_move_and_a_chain_what_is_over_it(
     def timed(*_: object) -> tuple[list[float], list[float]]:
         return [2.0], [4.0]
 
-    def run(block: Block, *_: object) -> list[Measured]:
+    def run(block: ProbedBlock, *_: object) -> list[Measured]:
         sizes = [(p, 0.0 if block == SMALLEST else p.num_bytes) for p in probes_in(block)]
         return [Measured(p, 5 + 3 * size, 5 + 7 * size) for p, size in sizes]
 
     monkeypatch.setattr(kernel_times, "_timed", timed)
     monkeypatch.setattr(kernel_times, "run_block", run)
     kinds = {probe.kind for probe in probes_in(SMALLEST)}
-    alone, blocks = [p for p in probes() if p.kind in kinds], [Block(6, 4, 8), Block(8, 4, 16)]
+    alone, blocks = (
+        [p for p in probes() if p.kind in kinds],
+        [ProbedBlock(6, 4, 8), ProbedBlock(8, 4, 16)],
+    )
     times = KernelTimes(alone, blocks)
     for _ in range(2):
         times.take(CPU, "fp32", lambda: None)
@@ -157,7 +164,7 @@ def measured(folder: str) -> tuple[list[int], list[int]]:
 
     vars(partition_probes)["DeepSpeedEngine"] = Noted
     vars(calibrating)["KernelTimes"] = Told
-    first_of_each: dict[Kind, list[Probe]] = {}
+    first_of_each: dict[KernelKind, list[Probe]] = {}
     for probe in probes():
         first_of_each.setdefault(probe.kind, []).append(probe)
     few = [probe for found in first_of_each.values() for probe in found[:2]]
@@ -166,7 +173,7 @@ def measured(folder: str) -> tuple[list[int], list[int]]:
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     make = make_optimizer("adamw", {"lr": 0.1, "fused": True})
     torch.set_num_threads(1)
-    calibrate(Path(folder), CPU, "fp32", make, 2, few, [Block(64, 16, 32)])
+    calibrate(Path(folder), CPU, "fp32", make, 2, few, [ProbedBlock(64, 16, 32)])
     return [engine.skipped_steps for engine in engines], threads
 
 
@@ -178,8 +185,8 @@ def test_ranks_measure_together_and_one_alone_in_turns_with_them(tmp_path: Path)
     written: list[dict[str, Any]] = json.loads((tmp_path / RESULT).read_text())
     both, one = (Calibration.from_mapping({"device": "cpu_process", **each}) for each in written)
     assert (both.ranks, both.threads, one.ranks, one.threads) == (2, 1, 1, 2)
-    assert both.kernels["fp32"].keys() == set(Kind)
-    assert one.kernels["fp32"].keys() == set(Kind) - {Kind.PARTITION, Kind.GATHER}
+    assert both.kernels["fp32"].keys() == set(KernelKind)
+    assert one.kernels["fp32"].keys() == set(KernelKind) - {KernelKind.PARTITION, KernelKind.GATHER}
     for kind, kernel in (*both.kernels["fp32"].items(), *one.kernels["fp32"].items()):
         for roofline in (kernel.forward, kernel.backward):
             assert roofline.overhead_s > 0, kind

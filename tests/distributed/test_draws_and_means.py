@@ -13,7 +13,8 @@ from torch import distributed as dist
 from torch.nn import functional
 
 from whale_train.models.export.export import export
-from whale_train.runtime.graph.shard_graph import Counts, targets_graph
+from whale_train.runtime.graph.segment import Counts
+from whale_train.runtime.loss.graph_losses import targets_graph
 
 
 def exponential(x: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ import pytest
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_faults import command, processes_of, wait_for_steps
 
-from whale_train.launcher.ranks.host_process import Failure, describe_failure
+from whale_train.launcher.ranks.host_process import RunFailure, describe_failure
 from whale_train.runtime.failures.failure import RankEnd, RankError, failure_among, first_failure
 from whale_train.runtime.failures.timeouts import (
-    Call,
+    StackCall,
     Wait,
     find_hang,
     group_name,
@@ -246,8 +246,11 @@ def wait_of(*ranks: int) -> Wait:
     return Wait(f"g{len(ranks)}", "p", ranks, 3.0)
 
 
-BUSY = (Call("/home/me/mine.py", 7, "forward"), Call("/site/torch/nn/module.py", 1, "_call"))
-WAITING = (Call("/site/torch/distributed/distributed_c10d.py", 5, "all_reduce"), *BUSY)
+BUSY = (
+    StackCall("/home/me/mine.py", 7, "forward"),
+    StackCall("/site/torch/nn/module.py", 1, "_call"),
+)
+WAITING = (StackCall("/site/torch/distributed/distributed_c10d.py", 5, "all_reduce"), *BUSY)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +278,7 @@ WAITING = (Call("/site/torch/distributed/distributed_c10d.py", 5, "all_reduce"),
 def test_who_did_not_come(
     waits: dict[int, Wait],
     others: list[int],
-    stacks: dict[int, tuple[Call, ...]],
+    stacks: dict[int, tuple[StackCall, ...]],
     found: tuple[int, tuple[int, ...]],
 ) -> None:
     hang = find_hang(waits, others, stacks, step=18)
@@ -313,7 +316,7 @@ def test_the_main_thread_s_stack_is_read_from_a_dump() -> None:
     assert read_stack(dump) == BUSY
     assert read_stack("a line of the log\n") == ()
     assert is_waiting(WAITING)
-    assert is_waiting((Call("/site/torch/autograd/graph.py", 1, "_engine_run_backward"),))
+    assert is_waiting((StackCall("/site/torch/autograd/graph.py", 1, "_engine_run_backward"),))
     assert not is_waiting(BUSY)
     assert not is_waiting(())
 
@@ -357,5 +360,5 @@ def test_a_wait_in_vain_comes_after_the_causes_of_waits() -> None:
 
 
 def test_the_message_has_the_place_and_the_log_of_the_one_that_waited() -> None:
-    failure = Failure(0, "timeout", "logs/rank_0.log", message="waited", traceback="Stack\n")
+    failure = RunFailure(0, "timeout", "logs/rank_0.log", message="waited", traceback="Stack\n")
     assert describe_failure(failure, "P") == "rank 0 (P) waited\nStack\nIts log: logs/rank_0.log"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.distributed.host_program import program
 
-from whale_train.launcher.ranks.host_process import Failure, Host
+from whale_train.launcher.ranks.host_process import HostProcess, RunFailure
 from whale_train.launcher.ranks.run_dir import create_run_dir
 from whale_train.limits import cores
 
@@ -63,11 +63,11 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(run_dir: Path) -> Iterator[Callable[[str, int], Host]]:
-    hosts: list[Host] = []
+def start(run_dir: Path) -> Iterator[Callable[[str, int], HostProcess]]:
+    hosts: list[HostProcess] = []
 
-    def started(entry: str, world_size: int) -> Host:
-        host = Host.start(run_dir, program(entry, world_size))
+    def started(entry: str, world_size: int) -> HostProcess:
+        host = HostProcess.start(run_dir, program(entry, world_size))
         hosts.append(host)
         (run_dir / "ready").touch()
         return host
@@ -77,7 +77,7 @@ def start(run_dir: Path) -> Iterator[Callable[[str, int], Host]]:
         host.stop()
 
 
-Start = Callable[[str, int], Host]
+Start = Callable[[str, int], HostProcess]
 
 
 def test_ranks_run_together_and_end_with_nothing_left(
@@ -149,7 +149,7 @@ def test_a_killed_rank_is_named(run_dir: Path, start: Start) -> None:
 
 def test_an_exit_status_is_a_failure(run_dir: Path, start: Start) -> None:
     outcome = start("exit_3_at_1", 3).wait(lambda: None)
-    assert outcome.failure == Failure(1, "exit", "logs/rank_1.log", exit_status=3)
+    assert outcome.failure == RunFailure(1, "exit", "logs/rank_1.log", exit_status=3)
 
 
 def test_a_host_that_fails_itself_says_of_what(run_dir: Path, start: Start) -> None:
@@ -167,7 +167,7 @@ def test_a_killed_host_takes_its_ranks_along(run_dir: Path, start: Start) -> Non
     # By themselves: the parent has not looked yet.
     eventually(lambda: not any(is_alive(pid) for pid in ranks), "ranks of a killed host gone")
     outcome = host.wait(lambda: None)
-    assert outcome.failure == Failure(None, "signal", "logs/host.log", signal="SIGKILL")
+    assert outcome.failure == RunFailure(None, "signal", "logs/host.log", signal="SIGKILL")
 
 
 @pytest.mark.parametrize("entry", ["loop_forever", "ignore_sigterm"])
@@ -201,7 +201,7 @@ def test_an_error_of_the_display_ends_all_and_is_raised(run_dir: Path, start: St
 
 
 def test_a_host_can_be_stopped_before_it_is_ready(run_dir: Path) -> None:
-    host = Host.start(run_dir, program("succeed", 2))
+    host = HostProcess.start(run_dir, program("succeed", 2))
     host.stop()
     assert session_of(host.pid) == []
     assert list((run_dir / "logs").glob("rank_*")) == []
@@ -225,7 +225,7 @@ def test_a_killed_parent_leaves_nothing(run_dir: Path, entry: str) -> None:
 
 
 def test_the_host_program_itself_reports_what_it_cannot_do(run_dir: Path) -> None:
-    host = Host.start(run_dir)
+    host = HostProcess.start(run_dir)
     (run_dir / "ready").touch()  # without the request that the parent writes first
     outcome = host.wait(lambda: None)
     assert outcome.failure is not None

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from whale_train.runtime.emulate import emulated_group as paced_group
 from whale_train.runtime.emulate.delayed_work import LateWork
 from whale_train.runtime.emulate.emulated_group import PacedGroup
-from whale_train.runtime.emulate.emulated_links import Links, moved_bytes
+from whale_train.runtime.emulate.emulated_links import EmulatedLinks, moved_bytes
 from whale_train.runtime.emulate.worker_thread import InTurn
 from whale_train.runtime.failures.timeout_frames import find_wait
 from whale_train.runtime.failures.timeouts import Wait
@@ -58,8 +58,8 @@ def test_what_an_operation_moves(operation: str, arguments: tuple[Any, ...], ele
     assert moved_bytes(operation, arguments, 1) == 0
 
 
-def slow_links(clock: Any = perf_counter) -> Links:
-    links = Links(RELATIVE, clock)
+def slow_links(clock: Any = perf_counter) -> EmulatedLinks:
+    links = EmulatedLinks(RELATIVE, clock)
     links.full_bytes_s = FULL_BYTES_S
     return links
 
@@ -74,7 +74,7 @@ def test_a_group_has_the_link_of_its_slowest_two() -> None:
     transfer = slow.transfer(1e6)
     assert transfer is not None
     assert (transfer.native_s, transfer.nominal_s) == pytest.approx((0.1, 1.0))
-    assert Links(RELATIVE).among((0, 2)).transfer(1e6) is None  # type: ignore[union-attr]
+    assert EmulatedLinks(RELATIVE).among((0, 2)).transfer(1e6) is None  # type: ignore[union-attr]
 
 
 def test_a_link_has_one_transfer_after_another() -> None:
@@ -199,7 +199,7 @@ def at_once() -> tuple[float, list[float], float | None]:
             dist.irecv(message, 0, world, tag=tag).wait()
             assert message[0] == 0
             moment = perf_counter() if tag == 8 else moment
-    links = Links(RELATIVE)
+    links = EmulatedLinks(RELATIVE)
     links.measure(dist.group.WORLD)
     return moment, ends, links.full_bytes_s
 

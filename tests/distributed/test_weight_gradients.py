@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale_train.runtime.graph.block_modules import BLOCK
-from whale_train.runtime.graph.segment import Segment
+from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.kernels.matmul import of_table
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 
@@ -161,7 +161,7 @@ def test_hooks_of_a_parameter_run_once_when_all_that_reads_it_is_done() -> None:
     found = graph.call_function(aten.embedding.default, (first, rows))
     hidden = graph.call_function(aten.linear.default, (found, second))
     graph.output((graph.call_function(aten.linear.default, (hidden, first)),))
-    segment = Segment((), ("logits",), {"table": table, "alone": alone})
+    segment = SegmentModule((), ("logits",), {"table": table, "alone": alone})
     segment.set_graph(True, fx.GraphModule(nn.Module(), graph), ("table", "alone"), ("rows",))
     owner = WeightGradients()
     segment.overlap_weight_gradients(owner)

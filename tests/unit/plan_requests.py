@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from whale_train.errors import Fault
-from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.grammar.nodes import Strategy, read_strategy
 from whale_train.strategies.hardware.cluster import Cluster, Device, Kernel, Roofline
 from whale_train.strategies.hardware.inventory import MachineFacts, read_inventory
@@ -43,10 +43,10 @@ def at_peak(cluster: Cluster) -> Cluster:
     def bare(device: Device) -> Device:
         nothing = Roofline(0.0, inf, inf)
         rate = device.flops["fp32"]
-        kernels = dict.fromkeys(Kind, Kernel(nothing, nothing))
-        kernels[Kind.PRODUCT] = Kernel(Roofline(0.0, rate, inf), Roofline(0.0, rate / 2, inf))
+        kernels = dict.fromkeys(KernelKind, Kernel(nothing, nothing))
+        kernels[KernelKind.PRODUCT] = Kernel(Roofline(0.0, rate, inf), Roofline(0.0, rate / 2, inf))
         stream = Roofline(0.0, inf, device.memory_bandwidth_bytes_s)
-        kernels[Kind.UPDATE] = Kernel(stream, stream)
+        kernels[KernelKind.UPDATE] = Kernel(stream, stream)
         return replace(device, kernels={"fp32": kernels})
 
     known = {id(device): bare(device) for device in cluster.devices}

@@ -15,7 +15,7 @@ from tests.unit.test_staged import check
 from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
-from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.calibration import Calibration, on_cores
 from whale_train.strategies.hardware.cluster import (
@@ -308,7 +308,7 @@ def processes(
 def kernels(rate: float) -> dict[str, Kernel]:
     """What is measured of each kind of operation."""
     roofline = Roofline(1e-6, rate, rate)
-    return dict.fromkeys(map(str, Kind), Kernel(roofline, roofline))
+    return dict.fromkeys(map(str, KernelKind), Kernel(roofline, roofline))
 
 
 @pytest.mark.parametrize("rates", [{1: 1e9, 2: 1.9e9}, {1: 1e9, 2: 0.9e9}, {1: 1e9}, {}])

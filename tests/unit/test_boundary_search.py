@@ -17,7 +17,7 @@ from whale_train.quantities import in_seconds
 from whale_train.strategies.hardware.cluster import Cluster, Device, Host, HostShare, Node
 from whale_train.strategies.memory.host_memory import host_bytes
 from whale_train.strategies.plan.plan import Plan
-from whale_train.strategies.resolver.boundary_search import Cut, Look, move_ends
+from whale_train.strategies.resolver.boundary_search import Boundaries, Look, move_ends
 from whale_train.strategies.resolver.evaluated import Considered
 from whale_train.strategies.resolver.resolve import consider, resolve
 from whale_train.strategies.stages.analysis import Findings
@@ -26,7 +26,7 @@ PLACES = 12
 NEIGHBOURS = (-2, -1, 1, 2)
 
 
-def neighbours(cut: Cut) -> list[Cut]:
+def neighbours(cut: Boundaries) -> list[Boundaries]:
     moved = (
         (*cut[:end], cut[end] + far, *cut[end + 1 :])
         for end in range(1, len(cut) - 1)
@@ -36,8 +36,8 @@ def neighbours(cut: Cut) -> list[Cut]:
 
 
 def looks(
-    seconds: Callable[[Cut], float], short: Callable[[Cut], float] = lambda cut: 0.0
-) -> Callable[[Cut], Look[Cut]]:
+    seconds: Callable[[Boundaries], float], short: Callable[[Boundaries], float] = lambda cut: 0.0
+) -> Callable[[Boundaries], Look[Boundaries]]:
     return lambda cut: Look(cut, short(cut), seconds(cut), 1)
 
 
@@ -47,9 +47,9 @@ def looks(
 )
 def test_no_move_of_one_end_is_better_than_what_is_found(inner: list[int], random: Any) -> None:
     cut = (0, *inner, PLACES)
-    known: dict[Cut, tuple[float, float]] = {}
+    known: dict[Boundaries, tuple[float, float]] = {}
 
-    def of(cut: Cut) -> tuple[float, float]:
+    def of(cut: Boundaries) -> tuple[float, float]:
         return known.setdefault(cut, (random.choice([-1.0, 0.0, 2.0, 3.0]), random.random()))
 
     look = looks(lambda cut: of(cut)[1], lambda cut: of(cut)[0])
@@ -65,9 +65,9 @@ def test_no_move_of_one_end_is_better_than_what_is_found(inner: list[int], rando
 
 
 def test_cuts_that_cannot_be_are_passed_over_and_none_is_looked_at_twice() -> None:
-    looked: list[Cut] = []
+    looked: list[Boundaries] = []
 
-    def look(cut: Cut) -> Look[Cut] | None:
+    def look(cut: Boundaries) -> Look[Boundaries] | None:
         looked.append(cut)
         return Look(cut, 0.0, abs(cut[1] - 9.0), 1) if cut[1] % 2 == 0 else None
 
@@ -79,9 +79,9 @@ def test_cuts_that_cannot_be_are_passed_over_and_none_is_looked_at_twice() -> No
 def test_looks_end_when_they_have_taken_as_much_work() -> None:
     cut = (0, 1, PLACES)
     for work in range(1, 6):
-        looked: list[Cut] = []
+        looked: list[Boundaries] = []
 
-        def look(cut: Cut, looked: list[Cut] = looked) -> Look[Cut]:
+        def look(cut: Boundaries, looked: list[Boundaries] = looked) -> Look[Boundaries]:
             looked.append(cut)
             return Look(cut, 0.0, -float(cut[1]), 1)
 

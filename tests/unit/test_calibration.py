@@ -21,7 +21,7 @@ from whale_train.strategies.cost.collectives import (
     modules_of,
     partitioned_sum_time_s,
 )
-from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.hardware.calibration import (
     Calibration,
     calibrated,
@@ -34,7 +34,7 @@ from whale_train.strategies.hardware.cluster import Cluster, Device, Kernel, Lin
 from whale_train.strategies.resolver.resolve import resolve
 
 FORWARD, BACKWARD = Roofline(1e-6, 1e9, 2e9), Roofline(2e-6, 5e8, 1e9)
-KERNELS = {"fp32": {str(Kind.PRODUCT): Kernel(FORWARD, BACKWARD)}}
+KERNELS = {"fp32": {str(KernelKind.PRODUCT): Kernel(FORWARD, BACKWARD)}}
 LINK, MEMORY = Link("measured", 1e9, 1e-4, 0.5), Link("measured", 4e9, 1e-5, 1.0)
 MEASURED = Calibration("cpu_process", 1, 2, KERNELS, LINK, MEMORY)
 CPU = Device("cpu_process", {"fp32": 1e11}, 1e9, 1e10)
@@ -60,7 +60,7 @@ def test_what_is_kept_is_found() -> None:
 
 def test_another_precision_joins_the_first() -> None:
     keep(MEASURED)
-    faster = {"bf16": {str(Kind.PRODUCT): Kernel(BACKWARD, FORWARD)}}
+    faster = {"bf16": {str(KernelKind.PRODUCT): Kernel(BACKWARD, FORWARD)}}
     keep(Calibration("cpu_process", 1, 4, faster, LINK, None))
     (found,) = kept()
     assert found.kernels == {**KERNELS, **faster}
@@ -99,7 +99,7 @@ def test_a_cluster_has_what_was_measured_of_it() -> None:
 
 
 def test_fewer_processes_have_more_threads() -> None:
-    faster = {"fp32": {str(Kind.PRODUCT): Kernel(BACKWARD, FORWARD)}}
+    faster = {"fp32": {str(KernelKind.PRODUCT): Kernel(BACKWARD, FORWARD)}}
     known = [MEASURED, Calibration("cpu_process", 3, 1, faster)]
     eight = Cluster("cpu", (Node((CPU,) * 8, NOMINAL),), NOMINAL)
     found = on_cores(eight, known, 6, lambda count: max(1, 6 // count))
@@ -161,7 +161,7 @@ def test_what_ranks_and_one_alone_measured_is_kept_and_shown(tmp_path: Path) -> 
 def test_stand_ins_are_as_slow_as_they_are_made() -> None:
     gpus = Cluster("gpus", (Node((DEVICES["t4_16gb"],), NOMINAL),) * 2, NOMINAL)
     found = stand_ins(gpus, MEASURED, (1.5, 3.0), processors=2.0)
-    slow = found.devices[1].kernels["fp32"][Kind.PRODUCT]
+    slow = found.devices[1].kernels["fp32"][KernelKind.PRODUCT]
     assert slow.forward == Roofline(3e-6, 1e9 / 3, 2e9 / 3)
     assert slow.backward == Roofline(6e-6, 5e8 / 3, 1e9 / 3)
     # They sleep, and so there is always a processor; all are on this host.
@@ -189,8 +189,8 @@ def test_copies_that_torch_keeps_sum_through_shared_memory(zero: int, is_faster:
 def test_what_zero_does_beside_sending_is_as_measured() -> None:
     whole, forward = Roofline(1e-2, inf, 4e6), Roofline(1e-3, inf, 4e6)
     kernels = {
-        str(Kind.PARTITION): Kernel(whole, whole),
-        str(Kind.GATHER): Kernel(forward, Roofline(2e-3, inf, 2e6)),
+        str(KernelKind.PARTITION): Kernel(whole, whole),
+        str(KernelKind.GATHER): Kernel(forward, Roofline(2e-3, inf, 2e6)),
     }
     slow = replace(CPU, kernels={"fp32": kernels})
     # 1 s for the bytes of a million elements, after what the sum takes and once the overhead.

@@ -14,7 +14,7 @@ from whale_train.strategies.cost.collectives import (
     send_time_s,
     sum_time_s,
 )
-from whale_train.strategies.cost.op_work import Kind, Traffic, Work
+from whale_train.strategies.cost.op_work import KernelKind, Traffic, Work
 from whale_train.strategies.cost.roofline import (
     Times,
     accumulation_time_s,
@@ -42,7 +42,9 @@ DEVICE = Device("round", {"fp32": 1e12, "bf16": 4e12}, 16e9, 1e11)
 LINK = Link("round", 1e9, 1e-3)
 NETWORK = Link("network", 5e8, 1e-2)
 ONE_ROOFLINE = Kernel(Roofline(1.0, 10.0, 5.0), Roofline(2.0, 5.0, 2.5))
-MEASURED = Device("measured", {"fp32": 1.0}, 1.0, 1.0, {"fp32": dict.fromkeys(Kind, ONE_ROOFLINE)})
+MEASURED = Device(
+    "measured", {"fp32": 1.0}, 1.0, 1.0, {"fp32": dict.fromkeys(KernelKind, ONE_ROOFLINE)}
+)
 
 
 def test_a_roofline_adds_overhead_arithmetic_and_traffic() -> None:
@@ -51,26 +53,26 @@ def test_a_roofline_adds_overhead_arithmetic_and_traffic() -> None:
 
 def test_what_was_measured_counts_and_not_the_peaks() -> None:
     # 2 samples: 40 FLOPs and 5 + 2 x 5 bytes: 1 + 4 + 3 forward; 2 + 8 + 6 backward, in halves.
-    product = Work(Kind.PRODUCT, 20.0, Traffic(5.0, 5.0), None, True, True)
+    product = Work(KernelKind.PRODUCT, 20.0, Traffic(5.0, 5.0), None, True, True)
     assert work_times({product: 3}, 2, MEASURED, "fp32") == Times(24.0, 24.0, 24.0)
-    first = Work(Kind.PRODUCT, 20.0, Traffic(5.0, 5.0), None, False, True)
+    first = Work(KernelKind.PRODUCT, 20.0, Traffic(5.0, 5.0), None, False, True)
     assert work_times({first: 1}, 2, MEASURED, "fp32") == Times(8.0, 0.0, 8.0)
 
 
 def test_a_backward_of_its_own_traffic() -> None:
-    lookup = Work(Kind.LOOKUP, 0.0, Traffic(0.0, 5.0), Traffic(20.0, 5.0), False, True)
+    lookup = Work(KernelKind.LOOKUP, 0.0, Traffic(0.0, 5.0), Traffic(20.0, 5.0), False, True)
     assert work_times({lookup: 1}, 1, MEASURED, "fp32") == Times(2.0, 0.0, 2.0 + 10.0)
-    summed = Work(Kind.POINTWISE, 0.0, Traffic(), Traffic(0.0, 5.0), True, False)
+    summed = Work(KernelKind.POINTWISE, 0.0, Traffic(), Traffic(0.0, 5.0), True, False)
     assert work_times({summed: 1}, 1, MEASURED, "fp32") == Times(0.0, 4.0, 0.0)
 
 
 def test_without_measurements_a_part_of_the_peaks() -> None:
-    kernel = kernel_of(DEVICE, "fp32", Kind.PRODUCT)
+    kernel = kernel_of(DEVICE, "fp32", KernelKind.PRODUCT)
     assert 0.5e12 < kernel.forward.flops_s < 1e12
     assert kernel.backward.flops_s == kernel.forward.flops_s / 2
-    assert 0.5e11 < kernel_of(DEVICE, "fp32", Kind.NORM).forward.bytes_s < 1e11
+    assert 0.5e11 < kernel_of(DEVICE, "fp32", KernelKind.NORM).forward.bytes_s < 1e11
     # Half as wide, twice as many: traffic is counted in fp32.
-    narrow, wide = (kernel_of(DEVICE, p, Kind.NORM).forward.bytes_s for p in ("bf16", "fp32"))
+    narrow, wide = (kernel_of(DEVICE, p, KernelKind.NORM).forward.bytes_s for p in ("bf16", "fp32"))
     assert narrow == 2 * wide
     assert whole_times(1e15, DEVICE, "fp32").total > 3e15 / 1e12
     assert flops_rate(DEVICE, "bf16") == 4e12

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from whale_train.launcher.ranks.host_process import Failure, describe_failure
+from whale_train.launcher.ranks.host_process import RunFailure, describe_failure
 from whale_train.runtime.failures import failure as rank_failure
 from whale_train.runtime.failures.failure import (
     RankEnd,
@@ -76,7 +76,7 @@ def test_the_step_is_the_one_after_the_last_whole_line(tmp_path: Path) -> None:
 
 
 def test_both_sides_of_failure_json_have_the_same_fields() -> None:
-    assert list(Failure.__annotations__) == list(rank_failure.Failure.__annotations__)
+    assert list(RunFailure.__annotations__) == list(rank_failure.Failure.__annotations__)
 
 
 PLACE = "V100_SXM2_32GB, node 0, TaskGraphs 0 and 1"
@@ -86,22 +86,24 @@ PLACE = "V100_SXM2_32GB, node 0, TaskGraphs 0 and 1"
     ("failure", "message"),
     [
         (
-            Failure(3, "signal", "logs/rank_3.log", step=12, signal="SIGKILL"),
+            RunFailure(3, "signal", "logs/rank_3.log", step=12, signal="SIGKILL"),
             f"rank 3 ({PLACE}) was killed by SIGKILL at step 12\nIts log: logs/rank_3.log",
         ),
         (
-            Failure(3, "exit", "logs/rank_3.log", exit_status=7),
+            RunFailure(3, "exit", "logs/rank_3.log", exit_status=7),
             f"rank 3 ({PLACE}) ended with exit status 7\nIts log: logs/rank_3.log",
         ),
         (
-            Failure(3, "exception", "l", step=1, type="E", message="m", traceback="T:\n  E: m\n"),
+            RunFailure(
+                3, "exception", "l", step=1, type="E", message="m", traceback="T:\n  E: m\n"
+            ),
             f"rank 3 ({PLACE}) failed at step 1:\nT:\n  E: m\nIts log: l",
         ),
         (
-            Failure(None, "signal", "logs/host.log", signal="SIGSEGV"),
+            RunFailure(None, "signal", "logs/host.log", signal="SIGSEGV"),
             "the host process was killed by SIGSEGV\nIts log: logs/host.log",
         ),
     ],
 )
-def test_a_failure_is_one_message(failure: Failure, message: str) -> None:
+def test_a_failure_is_one_message(failure: RunFailure, message: str) -> None:
     assert describe_failure(failure, PLACE) == message

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from whale_train.errors import ConfigError
 from whale_train.launcher.ranks.rank_env import (
-    Place,
+    LaunchPlace,
     first_host,
     place_from_environment,
     tasks_per_node,
@@ -43,11 +43,11 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def test_torchrun() -> None:
-    assert place_from_environment(TORCHRUN) == Place(5, 8, 1, 4, "10.0.0.7", 29511)
+    assert place_from_environment(TORCHRUN) == LaunchPlace(5, 8, 1, 4, "10.0.0.7", 29511)
 
 
 def test_srun() -> None:
-    assert place_from_environment(SLURM) == Place(4, 5, 1, 2, "gpu004", 20345)
+    assert place_from_environment(SLURM) == LaunchPlace(4, 5, 1, 2, "gpu004", 20345)
 
 
 def test_torchrun_inside_srun_is_torchrun() -> None:
@@ -63,7 +63,7 @@ def test_a_batch_script_may_choose_the_rendezvous() -> None:
 def test_older_slurm_says_less() -> None:
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
     environment = without(SLURM, *names) | {"SLURM_TASKS_PER_NODE": "3,2(x1)"}
-    assert place_from_environment(environment) == Place(4, 5, 1, 2, "gpu003", 20345)
+    assert place_from_environment(environment) == LaunchPlace(4, 5, 1, 2, "gpu003", 20345)
 
 
 def test_steps_of_one_job_have_their_own_ports() -> None:

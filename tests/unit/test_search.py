@@ -22,7 +22,7 @@ from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import consider, resolve
 from whale_train.strategies.search.search import search
 from whale_train.strategies.search.shipped import strategy_files
-from whale_train.strategies.search.stage_dp import Hop, Stage, cut
+from whale_train.strategies.search.stage_dp import Hop, StageCosts, cut
 from whale_train.strategies.stages.analysis import Findings
 
 PROFILES = (model([1e5, 3e5, 1e5, 2e5]), gpt())
@@ -153,14 +153,16 @@ def test_every_file_that_ships_is_looked_at() -> None:
 # --- The dynamic programme ---
 
 
-def stage(seconds: Sequence[float], room: float, copies: int = 1, flight: int = 1) -> Stage:
+def stage(seconds: Sequence[float], room: float, copies: int = 1, flight: int = 1) -> StageCosts:
     """A stage on a device with room for so many bytes, of which every unit saves one."""
     sums = [0.0]
     for each in seconds:
         sums.append(sums[-1] + each)
     ones = [float(n) for n in range(len(sums))]
     none = [0.0] * len(sums)
-    return Stage(sums, none, none, ones, ones, 0.0, 1.0, flight, room, copies, can_recompute=False)
+    return StageCosts(
+        sums, none, none, ones, ones, 0.0, 1.0, flight, room, copies, can_recompute=False
+    )
 
 
 @settings(max_examples=200, deadline=None)

@@ -10,7 +10,7 @@ from tests.unit.plan_requests import strategy_of
 
 from whale_train.errors import PlanError
 from whale_train.quantities import in_bytes
-from whale_train.strategies.cost.op_work import Kind
+from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.graph.operation_graph import ModelProfile, Parameter
 from whale_train.strategies.hardware.cluster import Cluster, Device, Kernel, Link, Node, Roofline
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP, head_memory
@@ -61,8 +61,10 @@ def bare(on: Cluster) -> Cluster:
     def device(each: Device) -> Device:
         kernels = {}
         for precision, rate in each.flops.items():
-            kinds = dict.fromkeys(Kind, Kernel(nothing, nothing))
-            kinds[Kind.PRODUCT] = Kernel(Roofline(0.0, rate, inf), Roofline(0.0, rate / 2, inf))
+            kinds = dict.fromkeys(KernelKind, Kernel(nothing, nothing))
+            kinds[KernelKind.PRODUCT] = Kernel(
+                Roofline(0.0, rate, inf), Roofline(0.0, rate / 2, inf)
+            )
             kernels[precision] = kinds
         return replace(each, kernels=kernels)
 

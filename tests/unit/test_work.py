@@ -3,7 +3,7 @@
 from tests.unit.operation_graphs import Sketch, classifier, gpt
 
 from whale_train.strategies.cost.op_cost import part_of
-from whale_train.strategies.cost.op_work import Kind, Traffic, Work, Works
+from whale_train.strategies.cost.op_work import KernelKind, Traffic, Work, Works
 from whale_train.strategies.graph.operation_graph import OperationGraph
 from whale_train.strategies.layouts.propagation import BATCH, Assignment, Layout, R, Shard
 from whale_train.strategies.layouts.types import Cast
@@ -34,16 +34,21 @@ def only(graph: OperationGraph, name: str) -> list[tuple[Work, int]]:
 
 def test_a_lookup_reads_rows_and_gives_a_gradient_of_the_whole_table() -> None:
     work = Work(
-        Kind.LOOKUP, 0.0, Traffic(0, 2 * 12 * F32), Traffic(40 * F32, 2 * 12 * F32), False, True
+        KernelKind.LOOKUP,
+        0.0,
+        Traffic(0, 2 * 12 * F32),
+        Traffic(40 * F32, 2 * 12 * F32),
+        False,
+        True,
     )
     # Two operations read the rows: their gradients are added.
-    added = Work(Kind.POINTWISE, 0.0, Traffic(), Traffic(0, 3 * 12 * F32), True, False)
+    added = Work(KernelKind.POINTWISE, 0.0, Traffic(), Traffic(0, 3 * 12 * F32), True, False)
     assert only(sketched(), "rows") == [(work, 1), (added, 1)]
 
 
 def test_a_product_moves_its_factors_and_its_result() -> None:
     moved = Traffic(32 * F32, (12 + 24) * F32)
-    assert only(sketched(), "up") == [(Work(Kind.PRODUCT, 192.0, moved, None, True, True), 1)]
+    assert only(sketched(), "up") == [(Work(KernelKind.PRODUCT, 192.0, moved, None, True, True), 1)]
 
 
 def test_a_recurrent_layer_is_its_products() -> None:
@@ -59,7 +64,7 @@ def test_a_recurrent_layer_is_its_products() -> None:
     sketch.call("made", "getitem", "lstm", 0, shape="B 3 5")
     moved = Traffic(20 * (4 + 5) * F32, (3 * 4 + 5) * F32)
     # What it is given has no gradient; what it made of the step before has one.
-    work = Work(Kind.PRODUCT, flops, moved, None, True, True)
+    work = Work(KernelKind.PRODUCT, flops, moved, None, True, True)
     assert only(sketch.graph("made"), "lstm") == [(work, 1)]
 
 
@@ -71,13 +76,13 @@ def test_a_bias_gets_a_sum_of_gradients() -> None:
     sketch.parameter("up.bias", "8")
     sketch.call("up", "linear.default", "x", "up_weight", "up_bias", shape="B 3 8", flops=192.0)
     product, summed = only(sketch.graph("up"), "up")
-    assert product[0].kind is Kind.PRODUCT
+    assert product[0].kind is KernelKind.PRODUCT
     moved = Traffic(0, 24 * F32)
-    assert summed == (Work(Kind.SUM, 0.0, Traffic(), moved, False, True), 1)
+    assert summed == (Work(KernelKind.SUM, 0.0, Traffic(), moved, False, True), 1)
     # Of a rank with a quarter of the columns.
     parts = {"up": 0.25, "up_weight": 0.25, "up_bias": 0.25}
     found = Works(sketch.graph("up")).of(["up"], lambda name, reader: parts.get(name, 1.0))
-    assert Work(Kind.SUM, 0.0, Traffic(), Traffic(0, 6 * F32), False, True) in found
+    assert Work(KernelKind.SUM, 0.0, Traffic(), Traffic(0, 6 * F32), False, True) in found
 
 
 def test_what_is_gathered_on_its_way_is_read_whole() -> None:
@@ -100,8 +105,8 @@ def test_a_part_moves_in_the_backward_only() -> None:
     half, *_ = only(sketched(), "half")
     # The whole's gradient is written, and read what there is of it.
     put = Traffic(0, (24 + 12) * F32)
-    assert half == (Work(Kind.COPY, 0.0, Traffic(), put, True, False), 1)
-    turned = Work(Kind.VIEW, 0.0, Traffic(), Traffic(), True, False)
+    assert half == (Work(KernelKind.COPY, 0.0, Traffic(), put, True, False), 1)
+    turned = Work(KernelKind.VIEW, 0.0, Traffic(), Traffic(), True, False)
     assert only(sketched(), "turned") == [(turned, 1)]
 
 
@@ -113,19 +118,19 @@ def test_the_parts_of_a_split_are_joined_once() -> None:
     sketch.call("up", "linear.default", "x", "up_weight", shape="B 3 8", flops=192.0)
     sketch.call("parts", "split.Tensor", "up", 4, 2, shape=None)
     sketch.call("first", "getitem", "parts", 0, shape="B 3 4")
-    joined = Work(Kind.COPY, 0.0, Traffic(), Traffic(0, 2 * 24 * F32), True, False)
+    joined = Work(KernelKind.COPY, 0.0, Traffic(), Traffic(0, 2 * 24 * F32), True, False)
     assert only(sketch.graph("first"), "parts") == [(joined, 1)]
-    shown = Work(Kind.VIEW, 0.0, Traffic(), Traffic(), True, False)
+    shown = Work(KernelKind.VIEW, 0.0, Traffic(), Traffic(), True, False)
     assert only(sketch.graph("first"), "first") == [(shown, 1)]
 
 
 def test_what_a_transpose_parted_is_copied_when_joined() -> None:
-    copied = Work(Kind.COPY, 0.0, Traffic(0, 2 * 12 * F32), None, True, False)
+    copied = Work(KernelKind.COPY, 0.0, Traffic(0, 2 * 12 * F32), None, True, False)
     assert only(sketched(), "flat") == [(copied, 1)]
 
 
 def test_a_sum_hands_its_gradient_through() -> None:
-    added = Work(Kind.POINTWISE, 0.0, Traffic(0, 3 * 12 * F32), Traffic(), True, False)
+    added = Work(KernelKind.POINTWISE, 0.0, Traffic(0, 3 * 12 * F32), Traffic(), True, False)
     assert only(sketched(), "sum") == [(added, 1)]
 
 
@@ -133,7 +138,7 @@ def test_a_rank_has_a_part() -> None:
     parts = {"up": 0.5, "up_weight": 0.5}
     found = Works(sketched()).of(["up"], lambda name, reader: parts.get(name, 1.0))
     moved = Traffic(16 * F32, (12 + 12) * F32)
-    assert list(found) == [Work(Kind.PRODUCT, 96.0, moved, None, True, True)]
+    assert list(found) == [Work(KernelKind.PRODUCT, 96.0, moved, None, True, True)]
 
 
 def test_all_flops_are_somebodys() -> None:
