@@ -1,7 +1,7 @@
-"""What is found about a model once, however many strategies are considered for it.
+"""The cache of everything derived from a model, shared by all strategies that a search considers.
 
-Cuts into stages, patterns of weights, prices of pieces: what one strategy needs of these, its
-neighbours in a search need as well.
+Pipeline cuts, weight shardings and prices of slices are computed once: neighbours in a search need
+the same ones.
 """
 
 from collections.abc import Callable, Hashable
@@ -19,29 +19,29 @@ from whale_train.strategies.partition.equal_blocks import Likeness
 from whale_train.strategies.partition.output_head import Head, find_heads
 from whale_train.strategies.partition.pipeline_partition import Sequenced, sequenced
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Of `profile`, trained at `precision`."""
+    """The analysis cache of `profile`, trained at `precision`."""
 
     profile: ModelProfile
     precision: str
-    _kept: dict[Hashable, Any] = field(default_factory=dict)
+    _results: dict[Hashable, Any] = field(default_factory=dict)
 
-    def once(self, key: Hashable, find: Callable[[], _Found]) -> _Found:
-        """Return what `find` returns, or the PlanError it raises; `key` stands for all it depends
-        on."""
-        if key not in self._kept:
+    def once(self, key: Hashable, compute: Callable[[], _Result]) -> _Result:
+        """Return what `compute` returns, or raise the PlanError it raises, calling it only for the
+        first use of `key`, which must name everything the result depends on."""
+        if key not in self._results:
             try:
-                self._kept[key] = find()
+                self._results[key] = compute()
             except PlanError as error:
-                self._kept[key] = error
-        found: _Found | PlanError = self._kept[key]
-        if isinstance(found, PlanError):
-            raise found
-        return found
+                self._results[key] = error
+        result: _Result | PlanError = self._results[key]
+        if isinstance(result, PlanError):
+            raise result
+        return result
 
     @property
     def graph(self) -> OperationGraph:
@@ -58,18 +58,18 @@ class Findings:
 
     @cached_property
     def view(self) -> View:
-        """What values are at the precision of training."""
+        """The sizes of the graph's values at the precision of training."""
         return View.at(self.graph, self.precision)
 
     def weights_to_cut(self, members: int) -> tuple[int, ...]:
-        """Before each place of `order`, how many of the weights read could be cut over a shard
-        group of so many."""
+        """Return, for each possible cut in `order`, how many of the weights read before it can be
+        sharded over a group of `members`."""
         return self.once(("to cut", members), lambda: self._weights_to_cut(members))
 
     @cached_property
     def tied(self) -> frozenset[str]:
-        """The paths of parameters that several blocks read, which several stages may hold: each
-        then has them whole, and they are summed over all their holders."""
+        """The paths of parameters that several blocks read. Stages that hold the same one each
+        have it whole, and its gradients are summed over all of them."""
         readers: dict[str, set[str]] = {}
         for name in self.order.operations:
             for read in (self.graph[x] for x in self.graph[name].inputs):
@@ -79,32 +79,30 @@ class Findings:
         return frozenset(path for path, blocks in readers.items() if len(blocks) > 1)
 
     def _weights_to_cut(self, members: int) -> tuple[int, ...]:
-        def is_cut(name: str) -> bool:
-            # Rows follow an input that is cut, which what enters a stage is not.
+        def can_shard(name: str) -> bool:
+            # A row-parallel weight needs a sharded input; a stage's own inputs are replicated.
             return any(
                 min(cut.layout.pieces) >= members
                 for cut in self.likeness.cuts[name]
                 if cut.pattern != "row" and self.likeness.paths[cut.layout.axis] not in self.tied
             )
 
-        cut = [is_cut(name) for name in self.order.operations]
-        before = [0, *accumulate(cut)]
+        before = [0, *accumulate(can_shard(name) for name in self.order.operations)]
         return tuple(before[place] for place in self.order.places)
 
     @cached_property
     def trained_elements(self) -> float:
-        """Of all parameters that are trained."""
-        left = (self.profile.parameter_by_path[path] for path in self.profile.unused_parameters)
-        return float(self.profile.parameter_elements - sum(each.elements for each in left))
+        """The elements of all parameters that are trained."""
+        unused = (self.profile.parameter_by_path[path] for path in self.profile.unused_parameters)
+        return float(self.profile.parameter_elements - sum(p.elements for p in unused))
 
     def copied_elements(self, split_head: bool) -> float:
-        """Return how many trained elements copies have: all, or all but those of a head that is
-        split."""
+        """Return the trained elements that every copy holds: all, or all but a split head's."""
         return self.trained_elements - (self.head_elements if split_head else 0)
 
     @cached_property
     def head_elements(self) -> int:
-        """Of the largest output projection; 0 where none is known."""
+        """The elements of the largest output projection's weight; 0 where none is known."""
         weight = self.head_weight
         return 0 if weight is None else self.profile.parameter_by_path[weight].elements
 

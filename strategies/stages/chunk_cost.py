@@ -1,4 +1,4 @@
-"""The seconds of a strategy's chunks: their operations, and the casts between layouts."""
+"""The seconds of a strategy's chunks: operations, and collectives between layouts."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,10 +20,10 @@ from whale_train.strategies.stages.placement import (
 
 
 class ChunkTimes:
-    """What the chunks of a strategy take on the positions that hold them. `recomputed` are the
-    stages that compute their blocks again in the backward. Beside a split head the members of a
-    shard group share the samples of a micro-batch, of which each takes at most as many as its rank
-    has in `limits` (empty: any number)."""
+    """The seconds of a strategy's chunks on the positions that hold them. `recomputed` are the
+    stages that recompute their blocks in the backward. Beside a split head the members of a shard
+    group share the samples of a micro-batch, each within the `limits` of its rank (empty: no
+    limit)."""
 
     def __init__(
         self,
@@ -38,15 +38,16 @@ class ChunkTimes:
         self._members = [alike_members(chunk.axes, axes) for chunk in chunks]
 
     def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:
-        """Return (all, and the part of it that is transfers) of a micro-batch of chunk `number`."""
+        """Return the times of a micro-batch of chunk `number`, and the part of them that is
+        transfers."""
         ranks = self.job.seats.positions[copy][position]
         link = group_link(self.job.cluster, ranks, by_memory=True)
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
         chunk = self.chunks[number]
-        again, cut = chunk.stage in self.recomputed, tuple(self.axes[x] for x in chunk.axes)
+        recomputes, cut = chunk.stage in self.recomputed, tuple(self.axes[x] for x in chunk.axes)
         shares = self.member_shares(number, ranks, samples) if chunk.head else ()
         return self.job.findings.once(
-            ("times", chunk.key, cut, devices, samples, link, again, shares),
+            ("times", chunk.key, cut, devices, samples, link, recomputes, shares),
             lambda: self._priced(number, ranks, samples, shares, link),
         )
 
@@ -60,8 +61,8 @@ class ChunkTimes:
 
     def member_shares(self, number: int, ranks: Sequence[int], samples: int) -> tuple[int, ...]:
         """Return the samples of a micro-batch that each of `ranks`, the members of a shard group
-        beside the split head of chunk `number`, takes: within their limits, unless these leave no
-        room for all (of more than fits, a price is asked for while shares are sought)."""
+        beside the split head of chunk `number`, takes. The limits of the ranks hold unless they
+        leave no room for all samples: the search for shares also prices what does not fit."""
         limits = [self.limits[rank] if self.limits else samples for rank in ranks]
         room = most_shared(self.job.strategy.balance, limits)
         if room < samples or min(limits) < 1:
@@ -99,30 +100,30 @@ class ChunkTimes:
     ) -> dict[tuple[int, int], tuple[float, float, float]]:
         """Return the seconds of (forward, input gradient, weight gradient) of a micro-batch of
         `samples` of a copy, by chunk and the position that holds it."""
-        found: dict[tuple[int, int], tuple[float, float, float]] = {}
+        durations: dict[tuple[int, int], tuple[float, float, float]] = {}
         for number, chunk in enumerate(self.chunks):
             for position in self.job.seats.of_stage(chunk.stage):
                 times, _ = self.of(number, copy, position, samples)
-                found[number, position] = (
+                durations[number, position] = (
                     times.forward, times.backward_input, times.backward_weight
                 )  # fmt: skip
-        return found
+        return durations
 
     def _priced(
         self, number: int, ranks: Sequence[int], samples: int, shares: Sequence[int], link: Link
     ) -> tuple[Times, Times]:
-        """Return the seconds of the group's slowest member, which the others wait for, and of the
-        casts."""
+        """Return the times of the group's slowest member, which the others wait for, with its
+        collectives, and those of the collectives alone."""
         chunk = self.chunks[number]
         if chunk.head is None:
-            each = [self._split(number, index, rank, samples) for index, rank in enumerate(ranks)]
+            members = [self._split(number, i, rank, samples) for i, rank in enumerate(ranks)]
         else:
-            each = [self._head(number, i, rank, shares) for i, rank in enumerate(ranks)]
-        slowest = max(each, key=lambda times: times.total)
+            members = [self._head(number, i, rank, shares) for i, rank in enumerate(ranks)]
+        slowest = max(members, key=lambda times: times.total)
         moved = self._casts(chunk, len(ranks), samples, link)
         if chunk.stage in self.recomputed:
-            again = Times(backward_input=slowest.forward + moved.forward)
-            slowest, moved = slowest + again, moved + Times(backward_input=moved.forward)
+            recomputation = Times(backward_input=slowest.forward + moved.forward)
+            slowest, moved = slowest + recomputation, moved + Times(backward_input=moved.forward)
         return slowest + moved, moved
 
     def _split(self, number: int, index: int, rank: int, samples: int) -> Times:
@@ -139,7 +140,8 @@ class ChunkTimes:
         )  # fmt: skip
 
     def _head(self, number: int, index: int, rank: int, shares: Sequence[int]) -> Times:
-        """Copies of the rest, each with its share of the samples, beside a split head."""
+        """Return the times of a member beside a split head: of its shard of the head for all
+        samples, and of its copy of the rest for its share of them."""
         chunk, total = self.chunks[number], Times()
         cut = chunk.head
         assert cut is not None
@@ -158,13 +160,12 @@ class ChunkTimes:
         return total
 
     def _casts(self, chunk: StageChunk, members: int, samples: int, link: Link) -> Times:
-        """Return the collectives of a shard group."""
+        """Return the times of a shard group's collectives."""
         precision = self.job.training.precision
         if chunk.head is not None:
             taken = (name for segment in chunk.head.segments for name in segment.takes)
-            view = self.job.findings.view
-            each = bridge_time_s(view, taken, samples, members, link)
-            return Times(each, each)
+            bridge_s = bridge_time_s(self.job.findings.view, taken, samples, members, link)
+            return Times(bridge_s, bridge_s)
         if chunk.sharded is None:
             return Times()
         assignment = chunk.sharded.assignment

@@ -1,7 +1,7 @@
-"""The chunks of a strategy: where the model is cut, and how each part of it is laid.
+"""The chunks of a strategy: where the model is cut, and the layouts of each chunk's tensors.
 
-A chunk is what one stage runs of the model in one go: the whole model as it is, where nothing cuts
-it. Which devices hold it is `placement.py`'s, when it runs `orders.py`'s.
+A chunk is the part of the model that a stage runs at a time; the whole model where nothing cuts it.
+`placement.py` owns which devices hold it, `schedule/orders.py` when it runs.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from math import inf
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph, Size
-from whale_train.strategies.layouts.propagation import Layout, R
+from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.shape_check import shape_check
 from whale_train.strategies.partition.head_partition import CutRefused, HeadCut, cut_head
 from whale_train.strategies.partition.output_head import find_heads, matching
@@ -32,10 +32,10 @@ from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patter
 
 @dataclass(frozen=True)
 class Chunked:
-    """A model in `chunks`, in the order they run, that begin and end at `places` (indices into
-    those of the order of operations). `edges` says which sends to which, and whether a gradient
-    comes back; `axes` how what is cut is dealt out to the members of shard groups; `shared` which
-    stages hold the parameters that several do."""
+    """A model in `chunks`, in the order they run, which begin and end at `places` (indices into
+    `Sequenced.places`). `edges` are the pairs of chunks of which the first sends to the second,
+    with whether a gradient comes back; `axes` the intervals of the members of shard groups;
+    `shared` the stages of every parameter that several stages hold."""
 
     places: tuple[int, ...]
     chunks: tuple[StageChunk, ...]
@@ -48,9 +48,9 @@ class Chunked:
 def chunked(
     job: Staging, places: tuple[int, ...] | None = None, class_caps: tuple[int, ...] = ()
 ) -> Chunked:
-    """Return the model of `job`, cut: at `places`, or so that the slowest stage is done first. The
-    members beside a split head take at most `class_caps` of its classes, where there are any.
-    Raises PlanError."""
+    """Return the model of `job` in chunks, cut at `places`, or by default so that the slowest stage
+    takes least. The members beside a split head take at most `class_caps` of its classes (empty: no
+    limit). Raises PlanError."""
     if job.as_is:
         return Chunked((), (StageChunk(0, _whole(job.profile), "the whole"),), {}, {}, {}, ())
     stages = range(len(job.form.stages))
@@ -67,7 +67,7 @@ def chunked(
 
 
 def _whole(profile: ModelProfile) -> Slice:
-    """Return the slice that is the whole model, of which nobody may know the operations."""
+    """Return the slice that is the whole model, without operations where it has no graph."""
     return Slice(
         operations=tuple(profile.graph.by_name) if profile.graph else (),
         takes=(),
@@ -103,14 +103,16 @@ def _chunked(
 
 
 def _speeds(job: Staging) -> tuple[float, ...]:
-    """Return the speed of every chunk's stage, in the copy where it is slowest."""
-    each = [job.stage_speeds(copy) for copy in range(job.form.copies)]
-    slowest = [min(speeds) for speeds in zip(*each, strict=True)]
+    """Return the speed of every chunk's stage in the copy where it is slowest."""
+    by_copy = [job.stage_speeds(copy) for copy in range(job.form.copies)]
+    slowest = [min(speeds) for speeds in zip(*by_copy, strict=True)]
     return tuple(slowest * (job.chunk_count // len(slowest)))
 
 
 def _balanced(job: Staging, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the places where chunks begin and the last ends, the slowest being done first."""
+    """Return the places where chunks begin and the last ends, such that the slowest takes least.
+    Raises PlanError where the model has too few places, or the modules that stages name allow
+    none."""
     order, count = job.findings.order, job.chunk_count
     if count == 1:
         return (0, len(order.places) - 1)
@@ -126,18 +128,18 @@ def _balanced(job: Staging, speeds: tuple[float, ...]) -> tuple[int, ...]:
         raise PlanError(faults)
     split = [1 if stage.body or not stage.split else stage.shards for stage in stages]
     members = tuple(split * (count // len(stages)))
-    found = cut_by_speed(job.findings, speeds, members, fixed)
-    if found is None:
-        places = sum(a < b for a, b in pairwise(order.weights))
-        rule = f"has {places} blocks to cut between, too few for {count} stages in this order"
+    places = cut_by_speed(job.findings, speeds, members, fixed)
+    if places is None:
+        blocks = sum(a < b for a, b in pairwise(order.weights))
+        rule = f"has {blocks} blocks to cut between, too few for {count} stages in this order"
         path = job.form.pipeline.path if job.form.pipeline else "strategy"
-        remedy = f"use at most {places} stages" if places < count else "name other modules"
+        remedy = f"use at most {blocks} stages" if blocks < count else "name other modules"
         raise PlanError([Fault(f"{path}.stages", str(len(stages)), rule, remedy)])
-    return found
+    return places
 
 
 def _explained(job: Staging, places: tuple[int, ...], moved: bool) -> Iterator[Decision]:
-    """Yield the decisions on what every chunk is, and why."""
+    """Yield the decision that explains each chunk: its modules, its share of the work, and why."""
     order, stages, count = job.findings.order, job.form.stages, job.chunk_count
     why = "the simulated step is shortest" if moved else "the slowest stage is done first"
     for chunk, (first, last) in enumerate(pairwise(places) if count > 1 else ()):
@@ -158,18 +160,17 @@ def cut_by_speed(
     members: tuple[int, ...],
     fixed: Mapping[int, int],
 ) -> tuple[int, ...] | None:
-    """Return the places where chunks of these speeds, over shard groups of so many `members`, begin
-    and the last one ends, the slowest being done as early as can be; None where there are too few
-    places. Each has something to train and, where that is possible, to shard. `fixed` is as in
-    `balanced`."""
+    """Return the places where chunks begin and the last ends, such that the slowest takes least;
+    None where there are too few places. Each chunk has a speed and a shard group of so many
+    `members`, something to train and, where possible, to shard. `fixed` is as in `balanced`."""
     order = findings.order
 
-    def found(sharded: bool) -> tuple[int, ...] | None:
-        cuts = [findings.weights_to_cut(count) if sharded else order.weights for count in members]
+    def cut(sharded: bool) -> tuple[int, ...] | None:
+        weights = [findings.weights_to_cut(n) if sharded else order.weights for n in members]
 
         def chunk_time(chunk: int, first: int, last: int) -> float:
-            of = cuts[chunk]
-            if of[last] == of[first] or order.weights[last] == order.weights[first]:
+            before = weights[chunk]
+            if before[last] == before[first] or order.weights[last] == order.weights[first]:
                 return inf
             return (order.flops[last] - order.flops[first]) / speeds[chunk]
 
@@ -177,19 +178,22 @@ def cut_by_speed(
 
     return findings.once(
         ("cut", speeds, members, tuple(fixed.items())),
-        lambda: (found(sharded=True) if max(members) > 1 else None) or found(sharded=False),
+        lambda: (cut(sharded=True) if max(members) > 1 else None) or cut(sharded=False),
     )
 
 
 def _edges(job: Staging, slices: Sequence[Slice]) -> dict[tuple[int, int], bool]:
-    """Return which chunks send to which, and whether a gradient comes back."""
+    """Return the pairs of chunks of which the first sends to the second, with whether a gradient
+    comes back: that of a floating-point value made from a parameter."""
+    graph = job.graph
     maker = {name: chunk for chunk, part in enumerate(slices) for name in part.gives}
-    found: dict[tuple[int, int], bool] = {}
+    edges: dict[tuple[int, int], bool] = {}
     for chunk, part in enumerate(slices):
         for name in part.takes:
             edge = (maker[name], chunk)
-            found[edge] = found.get(edge, False) or _has_gradient(job.graph, name)
-    return found
+            trained = "float" in graph[name].dtype and name in graph.made_of_parameters
+            edges[edge] = edges.get(edge, False) or trained
+    return edges
 
 
 def _chunk(
@@ -215,13 +219,13 @@ def _chunk(
     key = (alike, form.shards, split.dim)
     if split.patterns or split.modules != ("*",):  # by names, which alike slices do not share
         key = (*key, interval, split)
-    like, found = findings.once(
+    like, sharded = findings.once(
         ("sharded", key), lambda: (part, _sharded(job, stage, part, shared))
     )
-    if not found.weights:
+    if not sharded.weights:
         _refuse_whole(job, stage, part, shared)
     renamed = findings.once(
-        ("renamed", interval, key), lambda: findings.likeness.renamed(found, like, part)
+        ("renamed", interval, key), lambda: findings.likeness.renamed(sharded, like, part)
     )
     return StageChunk(stage, part, key, renamed)
 
@@ -229,14 +233,14 @@ def _chunk(
 def _head_cut(
     job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
 ) -> HeadCut:
-    """Return the stage's slice of the model cut where the head begins; what it takes is its
-    input."""
+    """Return the split of the head from the rest of a stage's slice. Raises PlanError where that
+    has no such head, or one that cannot be split."""
     form = job.form.stages[stage]
     assert form.split is not None
     alone = job.chunk_count == 1
     profile = job.profile if alone else _profile_of(job, part)
-    known = find_heads(profile)
-    heads = matching(known, form.split.modules)
+    all_heads = find_heads(profile)
+    heads = matching(all_heads, form.split.modules)
     key, value = f"{form.split.path}.modules", ", ".join(form.split.modules)
     remedy = "use another stage for it, or a split of the whole stage"
     if alone:
@@ -251,9 +255,10 @@ def _head_cut(
     if not heads:
         where = profile.name if alone else _span(part.modules)
         rule = f"finds no output projection in {where}"
-        if known:
+        if all_heads:
             rule = f"names no output projection of {where}"
-            remedy = f"use head, or one of: {', '.join(h.module or '(the model)' for h in known)}"
+            names = ", ".join(head.module or "(the model)" for head in all_heads)
+            remedy = f"use head, or one of: {names}"
         faults.append(Fault(key, value, rule, remedy))
     elif heads[0].weight in shared:
         rule = f"is {heads[0].module or 'the output'}, whose weight another stage holds as well"
@@ -272,7 +277,7 @@ def _head_cut(
 
 
 def _profile_of(job: Staging, part: Slice) -> ModelProfile:
-    """Return the profile of one slice of the model, whose inputs are what it takes."""
+    """Return the profile of one slice of the model, with the values it takes as inputs."""
     inside = set(part.operations)
     taken = [
         replace(job.graph[name], target="input", args=(), kwargs=(), after=())
@@ -286,15 +291,14 @@ def _profile_of(job: Staging, part: Slice) -> ModelProfile:
 def _sharded(
     job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
 ) -> Sharded:
+    """Return the layouts of a stage's slice, which takes and gives whole values."""
     form = job.form.stages[stage]
     assert form.split is not None
-    given: dict[str, Layout] = dict.fromkeys(part.takes, R)
-    wanted: dict[str, Layout] = dict.fromkeys(part.gives, R)
     named = set(form.split.modules)
-    if "head" in named:  # found, not configured
+    if "head" in named:
         named |= {head.module for head in find_heads(job.profile)}
-    # What several stages hold keeps one form, so that their gradients can be added; what the
-    # strategy does not name is not cut.
+    # Parameters that several stages hold stay whole, so that their gradients can be added, and so
+    # do those that the strategy does not name.
     whole = [
         (path, "replicate")
         for path in part.parameters
@@ -310,8 +314,8 @@ def _sharded(
         },
         held={p.path: p.elements for p in job.profile.parameters},
         group_size=form.shards,
-        given=given,
-        wanted=wanted,
+        given=dict.fromkeys(part.takes, R),
+        wanted=dict.fromkeys(part.gives, R),
         by_hand=(*whole, *form.split.patterns),
         dim=form.split.dim,
         key=form.split.path,
@@ -321,7 +325,7 @@ def _sharded(
 def _refuse_whole(
     job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise PlanError for a stage of which nothing is cut over its devices."""
+    """Raise PlanError for a stage in which nothing can be sharded over its devices."""
     form = job.form.stages[stage]
     assert form.split is not None
     rule = f"finds nothing to cut over {form.shards} devices in {_span(part.modules)}"
@@ -332,10 +336,10 @@ def _refuse_whole(
 
 
 def _axes(job: Staging, chunks: Sequence[StageChunk], class_caps: Sequence[int]) -> AxisIntervals:
-    """Return every axis' intervals over its shard group, in proportion to the members' speed; equal
-    in all copies, so that copies hold the same shards. A split head's are within `class_caps`,
-    where there are any."""
-    found: dict[str, tuple[tuple[int, int], ...]] = {}
+    """Return the intervals of every axis over its shard group, in proportion to the members' speed
+    over all copies, so that copies hold the same shards. Those of a split head are within
+    `class_caps` (empty: no limit). Raises PlanError where a member would get none."""
+    axes: dict[str, tuple[tuple[int, int], ...]] = {}
     for chunk in chunks:
         units = dict(chunk.sharded.axes) if chunk.sharded else {}
         if chunk.head is not None:
@@ -356,13 +360,13 @@ def _axes(job: Staging, chunks: Sequence[StageChunk], class_caps: Sequence[int])
                     key, remedy = f"{asked.split.path}.modules", "use strategy=dp, or fewer devices"
                     fault = Fault(key, ", ".join(asked.split.modules), rule, remedy)
                 raise PlanError([fault])
-            assert found.get(axis, tile(count, shares)) == tile(count, shares), axis
-            found[axis] = tile(count, shares)
-    return found
+            assert axes.get(axis, tile(count, shares)) == tile(count, shares), axis
+            axes[axis] = tile(count, shares)
+    return axes
 
 
 def _check_shapes(job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals) -> None:
-    """Refuse a split whose local shapes do not agree on some member, before there are any."""
+    """Refuse a split whose local shapes do not agree on some member of the shard group."""
     for chunk in chunks:
         if chunk.sharded is None:
             continue
@@ -380,20 +384,15 @@ def _check_shapes(job: Staging, chunks: Sequence[StageChunk], axes: AxisInterval
 
 
 def _shared_parameters(slices: Sequence[Slice], stages: int) -> dict[str, tuple[int, ...]]:
-    """Return the parameters that several stages hold (tied ones), and which stages."""
-    holders: dict[str, dict[int, None]] = {}
+    """Return the stages of every parameter that several stages hold (tied weights)."""
+    holders: dict[str, set[int]] = {}
     for chunk, part in enumerate(slices):
         for path in part.parameters:
-            holders.setdefault(path, {})[chunk % stages] = None
-    return {path: tuple(sorted(found)) for path, found in holders.items() if len(found) > 1}
-
-
-def _has_gradient(graph: OperationGraph, name: str) -> bool:
-    """Return whether a value may have a gradient: floating, and made from a parameter."""
-    return "float" in graph[name].dtype and name in graph.made_of_parameters
+            holders.setdefault(path, set()).add(chunk % stages)
+    return {path: tuple(sorted(held_by)) for path, held_by in holders.items() if len(held_by) > 1}
 
 
 def _span(modules: Sequence[str]) -> str:
-    """`a ... b` for a run of modules."""
+    """Return `a ... b` for a run of modules, for messages."""
     named = [module or "(the model)" for module in modules]
     return named[0] if len(named) == 1 else f"{named[0]} ... {named[-1]}" if named else "nothing"

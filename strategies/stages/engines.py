@@ -1,7 +1,7 @@
 """The engines of a strategy's stages: what each holds, and who sums its gradients.
 
-A stage has one engine, or two where a split head is beside copies of the rest: the rest is on every
-member of the shard group, and of the head each has its own classes.
+A stage has one engine, or two where a split head stands beside copies of the rest: every member of
+the shard group holds the whole rest, and its own classes of the head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, S
 
 @dataclass(frozen=True)
 class StageEngine:
-    """`elements` are how many parameters each member of the shard group holds of a copy; `groups`
-    the ranks that hold the same ones, over which their gradients are summed."""
+    """One engine of a stage. `elements` are the parameters that each member of the shard group
+    holds of a copy; `groups` the ranks that hold the same ones and sum their gradients."""
 
     elements: tuple[float, ...]
     groups: tuple[tuple[int, ...], ...]
@@ -23,19 +23,19 @@ class StageEngine:
 def engines_of_stages(
     job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals
 ) -> Sequence[Sequence[StageEngine]]:
-    """Return the engines of every stage: that of a split head comes after that of the rest."""
-    found = []
+    """Return the engines of every stage; a split head's follows that of the rest."""
+    engines_by_stage = []
     for stage, form in enumerate(job.form.stages):
-        mine = [chunk for chunk in chunks if chunk.stage == stage]
-        members = [_held(job, mine, axes, member) for member in range(form.shards)]
-        of_head = {path for chunk in mine if chunk.head for path in chunk.shards}
+        stage_chunks = [chunk for chunk in chunks if chunk.stage == stage]
+        members = [_held(job, stage_chunks, axes, member) for member in range(form.shards)]
+        of_head = {path for chunk in stage_chunks if chunk.head for path in chunk.shards}
         rest = [sum(n for path, n in held.items() if path not in of_head) for held in members]
         engines = [StageEngine(tuple(rest), job.copies_of_rest(stage))]
         if form.body:
             head = [sum(n for path, n in held.items() if path in of_head) for held in members]
             engines.append(StageEngine(tuple(head), job.data_parallel(stage)))
-        found.append(engines)
-    return found
+        engines_by_stage.append(engines)
+    return engines_by_stage
 
 
 def held_of_stages(
@@ -51,7 +51,8 @@ def held_of_stages(
 def held_elements(
     job: Staging, chunk: StageChunk, axes: AxisIntervals, member: int
 ) -> dict[str, float]:
-    """Return how much of each of a chunk's parameters one member of its shard group holds."""
+    """Return how many elements of each of a chunk's parameters one member of its shard group
+    holds, by path."""
     return {
         path: job.profile.parameter_by_path[path].elements
         * fraction(chunk.shards.get(path), axes, member)
@@ -60,7 +61,7 @@ def held_elements(
 
 
 def fraction(layout: Layout | None, axes: AxisIntervals, index: int) -> float:
-    """Return which part of what lies as `layout` the member `index` of a shard group has."""
+    """Return the fraction of a tensor of `layout` that member `index` of a shard group has."""
     if not isinstance(layout, Shard) or layout.axis not in axes:
         return 1.0
     start, stop = axes[layout.axis][index]
@@ -70,7 +71,7 @@ def fraction(layout: Layout | None, axes: AxisIntervals, index: int) -> float:
 def _held(
     job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals, member: int
 ) -> Mapping[str, float]:
-    held: dict[str, float] = {}  # what several chunks of a stage read is there once
+    held: dict[str, float] = {}  # a parameter that several chunks of a stage read is held once
     for chunk in chunks:
         held |= held_elements(job, chunk, axes, member)
     return held

@@ -1,7 +1,7 @@
-"""Gradients that are added to where they are made, and so are nowhere by themselves.
+"""Gradient accumulation fusion: weights whose gradients no backward makes apart from their sum.
 
-Where a step has several backwards, products and lookups add to their weights' gradients
-(`runtime/kernels/weight_gradients.py`). What anything else reads, autograd adds up.
+In a step of several backwards, products and lookups add to their weights' gradients in place
+(`runtime/kernels/weight_gradients.py`); autograd sums the gradients of all other parameters.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -11,21 +11,21 @@ from whale_train.strategies.stages.placement import StageChunk, Staging
 
 
 def added_in_place(job: Staging, chunk: StageChunk) -> Mapping[str, Set[str]]:
-    """Return the parameters of `chunk` whose gradients are, by path, and the targets of what reads
-    them. A model that runs as it is has its gradients added up by autograd."""
+    """Return the parameters of `chunk` whose gradients are accumulated in place, by path, with the
+    targets of the operations that read them: none in a model that runs as it is, whose gradients
+    autograd sums."""
     if job.as_is:
         return {}
     operations = chunk.slice.operations
-    part = ("readers", operations[0], operations[-1], len(operations))
-    readers = job.findings.once(part, lambda: _readers(job, operations))
+    key = ("readers", operations[0], operations[-1], len(operations))
+    readers = job.findings.once(key, lambda: _readers(job, operations))
     targets = {LOOKUP}
     if job.training.precision == "fp32":  # 16-bit values make 16-bit gradients, added in fp32
         targets.update(PRODUCTS)
 
     def adds(path: str, target: str) -> bool:
         shard = chunk.shards.get(path)
-        # A member with some of the rows has a lookup of its own
-        # (runtime/kernels/vocab_parallel.py).
+        # A member that holds some of the rows looks them up by runtime/kernels/vocab_parallel.py.
         own = target == LOOKUP and shard is not None and shard.dim == 0
         return target in targets and not own
 
@@ -33,7 +33,7 @@ def added_in_place(job: Staging, chunk: StageChunk) -> Mapping[str, Set[str]]:
 
 
 def named_in_place(job: Staging, chunk: StageChunk) -> Set[str]:
-    """Return what stands in the graph for the parameters of `chunk` that are `added_in_place`."""
+    """Return the graph's names of the parameters of `chunk` that are `added_in_place`."""
     if job.as_is:
         return frozenset()
     graph, canonical = job.graph, job.profile.parameter_by_path
@@ -46,12 +46,12 @@ def named_in_place(job: Staging, chunk: StageChunk) -> Set[str]:
 
 
 def _readers(job: Staging, operations: Sequence[str]) -> Mapping[str, Set[str]]:
-    """Return the targets of what reads each parameter among `operations`."""
+    """Return the targets of the `operations` that read each parameter, by path."""
     graph, canonical = job.graph, job.profile.parameter_by_path
-    found: dict[str, set[str]] = {}
+    targets: dict[str, set[str]] = {}
     for name in operations:
         for source in graph[name].inputs:
             if graph[source].target == "parameter" and graph[source].path in canonical:
                 path = canonical[graph[source].path].path
-                found.setdefault(path, set()).add(graph[name].target)
-    return found
+                targets.setdefault(path, set()).add(graph[name].target)
+    return targets

@@ -1,7 +1,7 @@
-"""The sums of gradients of a strategy: every stage's over its copies, and those of weights
-that several stages hold.
+"""The all-reduces of a strategy's gradients: every stage's over its copies, and those of tied
+weights over the stages that hold them.
 
-Owns what is summed, over whom and for how long; `tasks.py` says when.
+Owns what is summed, over which ranks and for how long; `simulate/tasks.py` owns when.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,25 +26,24 @@ def gradient_sums(
     actors: Mapping[tuple[int, int], int],
     one_backward: bool,
 ) -> list[Sync]:
-    """Return all sums of a step, in their order; `actors` has the numbers of those that stand for
-    all, by copy and position. Where a step has `one_backward`, copies that can share memory sum in
-    it.
+    """Return all sums of a step, in their order. `engines` are those of each stage, `shared` the
+    stages of each tied weight, `actors` the numbers of the simulated actors by copy and position.
+    Where a step has `one_backward`, copies on one host sum in shared memory.
 
-    `engines` are those of each stage, and `shared` the stages of each tied weight. Torch's engine
-    sums these over all their holders, when all else is on its way; DeepSpeed, which waits for that
-    before it sums what it has partitioned, sums them with the rest once more
-    (runtime/engines/grad_reduce.py, runtime/engines/deepspeed.py).
+    Torch's engine sums tied weights over all their holders after everything else has started.
+    DeepSpeed waits for these sums before it reduces its partitions, which contain the tied weights
+    once more (runtime/engines/grad_reduce.py, runtime/engines/deepspeed.py).
     """
     unused = job.profile.unused_parameters
-    summed = {path: stages for path, stages in shared.items() if path not in unused}
-    tied = list(_of_tied(job, summed, crowd, actors))
+    tied = {path: stages for path, stages in shared.items() if path not in unused}
+    tied_sums = list(_of_tied(job, tied, crowd, actors))
     if job.zero:
-        return [*tied, *_of_stages(job, engines, [0.0] * len(engines), crowd, actors, False)]
-    apart = [
-        sum(_elements(job, path) for path, stages in summed.items() if stage in stages)
+        return [*tied_sums, *_of_stages(job, engines, [0.0] * len(engines), crowd, actors, False)]
+    tied_elements = [
+        sum(_elements(job, path) for path, stages in tied.items() if stage in stages)
         for stage in range(len(engines))
     ]
-    return [*_of_stages(job, engines, apart, crowd, actors, one_backward), *tied]
+    return [*_of_stages(job, engines, tied_elements, crowd, actors, one_backward), *tied_sums]
 
 
 def _of_tied(
@@ -53,8 +52,8 @@ def _of_tied(
     crowd: Crowd,
     actors: Mapping[tuple[int, int], int],
 ) -> Iterator[Sync]:
-    """Yield the sum of each tied weight, which all its holders have whole (docs/adr/009), when
-    these have run their last backwards."""
+    """Yield the sum of each tied weight, which all its holders have whole (docs/adr/009), over
+    them, due after their last backwards."""
     for path, stages in shared.items():
         holders = sorted(rank for s in stages for ranks in job.replicas(s) for rank in ranks)
         seconds = sum_time_s(job.cluster, holders, 4 * _elements(job, path), crowd)
@@ -65,16 +64,16 @@ def _of_tied(
 def _of_stages(
     job: Staging,
     engines: Sequence[Sequence[StageEngine]],
-    apart: Sequence[float],
+    tied_elements: Sequence[float],
     crowd: Crowd,
     actors: Mapping[tuple[int, int], int],
     one_backward: bool,
 ) -> Iterator[Sync]:
-    """Yield the sum of each engine's gradients over its copies; of each stage, the elements `apart`
-    are summed by themselves (a head's are none of these)."""
+    """Yield the sum of each engine's gradients over its copies, without the `tied_elements` of the
+    stage (none of them a split head's), which are summed separately."""
     for stage, of_stage in enumerate(engines):
         for number, engine in enumerate(of_stage):
-            elements = max(engine.elements) - (0.0 if number else apart[stage])
+            elements = max(engine.elements) - (0.0 if number else tied_elements[stage])
             if len(engine.groups[0]) > 1 and elements:
                 zero = 0 if number else job.zero
                 in_memory = one_backward and not number and is_replicate(job, stage)
@@ -93,8 +92,8 @@ def _of_engine(
     zero: int,
     in_memory: bool,
 ) -> Sync:
-    """Return the sum of so many gradients, of fp32, over `group`, one of those that do so at
-    once."""
+    """Return the sum of `elements` fp32 gradients over `group`, one of the groups that sum at the
+    same time."""
     link, num_bytes = group_link(job.cluster, group, crowd, by_memory=in_memory), 4 * elements
     members = _members(job, (stage,), actors)
     summed = sum_time_s(job.cluster, group, num_bytes, crowd, by_memory=in_memory)
@@ -109,17 +108,16 @@ def _of_engine(
 
 
 def is_replicate(job: Staging, stage: int) -> bool:
-    """Return whether the copies of a stage are a replicate's: of the whole model as it is, or of
-    what a split head leaves."""
+    """Return whether a stage's copies are of the whole model as it is, or of all but a split
+    head."""
     return job.as_is or job.form.stages[stage].body is not None
 
 
 def _members(
     job: Staging, stages: Sequence[int], actors: Mapping[tuple[int, int], int]
 ) -> tuple[int, ...]:
-    """Return the actors of `stages`."""
-    of_stages = {place for stage in stages for place in job.seats.of_stage(stage)}
-    return tuple(number for (_, place), number in actors.items() if place in of_stages)
+    positions = {position for stage in stages for position in job.seats.of_stage(stage)}
+    return tuple(number for (_, position), number in actors.items() if position in positions)
 
 
 def _elements(job: Staging, path: str) -> float:

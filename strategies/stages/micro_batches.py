@@ -1,8 +1,8 @@
-"""Micro-batches: how a copy of a pipeline cuts its samples, and who owns which.
+"""Micro-batches: how a copy of a pipeline cuts its samples, and which positions own which.
 
-Copies share the global batch so that all are done at once, by the seconds their slowest stage
-takes; copies of a stage own micro-batches, and the members beside a split head take samples, in
-the same way. Nobody takes more at a time than fits its memory, where that is known (`limits`).
+Copies share the global batch so that all finish at once, by the seconds of their slowest stage;
+copies of a stage share micro-batches, and the members beside a split head samples, in the same way.
+Where `limits` are known, no rank takes more samples at a time than fit its memory.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,17 @@ from whale_train.strategies.schedule.orders import owners
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.placement import Staging
 
-PER_STAGE = 4  # micro-batches, where nobody says: a bubble of at most a fifth (GPipe, section 2.3)
+PER_STAGE = 4  # default micro-batches: a bubble of at most a fifth (GPipe, section 2.3)
 
 Intervals = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Per copy of the pipeline: its micro-batches as intervals of the global batch, and which
-    position owns each micro-batch of each chunk. Beside a split head `members` are, per copy and
-    micro-batch, the intervals of it that the members of the shard group take; else empty."""
+    """The micro-batches of every copy of the pipeline: `samples` as intervals of the global batch,
+    `owners` the position that owns each micro-batch, by copy and chunk. Beside a split head
+    `members` are, by copy and micro-batch, the interval of it that each member of the shard group
+    takes; else empty."""
 
     samples: tuple[Intervals, ...]
     owners: tuple[tuple[tuple[int, ...], ...], ...]
@@ -46,7 +47,7 @@ class Batches:
 
 
 class BatchTooLargeError(Exception):
-    """The limits of all devices leave no room for the global batch, of which `most` samples fit."""
+    """The limits of all devices leave room for only `most` samples of the global batch."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
@@ -57,8 +58,8 @@ def share_batch(
     job: Staging, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
 ) -> Batches:
     """Return the global batch in micro-batches, as even as whole samples allow. `times` price the
-    chunks of `job`; each rank takes at most as many samples at a time as `limits` say (empty: any
-    number). Raises PlanError where a copy would be left without, BatchTooLargeError where limits
+    chunks of `job`; `limits` are the most samples each rank takes at a time (empty: no limit).
+    Raises PlanError where a copy would be left without samples, BatchTooLargeError where the limits
     are too low."""
     samples: list[Intervals] = []
     owned: list[tuple[tuple[int, ...], ...]] = []
@@ -75,20 +76,19 @@ def share_batch(
 
 
 def count_micro_batches(job: Staging, times: ChunkTimes, decisions: list[Decision]) -> int:
-    """Return the micro-batches of a copy: as many as were asked for, or enough for a small
-    bubble."""
+    """Return the micro-batches of a copy: as many as the strategy says, or enough for a small
+    bubble, which `decisions` then gains."""
     form, pipeline = job.form, job.form.pipeline
-    widest = max(stage.copies for stage in form.stages)
     if pipeline is None:
         return job.training.accumulate
     if pipeline.micro_batches:
         return pipeline.micro_batches
-    least = min(copy_shares(job, times, 1))
-    wanted = max(PER_STAGE * len(form.stages), widest)
-    if len(form.stages) == 1:
-        wanted = widest
-    chosen = max(1, min(wanted, least // form.members))
-    reason = f"{PER_STAGE} a stage, of a copy's {least} samples"
+    smallest_share = min(copy_shares(job, times, 1))
+    wanted = max(stage.copies for stage in form.stages)
+    if len(form.stages) > 1:
+        wanted = max(PER_STAGE * len(form.stages), wanted)
+    chosen = max(1, min(wanted, smallest_share // form.members))
+    reason = f"{PER_STAGE} a stage, of a copy's {smallest_share} samples"
     decisions.append(Decision(f"{pipeline.path}.micro_batches", str(chosen), "", reason))
     return chosen
 
@@ -96,8 +96,9 @@ def count_micro_batches(job: Staging, times: ChunkTimes, decisions: list[Decisio
 def copy_shares(
     job: Staging, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the samples of each copy of the pipeline, `micro_batches` of at least one sample for
-    each copy of a stage, and each member beside a split head. Raises as `share_batch` does."""
+    """Return the samples of each copy of the pipeline: enough for `micro_batches` that leave no
+    copy of a stage and no member beside a split head without a sample. Raises what `share_batch`
+    raises."""
     form, total = job.form, job.training.global_batch
     minimum = form.members * max(micro_batches, *(stage.copies for stage in form.stages))
     copies = range(form.copies)
@@ -111,10 +112,10 @@ def copy_shares(
     seconds = [partial(_step_s, job, times, copy, micro_batches) for copy in copies]
     if form.copies > 1:
         seconds = _shared_by_equals(job, seconds)
-    found = apportion_by_time(job.strategy.balance, total, seconds, caps, minimum)
-    if found is None:
+    shares = apportion_by_time(job.strategy.balance, total, seconds, caps, minimum)
+    if shares is None:
         raise BatchTooLargeError(most_shared(job.strategy.balance, caps))
-    return found
+    return shares
 
 
 def _most_of_copy(job: Staging, copy: int, limits: Sequence[int]) -> int:
@@ -137,10 +138,10 @@ def _step_s(job: Staging, times: ChunkTimes, copy: int, micro_batches: int, shar
     for stage in range(len(job.form.stages)):
         positions = job.seats.of_stage(stage)  # copies of the stage, which take turns
         seconds = 0.0
-        for each, count in sizes.items():
+        for samples, count in sizes.items():
             if count:
-                rate = sum(_rate(job, times, copy, position, each) for position in positions)
-                seconds += count * each / rate
+                rate = sum(_rate(job, times, copy, position, samples) for position in positions)
+                seconds += count * samples / rate
         slowest = max(slowest, seconds)
     return slowest
 
@@ -152,8 +153,8 @@ def _rate(job: Staging, times: ChunkTimes, copy: int, position: int, size: int) 
 
 
 def _shared_by_equals(job: Staging, seconds: Sequence["partial[float]"]) -> list["partial[float]"]:
-    """Return for every copy the function of the first that is on devices of the same kinds, which
-    is then asked once."""
+    """Return for every copy the function of the first copy on equal devices, so that
+    `apportion_by_time` calls it once for all of them."""
     first: dict[tuple[int, ...], partial[float]] = {}
     return [
         first.setdefault(
@@ -180,8 +181,8 @@ def _owners(
 def _members(
     job: Staging, times: ChunkTimes, copy: int, sizes: Sequence[int]
 ) -> tuple[Intervals, ...]:
-    """Return the part of every micro-batch that each member beside a split head takes; nothing
-    where there is none."""
+    """Return the interval of every micro-batch that each member beside a split head takes; nothing
+    without a split head."""
     heads = [number for number, chunk in enumerate(times.chunks) if chunk.head]
     if not heads:
         return ()

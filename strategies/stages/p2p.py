@@ -1,4 +1,4 @@
-"""What the chunks of a pipeline send each other, and how long it is on its way."""
+"""The point-to-point messages between the chunks of a pipeline: their bytes and seconds."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -10,21 +10,21 @@ from whale_train.strategies.stages.placement import StageChunk, Staging
 
 
 class Sends:
-    """Between the positions of a nested strategy that hold `chunks`."""
+    """The messages between the positions that hold `chunks`."""
 
     def __init__(self, job: Staging, chunks: Sequence[StageChunk]) -> None:
         self._job, self._chunks = job, chunks
         self._bytes: dict[tuple[int, int, int], float] = {}
 
     def link(self, copy: int, positions: tuple[int, int]) -> Link:
-        """Return the link from one position to another."""
+        """Return the link between two positions of a copy."""
         seats = self._job.seats.positions[copy]
         ends = [seats[position][0] for position in positions]
         return group_link(self._job.cluster, ends, self._senders, by_memory=True)
 
     def num_bytes(self, sender: int, receiver: int, samples: int) -> float:
-        """Return the bytes of a micro-batch from one chunk to another: of values, or, to an earlier
-        chunk, of the gradients of them."""
+        """Return the bytes of a micro-batch of `samples` that one chunk sends to another: values,
+        or, to an earlier chunk, their gradients."""
         key = (sender, receiver, samples)
         if key not in self._bytes:
             maker, taker = sorted((sender, receiver))
@@ -40,11 +40,11 @@ class Sends:
     def transits(
         self, copy: int, batches: Batches, edges: Mapping[tuple[int, int], bool]
     ) -> dict[tuple[int, int], float]:
-        """Return the seconds of a copy's largest micro-batch, from chunk to chunk, forward along
-        `edges` and back along those with a gradient: the longest between positions that send it.
-        Edges within a position are left out."""
-        samples = max(stop - start for start, stop in batches.samples[copy])
-        owners, found = batches.owners[copy], dict[tuple[int, int], float]()
+        """Return the seconds of sending a copy's largest micro-batch from chunk to chunk, forward
+        along `edges` and back along those with a gradient: over the slowest link between the
+        positions involved. Edges within a position are left out."""
+        samples = batches.largest(copy)
+        owners, seconds = batches.owners[copy], dict[tuple[int, int], float]()
         for (first, last), gradient in edges.items():
             pairs = {p for p in zip(owners[first], owners[last], strict=True) if p[0] != p[1]}
             if not pairs:
@@ -52,8 +52,8 @@ class Sends:
             links = [self.link(copy, pair) for pair in pairs]
             for ends in ((first, last), (last, first))[: 1 + gradient]:
                 sent = self.num_bytes(*ends, samples)
-                found[ends] = max(send_time_s(sent, link) for link in links)
-        return found
+                seconds[ends] = max(send_time_s(sent, link) for link in links)
+        return seconds
 
     @cached_property
     def _senders(self) -> Crowd:

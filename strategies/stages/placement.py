@@ -1,7 +1,7 @@
-"""What a strategy is resolved from, and who sits where in it.
+"""A strategy on its devices: which rank holds which shard of which stage of which copy.
 
-Ranks follow each other: copies of the pipeline, stages, copies of a stage, shards of a copy; where
-stages name the kind of device that holds them, among the ranks of each kind.
+Ranks are numbered by copy of the pipeline, then stage, copy of the stage and shard; where stages
+name the kind of device that holds them, so are the ranks of each kind.
 """
 
 from collections import Counter
@@ -28,54 +28,54 @@ VIRTUAL_STAGES = 2  # chunks a device holds under interleaved_1f1b
 
 AxisIntervals = Mapping[
     str, tuple[tuple[int, int], ...]
-]  # every axis' intervals, by member of a group
+]  # every axis' interval, by member of a shard group
 
 
 @dataclass(frozen=True)
 class Seats:
-    """Which rank sits where. `positions[copy][p]` are the ranks of position p, a shard group;
-    `stage_of[p]` its stage."""
+    """The ranks of a strategy's positions: `positions[copy][p]` is the shard group at position p,
+    `stage_of[p]` the stage it holds."""
 
     positions: tuple[tuple[tuple[int, ...], ...], ...]
     stage_of: tuple[int, ...]
 
     def of_stage(self, stage: int) -> list[int]:
-        return [p for p, own in enumerate(self.stage_of) if own == stage]
+        return [position for position, held in enumerate(self.stage_of) if held == stage]
 
     def edges(self) -> Iterator[tuple[int, int]]:
-        """Pairs of ranks of neighbouring positions, as far as they send to each other."""
+        """Yield the pairs of ranks of neighbouring positions that send to each other."""
         for positions in self.positions:
-            for one, other in pairwise(positions):
-                for place, rank in enumerate(other):
-                    yield one[place % len(one)], rank
+            for senders, receivers in pairwise(positions):
+                for index, receiver in enumerate(receivers):
+                    yield senders[index % len(senders)], receiver
 
 
 def seats(
     stages: Sequence[tuple[str | None, int, int]], copies: int, devices: Sequence[Device]
 ) -> Seats:
-    """Return the seats of `copies` of stages, each (kind of device or None, its copies, shards of
-    each): ranks in order, copy by copy, stage by stage, each stage taking the next ranks of its
+    """Return the seats of `copies` of `stages`, each (kind of device or None for any, copies of the
+    stage, shards of a copy): copy by copy, stage by stage, each takes the next ranks of its
     kind."""
-    waiting: dict[str | None, Iterator[int]] = {None: iter(range(len(devices)))}
+    unseated: dict[str | None, Iterator[int]] = {None: iter(range(len(devices)))}
     for kind in {kind for kind, _, _ in stages} - {None}:
-        waiting[kind] = iter([rank for rank, each in enumerate(devices) if each.name == kind])
-    listed = tuple(
+        unseated[kind] = iter([rank for rank, dev in enumerate(devices) if dev.name == kind])
+    positions = tuple(
         tuple(
-            tuple(islice(waiting[kind], shards))
+            tuple(islice(unseated[kind], shards))
             for kind, width, shards in stages
             for _ in range(width)
         )
         for _ in range(copies)
     )
     stage_of = tuple(s for s, (_, width, _) in enumerate(stages) for _ in range(width))
-    return Seats(listed, stage_of)
+    return Seats(positions, stage_of)
 
 
 @dataclass(frozen=True)
 class StageChunk:
-    """A slice of the model and the stage that runs it; typed where its stage is a split (`head`:
-    a split of the head beside copies of the rest). Chunks with equal keys are alike: equal but
-    for names, and the number of the stage."""
+    """A slice of the model and the stage that runs it, with its layouts where the stage is a split
+    (`sharded`) or splits the head beside copies of the rest (`head`). Chunks of one `key` differ
+    only in names and in the number of their stage."""
 
     stage: int
     slice: Slice
@@ -85,34 +85,33 @@ class StageChunk:
 
     @property
     def shards(self) -> Mapping[str, Shard]:
-        """Its cut parameters, by canonical path."""
+        """The chunk's sharded parameters, by canonical path."""
         if self.sharded is not None:
             return self.sharded.weights
         return self.head.shards if self.head is not None else {}
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which its parameters and values are cut."""
+        """The axes along which the chunk's parameters and values are sharded."""
         if self.sharded is not None:
             return tuple(self.sharded.axes)
         return tuple(dict.fromkeys(shard.axis for shard in self.shards.values()))
 
 
 def alike_members(named: Iterable[str], axes: AxisIntervals) -> Sequence[int]:
-    """Return, for each member of a shard group, the first whose parts along the axes `named` are as
-    large as its own; none where nothing is cut."""
-    cut = [axes[axis] for axis in dict.fromkeys(named) if axis in axes]
+    """Return, for each member of a shard group, the first member with intervals as large as its own
+    along the axes `named`; nothing where no axis is sharded."""
+    sharded = [axes[axis] for axis in dict.fromkeys(named) if axis in axes]
     first: dict[tuple[int, ...], int] = {}
     sizes = [
-        tuple(each[member][1] - each[member][0] for each in cut)
-        for member in range(len(cut[0]) if cut else 0)
+        tuple(stop - start for start, stop in intervals) for intervals in zip(*sharded, strict=True)
     ]
     return [first.setdefault(size, member) for member, size in enumerate(sizes)]
 
 
 @dataclass(frozen=True)
 class Staging:
-    """A strategy on its devices."""
+    """A strategy, the model and training it is for, and the devices it is on."""
 
     strategy: Strategy
     cluster: Cluster
@@ -135,33 +134,34 @@ class Staging:
 
     @cached_property
     def as_is(self) -> bool:
-        """Return whether ranks run the model as it is, and not its exported graph."""
+        """True where ranks run the user's module itself, and not its exported graph."""
         return not needs_graph(self.strategy)
 
     @property
     def zero(self) -> int:
-        """How copies keep what they have in common."""
+        """The ZeRO stage of the copies; 0 without one."""
         return self.form.keeper.zero if self.form.keeper else 0
 
     @property
     def chunk_count(self) -> int:
-        """Parts the model is cut into."""
+        """The number of chunks the model is cut into."""
         pipeline = self.form.pipeline
         interleaved = pipeline is not None and pipeline.schedule == "interleaved_1f1b"
         return len(self.form.stages) * (VIRTUAL_STAGES if interleaved else 1)
 
     @cached_property
     def task_graphs(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of every stage's TaskGraphs: one, or one for the rest and one for a head."""
-        found, number = [], 0
+        """The numbers of every stage's TaskGraphs: one, or one for the rest and one for a split
+        head."""
+        numbers, start = [], 0
         for stage in self.form.stages:
-            count = 2 if stage.body else 1
-            found.append(tuple(range(number, number + count)))
-            number += count
-        return tuple(found)
+            stop = start + (2 if stage.body else 1)
+            numbers.append(tuple(range(start, stop)))
+            start = stop
+        return tuple(numbers)
 
     def member_speeds(self, stage: int) -> list[float]:
-        """FLOP/s by place in the stage's shard group, over all its copies."""
+        """Return the FLOP/s of each index in the stage's shard groups, summed over its copies."""
         speeds = [0.0] * self.form.stages[stage].shards
         for group in self.replicas(stage):
             for index, rank in enumerate(group):
@@ -170,8 +170,8 @@ class Staging:
         return speeds
 
     def stage_speeds(self, copy: int) -> list[float]:
-        """Return how fast every stage of a copy is: in FLOP/s, or in devices where all count
-        alike."""
+        """Return the speed of every stage of a copy in FLOP/s, or in devices where the strategy
+        balances evenly."""
         precision = self.training.precision
         even = self.strategy.balance == "even"
         speeds = [0.0] * len(self.form.stages)
@@ -181,7 +181,7 @@ class Staging:
         return speeds
 
     def chunks_of_positions(self) -> tuple[tuple[int, ...], ...]:
-        """Return the chunks every position holds."""
+        """Return the numbers of the chunks that every position holds."""
         stages = len(self.form.stages)
         chunks = range(self.chunk_count)
         return tuple(tuple(chunks[stage::stages]) for stage in self.seats.stage_of)
@@ -194,18 +194,18 @@ class Staging:
         )  # fmt: skip
 
     def data_parallel(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold the same shard, per shard."""
+        """Return, for each shard of a stage, the ranks that hold it."""
         return tuple(zip(*self.replicas(stage), strict=True))
 
     def copies_of_rest(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that hold the same of a stage, but for a split head: beside
-        one, every member of every shard group has a copy of all the rest."""
+        """Return the groups of ranks that hold the same parameters of a stage outside a split
+        head; beside one, every member of every shard group holds the whole rest."""
         if self.form.stages[stage].body is None:
             return self.data_parallel(stage)
         return (tuple(sorted(rank for group in self.replicas(stage) for rank in group)),)
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Return (copy, position) of a rank."""
+        """Return the (copy, position) of a rank."""
         return self._places[rank]
 
     def stage_of_rank(self, rank: int) -> int:
@@ -225,8 +225,8 @@ class Staging:
 def form_of(
     strategy: Strategy, cluster: Cluster, training: Training, faults: list[Fault]
 ) -> Form | None:
-    """Return the form of `strategy` on `cluster`; None when `faults` grew by all that can be said
-    against it before there is a model."""
+    """Return the form of `strategy` on `cluster`, or None after adding to `faults` everything that
+    is wrong with it whatever the model."""
     before = len(faults)
     sizes = {len(node.devices) for node in cluster.nodes}
     per_node = sizes.pop() if len(sizes) == 1 else 0
