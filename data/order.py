@@ -20,7 +20,14 @@ def step_indices(
     sample is left out. Each epoch is a permutation of all samples of its own when shuffled,
     otherwise 0, 1, 2, ... The cost follows the batch, not the dataset or the step.
     """
-    positions = step * global_batch + np.arange(global_batch, dtype=np.int64)
+    return indices_from(step * global_batch, num_samples, global_batch, seed, shuffle)
+
+
+def indices_from(position: int, num_samples: int, count: int, seed: int, shuffle: bool) -> Indices:
+    """Dataset indices (int64 `[count]`) of the samples from the one at `position` of the whole run
+    on, as `step_indices` orders them: a run that goes on takes up where it left off, whatever its
+    batch is then."""
+    positions = position + np.arange(count, dtype=np.int64)
     epochs, places = np.divmod(positions, num_samples)
     if not shuffle:
         return places

@@ -26,9 +26,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from whale_train.config import close_key, read_request
+from whale_train.config import AUTO, close_key, read_request
 from whale_train.errors import ConfigError, Fault, nearest
-from whale_train.launcher.ranks.run_dir import RUN_FILES
+from whale_train.launcher.ranks.run_dir import taken_by
 from whale_train.models.options import MODEL_KEYS
 
 CONFIG_MODULE = "whale_train.conf"
@@ -353,10 +353,9 @@ def _run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
         reason = str(error).splitlines()[0]
         return [Fault(key, "", f"cannot be resolved ({reason})", "correct its ${...}")]
     path = Path(shown).absolute()
-    held = next((name for name in RUN_FILES if (path / name).exists()), None)
-    if held:
-        remedy = "name a directory that does not exist yet, or remove this one"
-        return [Fault(key, shown, f"already holds a run ({held})", remedy)]
+    taken = taken_by(path, key, shown)
+    if taken is not None and OmegaConf.select(config, "train.resume") != AUTO:
+        return [taken]
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.text import Text
 
 from whale_train.config import Request, read_request
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
@@ -41,12 +42,18 @@ from whale_train.launcher.ranks.host_process import (
     remembered_interrupts,
 )
 from whale_train.launcher.ranks.rank_env import LaunchPlace
-from whale_train.launcher.ranks.run_dir import RUN_FILES, write_json
+from whale_train.launcher.ranks.run_dir import RUN_FILES, keep_steps, write_json
 from whale_train.launcher.ranks.run_files import (
     make_run_dir,
     start_ranks,
     write_plan,
     write_plans,
+)
+from whale_train.launcher.resume import (
+    find_checkpoint,
+    refuse_other_model,
+    refuse_other_run,
+    say_resumed,
 )
 from whale_train.launcher.ui.progress import Progress, summary_line, unlike_predicted
 from whale_train.launcher.ui.show_comparison import comparison_view
@@ -55,6 +62,7 @@ from whale_train.launcher.ui.show_plan import banner_emulated, plan_view
 from whale_train.launcher.ui.show_verify import verdict_line, verification_view
 from whale_train.launcher.ui.terminal import Portable, open_console
 from whale_train.limits import cores, memory_bytes
+from whale_train.quantities import in_bytes
 from whale_train.strategies.hardware.calibration import is_measured
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.resolver.resolve import resolve
@@ -131,7 +139,16 @@ def _train(
     place: LaunchPlace | None,
     interrupts: Sequence[int],
 ) -> JobEnd:
+    resumed = None
+    if request.train.resume is not None:
+        resumed = find_checkpoint(request.train.resume, run_dir)
+        if resumed is not None:
+            refuse_other_run(resumed, request)
+        say_resumed(resumed, request, console)
+        if resumed is not None and resumed.step >= request.train.steps:
+            return JobEnd("done", run_dir)
     run_dir = make_run_dir(request, run_dir)
+    begun = keep_steps(run_dir, 0 if resumed is None else resumed.step)
     # The host, or this rank's member, prepares while the plan is resolved.
     host = HostProcess.start(run_dir, HOST_PROGRAM if place is None else MEMBER_PROGRAM)
     try:
@@ -139,11 +156,13 @@ def _train(
         resolved = resolve_request(request, use_all=place is not None)
         if place is not None:
             check_world(place, resolved.plan)
-        start_ranks(run_dir, resolved, request)
+        if resumed is not None:
+            refuse_other_model(resumed.path, resolved.profile)
+        start_ranks(run_dir, resolved, request, None if resumed is None else resumed.path)
         _show(resolved, request, console)
         if _offloads_adam(request, resolved.plan) and not is_compiled(CPU_ADAM):
             console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
-        progress = Progress(run_dir, request.train.steps, console)
+        progress = Progress(run_dir, request.train.steps, console, read_from=begun)
 
         def poll() -> None:
             if interrupts:
@@ -276,6 +295,10 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
         if unlike:
             console.print(f"warning: {unlike}; {_why(resolved)}", style="yellow", soft_wrap=True)
         console.print(Portable(summary_line(summary, run_dir, resolved.emulated)))
+        if summary.get("model_bytes") is not None:
+            size = in_bytes(summary["model_bytes"])
+            said = f"the trained model: {run_dir / 'model'} ({size})"
+            console.print(Portable(Text(said)), soft_wrap=True)
         return JobEnd("done", run_dir, summary)
     if outcome.status == "failed":
         assert outcome.failure is not None

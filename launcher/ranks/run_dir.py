@@ -8,17 +8,27 @@ comparison) and, where ranks wait for it, last `ready`; the ranks write the rest
 import json
 import os
 import platform
+import shutil
 import socket
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from whale_train.checkpoint_files import unfinished_in
 from whale_train.errors import ConfigError, Fault
 
 # Any of these says that a run has been here.
 PLANS = "plans"  # of a comparison, a file each
-RUN_FILES = ("request.json", "plan.json", "metrics.jsonl", "ready", "failure.json", PLANS)
+METRICS = "metrics.jsonl"
+RUN_FILES = ("request.json", "plan.json", METRICS, "ready", "failure.json", PLANS)
+ATTEMPTS = "attempts"  # what earlier attempts of a run left, 1, 2, ...
+# What one attempt writes, where a run has several.
+ATTEMPT_FILES = (
+    *("request.json", "environment.json", "plan.json", "launch.json", "ready", "failure.json"),
+    *("strategy.yaml", "predicted_trace.json", "trace.json", "summary.json", "checkpoints.jsonl"),
+)
 
 # The packages a run's numbers may depend on.
 PACKAGES = (
@@ -34,24 +44,18 @@ PACKAGES = (
 )
 
 
-def create_run_dir(path: Path) -> Path:
-    """Make `path` a run directory with an empty `logs/`, and return it, absolute.
+def create_run_dir(path: Path, *, goes_on: bool = False) -> Path:
+    """Make `path` a run directory with an empty `logs/`, and return it, absolute. The files of a
+    run that was there before are set aside where this one `goes_on` with it.
 
     Raises ConfigError when it belongs to another run or cannot be made.
     """
     run_dir = path.absolute()
-    found = [name for name in RUN_FILES if (run_dir / name).exists()]
-    if found:
-        raise ConfigError(
-            [
-                Fault(
-                    "hydra.run.dir",
-                    str(path),
-                    f"already holds a run ({found[0]})",
-                    "name a directory that does not exist yet, or remove this one",
-                )
-            ]
-        )
+    if goes_on:
+        _set_aside(run_dir)
+    taken = taken_by(run_dir, "hydra.run.dir", str(path))
+    if taken is not None and not goes_on:
+        raise ConfigError([taken])
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -67,6 +71,48 @@ def create_run_dir(path: Path) -> Path:
             ]
         ) from error
     return run_dir
+
+
+def taken_by(run_dir: Path, key: str, shown: str) -> Fault | None:
+    """Return the fault of a directory, which `key` calls `shown`, that holds a run, or None."""
+    held = next((name for name in RUN_FILES if (run_dir / name).exists()), None)
+    if held is None:
+        return None
+    remedy = "name one that does not exist yet, or go on with its run by train.resume=auto"
+    return Fault(key, shown, f"already holds a run ({held})", remedy)
+
+
+def _set_aside(run_dir: Path) -> None:
+    """Move the files of the attempt that `run_dir` has into a folder of its own, and remove what it
+    was writing when it ended. Metrics and checkpoints stay: they are the run's, whichever attempt
+    made them."""
+    for path in unfinished_in(run_dir):
+        shutil.rmtree(path, ignore_errors=True)
+    there = [name for name in (*ATTEMPT_FILES, "logs") if (run_dir / name).exists()]
+    if "request.json" not in there:
+        return
+    number = len(list((run_dir / ATTEMPTS).glob("*"))) + 1
+    folder = run_dir / ATTEMPTS / str(number)
+    folder.mkdir(parents=True)
+    for name in there:
+        (run_dir / name).rename(folder / name)
+    if (run_dir / METRICS).exists():
+        shutil.copy(run_dir / METRICS, folder / METRICS)
+
+
+def keep_steps(run_dir: Path, step: int) -> int:
+    """Take out of the metrics what came after `step` steps, to which the run goes back; return the
+    bytes that are left."""
+    path = run_dir / METRICS
+    if not path.exists():
+        return 0
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        with suppress(ValueError, KeyError):  # a line cut off by the end of an attempt
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+    write_text(path, "".join(kept))
+    return path.stat().st_size
 
 
 def write_text(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import yaml
 
-from whale_train.config import Request
+from whale_train.config import AUTO, Request
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ranks.run_dir import (
     PLANS,
@@ -21,8 +21,8 @@ from whale_train.launcher.ranks.run_dir import (
 
 def make_run_dir(request: Request, run_dir: Path) -> Path:
     """Return the run directory, made, with the request in it. Raises ConfigError for one that is
-    taken."""
-    run_dir = create_run_dir(run_dir)
+    taken, unless by the run that this one goes on with."""
+    run_dir = create_run_dir(run_dir, goes_on=request.train.resume == AUTO)
     write_text(run_dir / "request.json", request.to_json())
     return run_dir
 
@@ -54,10 +54,14 @@ def write_plans(run_dir: Path, found: Mapping[str, object]) -> list[Path]:
     return paths
 
 
-def start_ranks(run_dir: Path, resolved: Resolved, request: Request) -> None:
-    """Write all that the waiting ranks need, `ready` last."""
+def start_ranks(
+    run_dir: Path, resolved: Resolved, request: Request, checkpoint: Path | None = None
+) -> None:
+    """Write all that the waiting ranks need, `ready` last. They go on from `checkpoint`, if there
+    is one."""
     launch = {"device": resolved.device, "paces": resolved.paces, "links": resolved.links}
-    write_json(run_dir / "launch.json", launch)
+    going_on_from = None if checkpoint is None else str(checkpoint.absolute())
+    write_json(run_dir / "launch.json", launch | {"checkpoint": going_on_from})
     write_plan(run_dir, resolved, request)
     mark_ready(run_dir)
 

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from whale_train.launcher.ui.terminal import Portable
-from whale_train.quantities import in_rate, in_seconds
+from whale_train.quantities import in_bytes, in_rate, in_seconds
 
 # Seconds between plain lines when steps are slow.
 _PATIENCE_S = 10.0
@@ -30,8 +30,9 @@ class Progress:
     """Follows the run directory `path` until `total_steps` are done, and says so on `console`.
 
     On a terminal: one line, rewritten in place. Elsewhere: a line about every tenth of the steps,
-    the first and the last, every evaluation, and one every ten seconds where steps are slow.
-    `clock` gives seconds.
+    the first and the last, every evaluation, and one every ten seconds where steps are slow. Every
+    checkpoint has a line. `clock` gives seconds; `read_from` is where in `metrics.jsonl` what this
+    attempt writes begins.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Progress:
         total_steps: int,
         console: Console,
         clock: Callable[[], float] = time.monotonic,
+        read_from: int = 0,
     ) -> None:
-        self._metrics = _Tail(path / "metrics.jsonl")
+        self._metrics = _Tail(path / "metrics.jsonl", read_from)
+        self._saved = _Tail(path / "checkpoints.jsonl")
         self._total = total_steps
         self._console = console
         self._clock = clock
@@ -73,6 +76,8 @@ class Progress:
                 if not self._live:
                     where = f"step {record['step']}/{self._total}"
                     self._say(f"{where}  {_evaluation(record, 'evaluation loss', 'accuracy ')}")
+        for record in self._saved.read():
+            self._console.print(Portable(_checkpoint(record)), soft_wrap=True)
         if self._live:
             line = self._line(self._console.width)
             if line.plain != self._shown:
@@ -88,6 +93,7 @@ class Progress:
             return
         self.poll()
         self._metrics.close()
+        self._saved.close()
         if self._live:
             self._live.stop()
             if self._step:
@@ -195,8 +201,8 @@ def unlike_predicted(summary: Mapping[str, Any], emulated: bool) -> str:
 class _Tail:
     """The complete lines of a file that may not be there yet and is still being written."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, read_from: int = 0) -> None:
+        self._path, self._read_from = path, read_from
         self._file: BinaryIO | None = None
         self._partial = b""
         self.closed = False
@@ -205,6 +211,7 @@ class _Tail:
         """Yield what was completed since the last call."""
         if self._file is None and not self.closed and self._path.exists():
             self._file = self._path.open("rb")
+            self._file.seek(self._read_from)
         if self._file is None:
             return
         *lines, self._partial = (self._partial + self._file.read()).split(b"\n")
@@ -218,6 +225,15 @@ class _Tail:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _checkpoint(record: Mapping[str, Any]) -> Text:
+    """Return what is said of a checkpoint: where, how large, in how long; or why there is none."""
+    if "error" in record:
+        said = f"warning: no checkpoint after step {record['step']}: {record['error']}"
+        return Text(said, style="yellow")
+    size, seconds = in_bytes(record["bytes"]), in_seconds(record["seconds"])
+    return Text(f"checkpoint: {record['path']} ({size} in {seconds})")
 
 
 def _bar(fraction: float, cells: int) -> Text:

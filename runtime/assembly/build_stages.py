@@ -86,6 +86,7 @@ def assemble_stages(
     writer = _Writer(plan, seat.rank, graph, canonical, tensors, counts, weight_gradients, scale)
     sharings: tuple[_Sharing, ...] = tuple(dict.fromkeys(copy.members))
     written: list[_Written] = []
+    shared_random: list[SharedRandom] = []
     for chunk in held:
         described = plan.pipeline.chunks[chunk]
         for number, sharing in enumerate(sharings if described.shares_samples else ((),)):
@@ -93,6 +94,7 @@ def assemble_stages(
                 owner: replace(at, axes={**at.axes, BATCH: sharing}, seed=at.seed + number)
                 for owner, at in places.items()
             }
+            shared_random += [at.random for at in here.values()]
             segments = [writer.segment(n, described, here) for n in described.segments]
             written.append(_Written(chunk, sharing, segments))
     engines: dict[int, Engine] = {}
@@ -106,7 +108,9 @@ def assemble_stages(
         )
     chunks = _chunks(written, engines, copy.members, places[task_graphs[-1].id])
     transport = Transport(seat.device, seat.channels)
-    return PipelineModel(plan, seat.rank, chunks, loss, transport, counts, weight_gradients)
+    return PipelineModel(
+        *(plan, seat.rank, chunks, loss, transport, counts, weight_gradients, shared_random)
+    )
 
 
 class _Writer:

@@ -64,15 +64,37 @@ class Copies:
         return parameter in self.sharded or self.index == 0
 
 
+@dataclass(frozen=True)
+class ParameterState:
+    """What this rank has of a trained parameter, as the optimizer has it.
+
+    `value` is what is updated (fp32 masters of 16-bit parameters), `slots` the optimizer's moments
+    by its names for them, each of the shape of `value`. All are views: what is written to them is
+    state. They are the whole local tensor, or, where copies partition that, the elements of it,
+    flattened, from `start` on. `counter` has the number of updates under "step" (None where the
+    optimizer counts none). `is_owner`: of the ranks that hold these elements, this is the one that
+    saves them.
+    """
+
+    parameter: nn.Parameter
+    value: Tensor
+    slots: Mapping[str, Tensor]
+    counter: dict[str, Any] | None
+    start: int | None
+    is_owner: bool
+
+
 class Engine(Protocol):
     """What the training loop needs of an engine. `counts_norm` says whether this rank adds this
     engine's squared norm to the job's: a copied parameter is counted by one copy. `on_gradients`
     is called in every update, when the gradients are reduced and not yet clipped or used.
     `loss_scale` is what the gradients of the step were multiplied by (fp16). `reduction` is what
-    wants to be told of every gradient that is final (None: nothing does)."""
+    wants to be told of every gradient that is final (None: nothing does). `holders` are the ranks
+    that hold the same parameters."""
 
     copies: int
     counts_norm: bool
+    holders: Copies
     module: nn.Module
     on_gradients: Callable[[], None] | None
     loss_scale: float
@@ -107,6 +129,21 @@ class Engine(Protocol):
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Yield every trained parameter with its value as the optimizer has it, outside of an
         update; otherwise as `gradients`."""
+
+    def states(self) -> Iterator[ParameterState]:
+        """Yield what this rank has of every trained parameter, outside of an update; what no
+        update has made yet is made, as the first would find it."""
+
+    def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        """Return what this rank has of a buffer or of a parameter that is not trained, as
+        `ParameterState` has the value of one that is: the tensor and where it starts."""
+
+    def computed_with(self) -> Iterator[nn.Parameter]:
+        """Yield the trained parameters whose data, whole, the next forward reads and `states` does
+        not have: to be read from a checkpoint as well."""
+
+    def read_states(self) -> None:
+        """Have the next forward see the values that were written to `states`."""
 
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}

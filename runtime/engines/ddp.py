@@ -10,10 +10,16 @@ from torch import distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from whale_train.runtime.engines.base import Copies, autocast, set_learning_rate, without_scale
+from whale_train.runtime.engines.base import (
+    Copies,
+    ParameterState,
+    autocast,
+    set_learning_rate,
+    without_scale,
+)
 from whale_train.runtime.engines.cpu_norms import total_norm
 from whale_train.runtime.engines.grad_reduce import Reduction
-from whale_train.runtime.engines.optimizers import MakeOptimizer
+from whale_train.runtime.engines.optimizers import MakeOptimizer, state_of
 from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 
@@ -37,6 +43,7 @@ class TorchEngine:
     ) -> None:
         self.module = module
         self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.holders = copies
         self.copies = copies.size
         self.counts_norm = copies.is_first
         self.on_gradients: Callable[[], None] | None = None
@@ -142,9 +149,38 @@ class TorchEngine:
         for parameter in self.parameters:
             yield parameter, parameter.detach()
 
+    def states(self) -> Iterator[ParameterState]:
+        savers = shared_out([p.nbytes for p in self.parameters], self.copies)
+        own = self.holders.group.rank() if self.holders.group is not None else 0
+        for parameter, saver in zip(self.parameters, savers, strict=True):
+            assert self.optimizer is not None
+            slots, kept = state_of(self.optimizer, parameter)
+            counter = kept if "step" in kept else None
+            is_owner = saver == own and self.holders.counts(parameter)
+            yield ParameterState(parameter, parameter.detach(), slots, counter, None, is_owner)
+
+    def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        return tensor.detach(), None
+
+    def computed_with(self) -> Iterator[nn.Parameter]:
+        yield from ()
+
+    def read_states(self) -> None:
+        pass  # what is updated is what is computed with
+
     def _settle(self) -> None:
         if self.reduction is not None:
             self.reduction.wait()
+
+
+def shared_out(sizes: Sequence[int], copies: int) -> list[int]:
+    """Return, for each of `sizes`, which of `copies` takes it: always the one that has least."""
+    taken = [0] * copies
+    savers = []
+    for size in sizes:
+        savers.append(taken.index(min(taken)))
+        taken[savers[-1]] += size
+    return savers
 
 
 _CLIP_EPS = 1e-6  # that of torch's own clipping, and of DeepSpeed's

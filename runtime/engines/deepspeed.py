@@ -12,6 +12,7 @@ from whale_train.runtime.cpu.malloc_trim import given_back
 from whale_train.runtime.engines.base import (
     NARROW,
     Copies,
+    ParameterState,
     autocast,
     set_learning_rate,
     without_scale,
@@ -24,6 +25,7 @@ from whale_train.runtime.engines.deepspeed_zero3 import (
 )
 from whale_train.runtime.engines.grad_reduce import Reduction
 from whale_train.runtime.engines.narrow_weights import NarrowWeights
+from whale_train.runtime.engines.optimizers import state_of
 
 
 class DeepSpeedEngine:
@@ -43,6 +45,7 @@ class DeepSpeedEngine:
         precision: str,
     ) -> None:
         deepspeed = import_deepspeed()
+        self.holders = copies
         self.copies = copies.size
         self.counts_norm = copies.is_first and copies.index == 0
         self.on_gradients: Callable[[], None] | None = None
@@ -155,6 +158,70 @@ class DeepSpeedEngine:
             else:
                 whole = import_deepspeed().utils.safe_get_full_fp32_param(parameter)
                 yield parameter, whole if self._is_first_copy else None
+
+    def states(self) -> Iterator[ParameterState]:
+        for parameter in self._trained:
+            fragment = self._fragment(parameter)
+            if fragment is None:
+                continue
+            flat, at, start, size = fragment
+            slots, kept = state_of(self._optimizer.optimizer, flat)
+            yield ParameterState(
+                parameter,
+                flat.detach().narrow(0, at, size),
+                {name: slot.narrow(0, at, size) for name, slot in slots.items()},
+                kept if "step" in kept else None,
+                start,
+                self.holders.counts(parameter),
+            )
+
+    def _fragment(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int] | None:
+        """Return the fp32 partition that has elements of the flattened `parameter`, where in it
+        they start, which of them is the first, and how many it has; None if it has none."""
+        optimizer = self._optimizer
+        if self._stage == 3:
+            group, at, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start, held = self._part(parameter)
+            assert held <= size
+            return (
+                (optimizer.fp32_partitioned_groups_flat[group], at, start, held) if held else None
+            )
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            return None
+        held, own = mapping.lp_fragment_address, mapping.hp_fragment_address
+        flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        return flat, own.start, held.start, held.numel
+
+    def _part(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Return which elements of the flattened `parameter` ZeRO 3 leaves to this rank: the first,
+        and how many. Parts are equal, the last are padded or empty."""
+        whole = parameter.ds_numel  # type: ignore[attr-defined]
+        size = -(-whole // self.copies)
+        assert self.holders.group is not None
+        start = min(size * self.holders.group.rank(), whole)
+        return start, min(size, whole - start)
+
+    def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        if self._stage < 3 or not isinstance(tensor, nn.Parameter):
+            return tensor.detach(), None
+        start, held = self._part(tensor)
+        return tensor.ds_tensor.detach()[:held], start  # type: ignore[attr-defined]
+
+    def computed_with(self) -> Iterator[nn.Parameter]:
+        if self._stage < 3:
+            yield from self._trained
+
+    def read_states(self) -> None:
+        if self._stage < 3:
+            return
+        for state in self.states():
+            part = state.parameter.ds_tensor  # type: ignore[attr-defined]
+            part.detach()[: state.value.numel()].copy_(state.value)
+        always_whole = self._optimizer.persistent_parameters
+        if always_whole:
+            always_whole[0].partition(always_whole)
+            always_whole[0].all_gather(always_whole)
 
 
 class _Topology:

@@ -44,3 +44,26 @@ def _shards(parameters: list[nn.Parameter], copies: Copies | None) -> Shards | N
         return vector
 
     return Shards([p for p in parameters if p in copies.sharded], add_up)
+
+
+def state_of(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the moments that `optimizer` keeps of `parameter`, by name, and the dictionary that
+    has them, in which "step" counts updates where the optimizer counts any. What the first update
+    would make is made."""
+    kept = optimizer.state[parameter]
+    for name in _moments(optimizer):
+        if kept.get(name) is None:
+            kept[name] = torch.zeros_like(parameter)
+    if not isinstance(optimizer, torch.optim.SGD) and "step" not in kept:
+        kept["step"] = 0
+        if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+            # As torch makes it: on the device where a fused kernel reads it there.
+            device = parameter.device if optimizer.defaults["fused"] else "cpu"
+            kept["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    return {name: kept[name] for name in _moments(optimizer)}, kept
+
+
+def _moments(optimizer: Optimizer) -> tuple[str, ...]:
+    if isinstance(optimizer, torch.optim.SGD):
+        return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
+    return ("exp_avg", "exp_avg_sq")

@@ -15,6 +15,7 @@ from whale_train.runtime.comms.p2p import Transport, Wire
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.grad_ready import Finality
 from whale_train.runtime.graph.segment import Counts
+from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
 from whale_train.runtime.pipeline.chunk import Batch, Chunk, Passed
@@ -100,9 +101,11 @@ class PipelineModel:
         transport: Transport,
         counts: Counts,
         weight_gradients: WeightGradients,
+        shared_random: Sequence[SharedRandom],
     ) -> None:
         assert plan.pipeline is not None
         assert plan.rewrite is not None
+        self.shared_random = shared_random
         self.place = PipelinePlace.of(plan.pipeline, rank)
         self.instructions = instructions_of(plan.pipeline, self.place)
         self.trace: Trace | None = None

@@ -38,6 +38,11 @@ from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
 from whale_train.runtime.process.fork_server import num_threads
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.runtime.process.shared_init import build_shared, let_go
+from whale_train.runtime.state.final_model import write_final
+from whale_train.runtime.state.held import RankState, kept_tensors
+from whale_train.runtime.state.random_states import RandomStates
+from whale_train.runtime.state.restore import restore
+from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import train
 from whale_train.runtime.train.metrics import Metrics, peak_memory_bytes
@@ -152,7 +157,9 @@ def train_as_planned(
     )
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
+    names = frozenset(kept_tensors(prepared.module))
     program = assemble(request, plan, prepared.module, prepared.graph, seat)
+    state = RankState(program.engines, plan, rank, names, prepared.module)
     forget(prepared)
     limit_waits(timeout)
     batches = RankBatches(request, plan, prepared.dataset, rank, device)
@@ -160,10 +167,24 @@ def train_as_planned(
     if request.mode == "verify":
         summary = verify(run_dir, request, plan, program, batches, metrics, rank)
     else:
+        random = RandomStates(program.shared_random)
+        resumed = None
+        if (checkpoint := _checkpoint(run_dir)) is not None:
+            resumed = restore(checkpoint, state, random, plan, rank)
         trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
-        summary = train(request, plan, program, batches, metrics, trace)
+        wait_s = request.launcher.timeout_s
+        saver = None
+        if request.checkpoint.every is not None:
+            saver = Saver(run_dir, request.checkpoint, state, random, rank, world_size, wait_s)
+        summary = train(request, plan, program, batches, metrics, trace, saver, resumed)
         if trace is not None:
             trace.write(run_dir)
+        if request.checkpoint.final:
+            last = None if saver is None else saver.last
+            model = prepared.module.model
+            folder = write_final(run_dir, state, model, last, rank, world_size, wait_s)
+            if folder is not None:
+                summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())
     peaks: list[int] = [0] * world_size
     dist.all_gather_object(peaks, peak_memory_bytes(device))
     if rank == 0 and request.train.trace:
@@ -189,6 +210,12 @@ def _pace(run_dir: Path, rank: int) -> Pace | None:
     """Return the slowdown that this rank emulates, or None at full speed."""
     paces = json.loads((run_dir / "launch.json").read_text())["paces"]
     return None if paces is None else Pace(paces[rank])
+
+
+def _checkpoint(run_dir: Path) -> Path | None:
+    """Return the checkpoint that the run goes on from, or None where it begins."""
+    path = json.loads((run_dir / "launch.json").read_text())["checkpoint"]
+    return None if path is None else Path(path)
 
 
 def _links(run_dir: Path) -> EmulatedLinks | None:

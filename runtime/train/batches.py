@@ -10,7 +10,7 @@ from torch import Tensor
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
-from whale_train.data.order import evaluation_batches, step_indices
+from whale_train.data.order import evaluation_batches, indices_from
 from whale_train.runtime.train.evaluation import EvaluationBatches
 from whale_train.strategies.plan.plan import Plan
 
@@ -36,11 +36,20 @@ class RankBatches:
         self._device = device
         self._mine = [slice(*interval) for interval in plan.ranks[rank].samples]
         self._names = {field.name for field in dataset.fields}
+        self._first_step = self._first_sample = 0
+
+    def go_on(self, step: int, samples: int) -> None:
+        """Take up where a run left off that had seen `samples` samples in `step` steps."""
+        self._first_step, self._first_sample = step, samples
+
+    def seen(self, step: int) -> int:
+        """Return how many samples the run has seen after `step` steps."""
+        return self._first_sample + (step - self._first_step) * self._plan.global_batch
 
     def training(self, step: int) -> list[dict[str, Tensor]]:
         seed, shuffle = self._request.seed, self._request.data.shuffle
         total, batch = self._dataset.num_samples, self._plan.global_batch
-        indices = step_indices(total, batch, step, seed, shuffle)
+        indices = indices_from(self.seen(step), total, batch, seed, shuffle)
         return [self._tensors(self._dataset.samples(indices[mine])) for mine in self._mine]
 
     def evaluation(self) -> EvaluationBatches:

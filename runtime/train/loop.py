@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -15,6 +16,7 @@ from whale_train.config import Request
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
+from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.grad_scaler import START, LossScale
 from whale_train.runtime.train.lr_schedule import learning_rate
@@ -43,9 +45,9 @@ class Loop:
         self._batches, self._metrics = batches, metrics
         self._pending: tuple[StepMetrics, int] | None = None
         self._sum_over_job = _sum_over_job if plan.rewrite is not None else None
-        self._loss_scale: LossScale | None = None
+        self.loss_scale: LossScale | None = None
         if plan.precision == "fp16":
-            self._loss_scale = LossScale(request.train.loss_scale or START)
+            self.loss_scale = LossScale(request.train.loss_scale or START)
 
     def step(self, number: int) -> float:
         """Step `number`, from 0: its batch, its gradients, its update. The seconds it took."""
@@ -56,7 +58,7 @@ class Loop:
             engine.set_learning_rate(lr)
         with self._span("data"):
             batch = batches.training(number)
-        scale = self._loss_scale.value if self._loss_scale is not None else None
+        scale = self.loss_scale.value if self.loss_scale is not None else None
         with self._span("forward and backward"):
             loss = program.forward_backward(batch, scale or 1.0)
         with self._span("update"):
@@ -67,9 +69,9 @@ class Loop:
                 self._sum_over_job,
                 scale,
             )
-            if self._loss_scale is not None:
+            if self.loss_scale is not None:
                 assert norm is not None
-                self._loss_scale.update(math.isfinite(float(norm)))
+                self.loss_scale.update(math.isfinite(float(norm)))
         with self._span("metrics"):
             self.settle()
         seconds = time.perf_counter() - started
@@ -106,16 +108,33 @@ def train(
     batches: RankBatches,
     metrics: Metrics | None,
     trace: Trace | None = None,
+    saver: Saver | None = None,
+    resumed: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Train to the end; what `summary.json` holds but the memory of the ranks."""
+    """Train to the end, from step 0 or from what `state.json` of a checkpoint says; what
+    `summary.json` holds but the memory of the ranks."""
     loop = Loop(request, plan, program, batches, metrics, trace)
-    times = [loop.step(number) for number in range(request.train.steps)]
+    first = 0
+    if resumed is not None:
+        first = resumed["step"]
+        batches.go_on(first, resumed["samples"])
+        if loop.loss_scale is not None and resumed["loss_scale"] is not None:
+            loop.loss_scale = LossScale(**resumed["loss_scale"])
+    times = []
+    for number in range(first, request.train.steps):
+        times.append(loop.step(number))
+        done = number + 1
+        if saver is not None and (saver.is_due(done) or done == request.train.steps):
+            scale = loop.loss_scale and asdict(loop.loss_scale)
+            saver.save(done, {"samples": batches.seen(done), "loss_scale": scale})
     loop.settle()
+    if saver is not None:
+        saver.wait()
     # The first step pays for what libraries set up when first used.
     typical = median(times[1:] or times)
     return {
         "final_loss": loop.final_loss,
-        "steps": len(times),
+        "steps": request.train.steps,
         "samples_per_s": plan.global_batch / typical,
         "step_time_s_median": typical,
         "predicted_step_time_s": plan.predicted.step_time_s,

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from whale_train.config import OptimizerOptions, Request
 from whale_train.models.batch_parts.dropout_off import DropoutOff
-from whale_train.models.export.export import model_path
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import TorchEngine
-from whale_train.runtime.graph.segment import SegmentModule
+from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.pipeline.chunk import Batch
+from whale_train.runtime.state.blocks import placement
+from whale_train.runtime.state.held import paths_of
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.evaluation import Evaluation, EvaluationBatches
 from whale_train.runtime.train.loop import Loop
@@ -96,7 +97,8 @@ class _Recorder:
         for engine in self._program.engines:
             for path, value in _by_path(engine, engine.values()):
                 self.tensors[f"{kind}/{path}"] = _kept(value)
-                self.parts[path] = part_of(self._plan, self._rank, path, tuple(value.shape))
+                where = placement(self._plan, self._rank, path, tuple(value.shape))
+                self.parts[path] = {"shape": where.shape, "index": where.intervals}
 
     def _see_gradients(self, engine: Engine) -> None:
         if self.step and self._yardstick is None:
@@ -108,38 +110,11 @@ class _Recorder:
             self.tensors |= {f"gradient/{path}": _kept(x) for path, x in found.items()}
 
 
-def part_of(plan: Plan, rank: int, path: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return where a tensor of `shape` that `rank` holds of parameter `path` lies in the whole one:
-    the `shape` of that, and an `index`: per dimension the [start, stop) intervals held, one after
-    another, or None for all of it."""
-    whole = list(shape)
-    index: list[list[tuple[int, int]] | None] = [None] * len(shape)
-    for number in plan.ranks[rank].task_graphs:
-        task_graph = plan.task_graphs[number]
-        if path in task_graph.shards:
-            ranks = next(ranks for ranks in task_graph.replicas if rank in ranks)
-            units = max(stop for _, stop in task_graph.shards[path])
-            start, stop = task_graph.shards[path][ranks.index(rank)]
-            layout = task_graph.shard_layouts[path]
-            held, offset = [], 0
-            for extent in (layout.pieces or (units,)) * layout.outer:
-                held.append((offset + start * extent // units, offset + stop * extent // units))
-                offset += extent
-            dim = task_graph.shard_dims[path]
-            index[dim], whole[dim] = held, offset
-    return {"shape": whole, "index": index}
-
-
 def _by_path(
     engine: Engine, read: Iterable[tuple[nn.Parameter, Tensor | None]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what this rank is to report of `read`, by the paths of the user's model."""
-    paths: dict[int, str] = {}
-    for owner in engine.module.modules():
-        if isinstance(owner, SegmentModule):
-            paths |= {id(tensor): path for path, tensor in owner.held()}
-    if not paths:
-        paths = {id(p): model_path(name) for name, p in engine.module.named_parameters()}
+    paths = paths_of(engine)
     for parameter, value in read:
         if value is not None:
             yield paths[id(parameter)], value
@@ -241,6 +216,10 @@ class _WithoutDropout:
     @property
     def engines(self) -> Sequence[Engine]:
         return self._program.engines
+
+    @property
+    def shared_random(self) -> Sequence[SharedRandom]:
+        return self._program.shared_random
 
     def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
         with self.mode:

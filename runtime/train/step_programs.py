@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.loss.global_mean import GlobalMeans, TargetCounter, Targets
 from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.runtime.train.evaluation import EvaluatedCopies, Evaluation, EvaluationBatches
@@ -37,9 +38,13 @@ class PendingLoss:
 
 class Program(Protocol):
     """`engines` hold all of this rank's parameters; `forward_backward` leaves their gradients, and
-    writes what it does to `trace`, if there is one."""
+    writes what it does to `trace`, if there is one. `shared_random` is what it draws from beside
+    the default generator."""
 
     trace: Trace | None
+
+    @property
+    def shared_random(self) -> Sequence[SharedRandom]: ...
 
     @property
     def engines(self) -> Sequence[Engine]: ...
@@ -71,6 +76,7 @@ class WholeModel:
         self._engine, self._group = engine, group
         self._sizes, self._weights = sizes, weights
         self._counter = counter
+        self.shared_random: Sequence[SharedRandom] = ()
         self.trace: Trace | None = None
 
     @property

@@ -35,6 +35,7 @@ def _no_truth_value(value: object) -> object:
     return value
 
 
+AUTO = "auto"  # of train.resume: the newest checkpoint of this run's own directory
 Mode = Literal["train", "plan", "verify", "calibrate"]
 _Whole = Annotated[int, BeforeValidator(_no_truth_value)]
 _Count = Annotated[_Whole, Field(ge=1)]
@@ -49,7 +50,8 @@ class _Section(BaseModel):
 class TrainOptions(_Section):
     """`steps` optimizer steps of `global_batch` samples each, every device's share taken in
     `accumulate` micro-batches. `loss_scale` is fp16's first (null: 2^15). `grad_clip` null or 0 is
-    off. `evaluate_every` counts steps, null is never."""
+    off. `evaluate_every` counts steps, null is never. `resume` is the checkpoint that training goes
+    on from, a run directory (its newest), or `auto` (the newest of this run's own directory)."""
 
     steps: _Count
     global_batch: _Count
@@ -62,6 +64,7 @@ class TrainOptions(_Section):
     evaluate_every: _Count | None = None
     evaluation_samples: _Count = 512
     tensorboard: bool = False
+    resume: str | None = Field(None, min_length=1)
 
 
 class OptimizerOptions(_Section):
@@ -104,6 +107,17 @@ class LauncherOptions(_Section):
     link_speed: bool = False
 
 
+class CheckpointOptions(_Section):
+    """Checkpoints every `every` optimizer steps (null: none), of which the newest `keep` stay
+    (null: all), written beside the steps that follow (`async`) or before them. `final`: the run
+    ends with the trained weights in its directory."""
+
+    every: _Count | None = None
+    keep: _Count | None = None
+    asynchronous: bool = Field(True, alias="async")
+    final: bool = True
+
+
 class VerifyOptions(_Section):
     """`mode=verify`: how many of the run's first steps, and how far they may be off, relative to
     the largest element of what is compared (null: by the precision)."""
@@ -134,6 +148,7 @@ class Request(BaseModel):
     launcher: LauncherOptions
     train: TrainOptions
     verify: VerifyOptions = VerifyOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
@@ -174,6 +189,7 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
         ("launcher", TypeAdapter(LauncherOptions)),
         ("train", TypeAdapter(TrainOptions)),
         ("verify", TypeAdapter(VerifyOptions)),
+        ("checkpoint", TypeAdapter(CheckpointOptions)),
     ):
         section = _mapping(plain, key, faults)
         if section is not None:
@@ -221,7 +237,7 @@ def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[st
     value = plain.get(key)
     if isinstance(value, dict):
         return {str(name): item for name, item in value.items()}
-    groupless = key in ("train", "verify")
+    groupless = key in ("train", "verify", "checkpoint")
     remedy = f"use {key}.KEY=VALUE" if groupless else f"use {key}=NAME or {key}.KEY=VALUE"
     faults.append(Fault(key, as_yaml(value), "is not a mapping", remedy))
     return None
@@ -318,9 +334,11 @@ def _known_keys(name: str, section: str, problem: Any, error: ValidationError) -
         "launcher": LauncherOptions,
         "train": TrainOptions,
         "verify": VerifyOptions,
+        "checkpoint": CheckpointOptions,
     }
     if section in models:
-        return nearest(name, models[section].model_fields)
+        fields = models[section].model_fields.items()
+        return nearest(name, {field.alias or key for key, field in fields})
     tag = str(problem["loc"][0]) if problem["loc"] else ""
     for kind in DataOptions.__args__[0].__args__:
         if kind.model_fields["kind"].default == tag:

@@ -141,8 +141,8 @@ COMMAND_LINE = (
     Case(
         "busy_run_dir",
         "hydra.run.dir=earlier",
-        "hydra.run.dir=earlier already holds a run (plan.json); name a directory that does not "
-        "exist yet, or remove this one",
+        "hydra.run.dir=earlier already holds a run (plan.json); name one that does not exist "
+        "yet, or go on with its run by train.resume=auto",
     ),
     Case(
         "unwritable_run_dir",

@@ -29,6 +29,7 @@ from whale_train.launcher.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.launcher.ranks.run_dir import create_run_dir, write_text
 from whale_train.launcher.ranks.run_files import start_ranks
+from whale_train.launcher.resume import find_checkpoint
 from whale_train.models.export.export import model_path
 from whale_train.runtime.comms.process_groups import file_rendezvous, leave
 from whale_train.runtime.graph.segment import SegmentModule
@@ -220,7 +221,8 @@ def run_job(overrides: list[str], plainly: bool, run_dir: str) -> str:
     create_run_dir(folder)
     write_text(folder / "request.json", request.to_json())
     resolved = resolve_request(request)
-    start_ranks(folder, resolved, request)
+    resumed = request.train.resume and find_checkpoint(request.train.resume, folder)
+    start_ranks(folder, resolved, request, resumed.path if resumed else None)
     return run_host(folder, train_plainly if plainly else train_and_save)
 
 

@@ -24,7 +24,8 @@ from whale_train.launcher.job import on_one_process, only_steps
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.runtime.engines.base import Copies
 from whale_train.runtime.engines.optimizers import make_optimizer
-from whale_train.runtime.train.recorder import DropoutOff, part_of, slope_of
+from whale_train.runtime.state.blocks import Placement, placement
+from whale_train.runtime.train.recorder import DropoutOff, slope_of
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 from whale_train.strategies.plan.program import PlannedShard
 
@@ -103,12 +104,12 @@ def test_a_part_is_where_the_plan_cuts_it() -> None:
     )
     ranks = [SimpleNamespace(task_graphs=(1,))] * 8
     plan = cast(Plan, SimpleNamespace(task_graphs=(None, task_graph), ranks=ranks))
-    first = part_of(plan, 6, "fused", (3, 18))
-    assert first == {"shape": [3, 24], "index": [None, [(0, 6), (8, 11), (12, 18), (20, 23)]]}
-    second = part_of(plan, 5, "fused", (3, 6))
-    assert second == {"shape": [3, 24], "index": [None, [(6, 8), (11, 12), (18, 20), (23, 24)]]}
-    assert part_of(plan, 7, "plain", (2, 9)) == {"shape": [7, 9], "index": [[(5, 7)], None]}
-    assert part_of(plan, 7, "norm", (9,)) == {"shape": [9], "index": [None]}
+    first = placement(plan, 6, "fused", (3, 18))
+    assert first == Placement((3, 24), (None, ((0, 6), (8, 11), (12, 18), (20, 23))))
+    second = placement(plan, 5, "fused", (3, 6))
+    assert second == Placement((3, 24), (None, ((6, 8), (11, 12), (18, 20), (23, 24))))
+    assert placement(plan, 7, "plain", (2, 9)) == Placement((7, 9), (((5, 7),), None))
+    assert placement(plan, 7, "norm", (9,)) == Placement((9,), (None,))
 
 
 def test_shards_in_the_others_place_are_found(tmp_path: Path) -> None:

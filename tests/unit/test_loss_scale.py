@@ -69,6 +69,7 @@ def faults(*overrides: str) -> list[str]:
             "launcher": {},
             "train": {"steps": 1, "global_batch": 2},
             "verify": {"steps": 1},
+            "checkpoint": {},
         }
     )
     for override in overrides:

@@ -40,7 +40,7 @@ def test_another_runs_directory_is_refused(tmp_path: Path, file: str) -> None:
         rd.create_run_dir(tmp_path)
     assert str(caught.value) == (
         f"hydra.run.dir={tmp_path} already holds a run ({file}); "
-        "name a directory that does not exist yet, or remove this one"
+        "name one that does not exist yet, or go on with its run by train.resume=auto"
     )
     assert not (tmp_path / "logs").exists()
 

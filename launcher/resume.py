@@ -1,0 +1,157 @@
+"""Which checkpoint a run goes on from, and whether it can.
+
+Files are checked here, every byte, and what they hold is compared with the request, so that a run
+that cannot go on is refused before any rank starts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from whale_train.checkpoint_files import (
+    CHECKPOINTS,
+    BrokenCheckpoint,
+    Manifest,
+    check,
+    checkpoints_in,
+    stored_tensors,
+    whole_shape,
+)
+from whale_train.config import AUTO, OptimizerOptions, Request, as_yaml
+from whale_train.errors import ConfigError, Fault
+from whale_train.strategies.graph.operation_graph import ModelProfile
+
+KEY = "train.resume"
+_SHOWN = 3  # names of tensors in one message
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A whole checkpoint, `step` steps into a run, and what the user is to be told of others."""
+
+    path: Path
+    manifest: Manifest
+    broken: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+
+def find_checkpoint(wanted: str, run_dir: Path) -> Resumed | None:
+    """Return the checkpoint that `train.resume` asks for: of `auto` the newest whole one of this
+    run directory, None where it has none; of a run directory or a folder of checkpoints the newest
+    whole one; else the checkpoint of that path. Raises ConfigError where there is none."""
+    if wanted == AUTO:
+        return _newest(checkpoints_in(run_dir / CHECKPOINTS), "this run's directory", wanted)
+    path = Path(wanted)
+    if not path.is_dir():
+        remedy = "name a run directory or a checkpoint in one, as runs/MY_RUN/checkpoints/step_100"
+        raise ConfigError([Fault(KEY, wanted, "is not a folder", remedy)])
+    within = [*checkpoints_in(path / CHECKPOINTS), *checkpoints_in(path)]
+    if within:
+        return _newest(within, wanted, wanted)
+    try:
+        return Resumed(path, check(path))
+    except BrokenCheckpoint as error:
+        rule = f"is no whole checkpoint: {error}"
+        raise ConfigError([Fault(KEY, wanted, rule, "name another")]) from None
+
+
+def _newest(checkpoints: Sequence[Path], where: str, wanted: str) -> Resumed | None:
+    """Return the first of `checkpoints` that is whole. Raises ConfigError where none is, though
+    there are some."""
+    broken: list[str] = []
+    for path in checkpoints:
+        try:
+            return Resumed(path, check(path), tuple(broken))
+        except BrokenCheckpoint as error:
+            broken.append(str(error))
+    if not broken:
+        return None
+    faults = [
+        Fault(KEY, wanted, f"finds no whole checkpoint in {where}: {said}", "remove it")
+        for said in broken
+    ]
+    raise ConfigError(faults)
+
+
+def say_resumed(found: Resumed | None, request: Request, console: Console) -> None:
+    """Tell the user where the run goes on, and which checkpoints were passed over."""
+    if found is None:
+        console.print(f"{KEY}={request.train.resume}: there is no checkpoint yet; from step 0")
+        return
+    for said in found.broken:
+        said = f"warning: a checkpoint is passed over: {said}"
+        console.print(Text(said, style="yellow"), soft_wrap=True)
+    ending = ", which is the end" if found.step >= request.train.steps else ""
+    said = f"going on after step {found.step}, from {found.path}{ending}"
+    console.print(Text(said), soft_wrap=True)
+
+
+def refuse_other_run(found: Resumed, request: Request) -> None:
+    """Raise ConfigError where the checkpoint's run had other data, or an optimizer with another
+    state. Another plan, precision, learning rate, number of steps or global batch is all right:
+    each is a matter of the steps that follow."""
+    saved = Request.from_json((found.path / "request.json").read_text())
+    faults = []
+    kinds = [_kind(options) for options in (saved.optimizer, request.optimizer)]
+    if kinds[0] != kinds[1]:
+        rule = f"has no state in {request.train.resume}, which was saved with {kinds[0]}"
+        remedy = f"use optimizer={saved.optimizer.name}"
+        faults.append(Fault("optimizer", kinds[1], rule, remedy))
+    before, now = (_order_of_data(x) for x in (saved, request))
+    for key, value in before.items():
+        if now.get(key) != value:
+            rule = f"is not that of {request.train.resume}, which has seen a part of other data"
+            given = as_yaml(now.get(key))
+            faults.append(Fault(key, given, rule, f"use {key}={as_yaml(value)}"))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _order_of_data(request: Request) -> dict[str, Any]:
+    """Return what says which samples a run sees in which order, by key; where they are kept may
+    change."""
+    options = request.data.model_dump()
+    return {
+        "seed": request.seed,
+        **{f"data.{key}": value for key, value in options.items() if key != "path"},
+    }
+
+
+def _kind(options: OptimizerOptions) -> str:
+    """Return what the optimizer's state is of: a run may go on with another of the kind."""
+    if options.name == "sgd":
+        return "sgd with momentum" if options.momentum else "sgd without momentum"
+    return "adam, adamw or lamb"
+
+
+def refuse_other_model(checkpoint: Path, profile: ModelProfile) -> None:
+    """Raise ConfigError where the checkpoint lacks parameters of the model, or has them in other
+    shapes."""
+    saved = {name: whole_shape(x) for name, x in stored_tensors(checkpoint / "model").items()}
+    ours = {parameter.path: parameter.shape for parameter in profile.parameters}
+    missing = [name for name, shape in ours.items() if name not in saved and 0 not in shape]
+    unlike = [
+        f"{name} ({_size(saved[name])}, and here {_size(shape)})"
+        for name, shape in ours.items()
+        if name in saved and saved[name] != tuple(shape)
+    ]
+    faults = []
+    for names, rule in ((missing, "has no"), (unlike, "has another shape of")):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            said = f"{rule} {', '.join(names[:_SHOWN])}{more}"
+            remedy = "train the model that it was saved of"
+            faults.append(Fault(KEY, str(checkpoint), said, remedy))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"

@@ -1,0 +1,106 @@
+"""What a run has learned, as a folder of weights that others can open.
+
+Whole tensors under the names the user's model has for them, in files of at most 5 GB. For a model
+of transformers the folder is one that `from_pretrained` opens. Tensor by tensor: no process has
+the whole model.
+"""
+
+import shutil
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from whale_train.checkpoint_files import PARTS_OF_MODEL, UNFINISHED_MODEL
+from whale_train.runtime.state.held import RankState
+from whale_train.runtime.state.saver import owned, said_by_all, write_blocks, write_said
+from whale_train.runtime.state.tensor_files import TensorReader, write_json, write_tensors
+
+MODEL = "model"  # in the run directory
+_FILE_BYTES = 5 * 10**9
+
+
+def write_final(
+    run_dir: Path,
+    state: RankState,
+    model: nn.Module,
+    checkpoint: Path | None,
+    rank: int,
+    ranks: int,
+    timeout_s: float,
+) -> Path | None:
+    """Write the trained weights, every rank what it saves of them, and return the folder that rank
+    0 makes of it (None to the others). Where a `checkpoint` was saved after the last step, that is
+    read instead. `model` is asked for its config alone. Raises OSError where files cannot be
+    written."""
+    parts = run_dir / PARTS_OF_MODEL
+    if checkpoint is not None:
+        saved = checkpoint / "model"
+    else:
+        saved = parts / "model"
+        blocks = [x for x in owned(state.blocks()) if x.folder == "model"]
+        write_said(parts, rank, {"files": [vars(x) for x in write_blocks(parts, blocks, rank)]})
+        if rank == 0:
+            said_by_all(parts, ranks, timeout_s)
+    if rank:
+        return None
+    made = run_dir / UNFINISHED_MODEL
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    describe(model, made)
+    join(saved, made, _names_of(model))
+    target = run_dir / MODEL
+    shutil.rmtree(target, ignore_errors=True)
+    made.rename(target)
+    shutil.rmtree(parts, ignore_errors=True)
+    return target
+
+
+def join(parts: Path, folder: Path, renamed: Mapping[str, str]) -> None:
+    """Write the tensors whose blocks lie in `parts` whole into `folder`, some of them renamed."""
+    reader = TensorReader(parts)
+    shapes = reader.shapes()
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, (dtype, shape) in shapes.items():
+        size = prod(shape) * dtype.itemsize
+        if files[-1] and filled + size > _FILE_BYTES:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    where: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        one = len(files) == 1
+        path = "model" if one else f"model-{number:05}-of-{len(files):05}"
+        path += ".safetensors"
+        new = {name: renamed.get(name, name) for name in names}
+        described = {new[name]: shapes[name] for name in names}
+        write_tensors(folder, path, described, (tensor for _, tensor in reader.whole(names)))
+        where |= dict.fromkeys(new.values(), path)
+    if len(files) > 1:
+        total = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        write_json(folder, "model.safetensors.index.json", index)
+
+
+def describe(model: Any, folder: Path) -> None:
+    """Write what `from_pretrained` wants beside the weights, for a model of transformers."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    # As save_pretrained does: which class reads it.
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and model.can_generate():
+        generation.save_pretrained(folder)
+
+
+def _names_of(model: Any) -> dict[str, str]:
+    """Return the names under which transformers looks for tied tensors, by those they have here,
+    the first of each."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    return dict(tied) if isinstance(tied, Mapping) else {}

@@ -1,0 +1,148 @@
+"""What a rank holds of a run's state, block by block, under the names a checkpoint has for it.
+
+A name is the path in the user's model (of a tied tensor, its first), and of an optimizer's moment
+`state.PATH.exp_avg` or the like, as in torch's flattened optimizer state. Nothing in a name or a
+block depends on the plan: any plan reads what any plan saved.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from whale_train.models.export.export import model_path
+from whale_train.models.loss_module import LossModule
+from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.graph.segment import SegmentModule
+from whale_train.runtime.state.blocks import Block, placement, whole
+from whale_train.strategies.plan.plan import Plan
+
+Folder = Literal["model", "optimizer"]
+
+
+@dataclass(frozen=True)
+class HeldBlock:
+    """A block of the tensor `name`, and the `tensor` that has its elements: a view of the rank's
+    state, but for a `counter`, whose "step" it is a copy of. `is_owner`: this rank saves it."""
+
+    folder: Folder
+    name: str
+    block: Block
+    tensor: Tensor
+    is_owner: bool
+    counter: dict[str, Any] | None = None
+
+
+def kept_tensors(module: LossModule) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of the user's model by their paths, each once:
+    what a checkpoint has under `model/`."""
+    seen: set[int] = set()
+    kept = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            kept[model_path(name)] = tensor
+    return kept
+
+
+def paths_of(engine: Engine) -> dict[int, str]:
+    """Return the paths, in the user's model, of the tensors of an engine's module, by their ids."""
+    paths: dict[int, str] = {}
+    for owner in engine.module.modules():
+        if isinstance(owner, SegmentModule):
+            paths |= {id(tensor): path for path, tensor in owner.held()}
+    if paths:
+        return paths
+    named = (*engine.module.named_parameters(), *engine.module.named_buffers())
+    return {id(tensor): model_path(name) for name, tensor in named}
+
+
+class RankState:
+    """What `rank` holds of the tensors `names`, of which the optimizers' states are part.
+
+    Made by all ranks at once: they agree on who saves a block that no optimizer has, the first that
+    holds it. What no rank holds, as no loss depends on it, is rank 0's, out of `module`, whose
+    weights are still the initial ones there.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        plan: Plan,
+        rank: int,
+        names: frozenset[str],
+        module: LossModule,
+    ) -> None:
+        self._engines, self._plan, self._rank, self._names = engines, plan, rank, names
+        self._saved_here = frozenset[tuple[str, Block]]()
+        mine = [(block.name, block.block) for block in self._constants()]
+        held: list[list[tuple[str, Block]]] = [[]] * plan.world_size
+        dist.all_gather_object(held, mine)
+        before = {key for keys in held[:rank] for key in keys}
+        self._saved_here = frozenset(key for key in mine if key not in before)
+        somewhere = {path for task_graph in plan.task_graphs for path in task_graph.trained}
+        somewhere |= {path for keys in held for path, _ in keys}
+        left = names - somewhere if rank == 0 else frozenset()
+        self._left = {path: x for path, x in kept_tensors(module).items() if path in left}
+
+    def blocks(self) -> list[HeldBlock]:
+        """Return the blocks, outside of an update."""
+        trained = (x for engine in self._engines for x in _trained(engine, self._plan, self._rank))
+        left = (
+            HeldBlock("model", path, block, view, True)
+            for path, tensor in self._left.items()
+            for block, view in whole(tensor.shape).blocks(tensor.detach())
+        )
+        return [*trained, *self._constants(), *left]
+
+    def read(self) -> None:
+        """Have the next step see what was written to the blocks."""
+        for engine in self._engines:
+            engine.read_states()
+
+    def _constants(self) -> Iterator[HeldBlock]:
+        """Yield the blocks of buffers and of parameters that are not trained."""
+        for engine in self._engines:
+            paths = paths_of(engine)
+            trained = {id(p) for p in engine.module.parameters() if p.requires_grad}
+            for tensor in (*engine.module.parameters(), *engine.module.buffers()):
+                path = paths[id(tensor)]
+                if id(tensor) in trained or path not in self._names:
+                    continue
+                where = placement(self._plan, self._rank, path, _local_shape(tensor))
+                held, start = engine.constant(tensor)
+                for block, view in where.blocks(held, start):
+                    is_owner = (path, block) in self._saved_here
+                    yield HeldBlock("model", path, block, view, is_owner)
+
+
+def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[HeldBlock]:
+    paths = paths_of(engine)
+    for state in engine.states():
+        path = paths[id(state.parameter)]
+        where = placement(plan, rank, path, _local_shape(state.parameter))
+        tensors: dict[tuple[Folder, str], Tensor] = {("model", path): state.value}
+        tensors |= {("optimizer", f"state.{path}.{k}"): slot for k, slot in state.slots.items()}
+        for (folder, name), tensor in tensors.items():
+            for block, view in where.blocks(tensor, state.start):
+                yield HeldBlock(folder, name, block, view, state.is_owner)
+        if state.counter is not None:
+            counted = torch.tensor(float(state.counter["step"]))
+            is_owner = state.is_owner and not state.start and where.has_first_element
+            yield HeldBlock(
+                *("optimizer", f"state.{path}.step", Block((), ()), counted, is_owner),
+                counter=state.counter,
+            )
+    for parameter in engine.computed_with():
+        path = paths[id(parameter)]
+        where = placement(plan, rank, path, tuple(parameter.shape))
+        for block, view in where.blocks(parameter.detach()):
+            yield HeldBlock("model", path, block, view, False)
+
+
+def _local_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a rank's tensor, which ZeRO 3 may have partitioned among the copies."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))

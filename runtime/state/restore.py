@@ -1,0 +1,54 @@
+"""A checkpoint read into what a rank holds, whatever plan it was saved under.
+
+The launcher has checked the files (`launcher/resume.py`): what is found missing here was broken
+since.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whale_train.checkpoint_files import BrokenCheckpoint
+from whale_train.runtime.state.held import RankState
+from whale_train.runtime.state.random_states import RandomStates
+from whale_train.runtime.state.tensor_files import TensorReader
+from whale_train.strategies.plan.plan import Plan
+
+
+def restore(
+    checkpoint: Path, state: RankState, random: RandomStates, plan: Plan, rank: int
+) -> dict[str, Any]:
+    """Fill all that `rank` holds, and return what `state.json` says.
+
+    Random states are those that were saved where the plan is the one they were saved under; under
+    another there is no rank that drew the same, and the default generator, seeded for this run, is
+    seeded anew by the step. Raises BrokenCheckpoint where something is missing.
+    """
+    try:
+        scalars: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+        saved_under = (checkpoint / "plan.json").read_text()
+    except (OSError, ValueError) as error:
+        raise BrokenCheckpoint(f"{checkpoint} cannot be read ({error})") from None
+    readers = {folder: TensorReader(checkpoint / folder) for folder in ("model", "optimizer")}
+    for block in state.blocks():
+        readers[block.folder].read(block.name, block.block, block.tensor)
+        if block.counter is not None:
+            _set_count(block.counter, float(block.tensor))
+    state.read()
+    drawn = checkpoint / "random" / f"rank_{rank}.json"
+    if saved_under == plan.to_json() and drawn.is_file():
+        random.write(json.loads(drawn.read_text()))
+    else:
+        torch.manual_seed(torch.initial_seed() + 7_368_787 * scalars["step"])
+    return scalars
+
+
+def _set_count(counter: dict[str, Any], count: float) -> None:
+    """Set an optimizer's number of updates, a tensor or a number of Python's."""
+    kept = counter["step"]
+    if isinstance(kept, torch.Tensor):
+        kept.fill_(count)
+    else:
+        counter["step"] = int(count)

@@ -1,0 +1,160 @@
+"""Safetensors files written and read block by block.
+
+Files are written through Python's own, not the library's function, which holds the interpreter
+while it writes: a step goes on meanwhile, and the checksum is taken on the way. They are read by
+the library, which maps a file and reads the slices that are asked for.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from whale_train.checkpoint_files import (
+    BrokenCheckpoint,
+    FileRecord,
+    StoredBlock,
+    header,
+    stored_tensors,
+    whole_shape,
+)
+from whale_train.runtime.state.blocks import Block
+
+# The dtypes that safetensors has, by its codes.
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_WRITE_BYTES = 2**24  # at a time
+
+
+class _Counted:
+    """A file that is being written, with the checksum of what it has; its bytes are on the disk
+    when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self.crc32 = self.size = 0
+
+    def write(self, content: "memoryview[Any] | bytes") -> None:
+        view = memoryview(content)
+        for start in range(0, len(view), _WRITE_BYTES):
+            piece = view[start : start + _WRITE_BYTES]
+            self.crc32 = zlib.crc32(piece, self.crc32)
+            while len(piece):
+                piece = piece[self._file.write(piece) :]
+        self.size += len(view)
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def write_tensors(
+    folder: Path,
+    path: str,
+    shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    tensors: Iterable[Tensor],
+    offsets: Mapping[str, Sequence[int]] | None = None,
+) -> FileRecord:
+    """Write a safetensors file of the tensors whose dtypes and `shapes` are given by name; return
+    its record. `tensors` are asked for one after another, and let go of. `offsets` say where they
+    begin in their whole tensors (None: they are whole)."""
+    described = {
+        name: (CODES[dtype], shape, prod(shape) * dtype.itemsize)
+        for name, (dtype, shape) in shapes.items()
+    }
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    file = _Counted(folder / path)
+    try:
+        file.write(header(described, offsets or {}))
+        for tensor in tensors:
+            file.write(_bytes_of(tensor))
+    finally:
+        file.close()
+    return FileRecord(path, file.size, file.crc32)
+
+
+def write_json(folder: Path, path: str, content: Any) -> FileRecord:
+    """Write plain data as JSON; return the record of the file."""
+    return write_text(folder, path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(folder: Path, path: str, text: str) -> FileRecord:
+    """Write a file; return its record."""
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    file = _Counted(folder / path)
+    try:
+        file.write(text.encode())
+    finally:
+        file.close()
+    return FileRecord(path, file.size, file.crc32)
+
+
+def _bytes_of(tensor: Tensor) -> "memoryview[Any]":
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class TensorReader:
+    """Reads blocks of the tensors in a folder of safetensors files, whoever wrote them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stored = stored_tensors(folder)
+        self._open: dict[Path, Any] = {}
+
+    def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return the dtype and shape of every tensor, by name."""
+        stored = self._stored.items()
+        return {name: (_DTYPES[x[0].dtype], whole_shape(x)) for name, x in stored}
+
+    def whole(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors by name, one after another, all of them or `names`."""
+        shapes = self.shapes()
+        for name in shapes if names is None else names:
+            dtype, shape = shapes[name]
+            tensor = torch.empty(shape, dtype=dtype)
+            self.read(name, Block((0,) * len(shape), shape), tensor)
+            yield name, tensor
+
+    def read(self, name: str, wanted: Block, into: Tensor) -> None:
+        """Fill `into`, which has the elements `wanted` of tensor `name`, converted to its dtype.
+
+        Raises BrokenCheckpoint where the files do not have all of them.
+        """
+        missing = prod(wanted.shape)
+        for stored in self._stored.get(name, ()):
+            block = Block(stored.offsets, stored.shape)
+            shared = block.overlap(wanted) if len(stored.shape) == len(wanted.shape) else None
+            if shared is not None:
+                found = self._slice(stored, name, shared.within(block))
+                into[shared.within(wanted)].copy_(found)
+                missing -= prod(shared.shape)
+        if missing:
+            rule = f"has not all of {name}" if name in self._stored else f"has no {name}"
+            raise BrokenCheckpoint(f"{self._folder} {rule}")
+
+    def _slice(self, stored: StoredBlock, name: str, index: tuple[slice, ...]) -> Tensor:
+        if stored.file not in self._open:
+            self._open[stored.file] = safe_open(stored.file, framework="pt")
+        file = self._open[stored.file]
+        # Slicing a scalar is refused.
+        tensor: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
+        return tensor

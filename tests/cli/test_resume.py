@@ -1,0 +1,122 @@
+"""Going on with a run, as a user does: in its directory, in another, and where it cannot be."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.cli.command import Answer, whale_train
+
+RUN = ("experiment=smoke", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=2")
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").open()]
+
+
+def train(folder: Path, name: str, *more: str) -> Answer:
+    return whale_train([*RUN, f"hydra.run.dir={name}", *more], folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of six steps in `whole`."""
+    folder = tmp_path_factory.mktemp("resume")
+    answer = train(folder, "whole", "strategy=dp")
+    assert answer.status == 0, answer
+    return folder
+
+
+@pytest.fixture
+def copied(run: Path, tmp_path: Path) -> Path:
+    """One's own folder with that run."""
+    shutil.copytree(run / "whole", tmp_path / "whole")
+    return tmp_path
+
+
+def test_checkpoints_are_told_of_and_kept(run: Path) -> None:
+    kept = sorted(path.name for path in (run / "whole" / "checkpoints").iterdir())
+    assert kept == ["step_4", "step_6"]
+    assert (run / "whole" / "model" / "model.safetensors").exists()
+    answer = train(run, "told", "strategy=dp")
+    for step in (2, 4, 6):
+        assert f"checkpoint: {run}/told/checkpoints/step_{step} (" in answer.stdout
+    assert f"the trained model: {run}/told/model (" in answer.stdout
+
+
+def test_the_same_command_goes_on_where_it_was(copied: Path) -> None:
+    """As a queue starts a job again that it took from its node: here between two steps' lines."""
+    folder = copied / "whole"
+    shutil.rmtree(folder / "checkpoints" / "step_6")
+    before = losses(folder)
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 7, "lo')
+    (folder / "checkpoints" / ".unfinished_step_6" / "model").mkdir(parents=True)
+    answer = train(copied, "whole", "strategy=zero3", "train.resume=auto")
+    assert answer.status == 0, answer
+    assert f"going on after step 4, from {folder}/checkpoints/step_4\n" in answer.stdout
+    assert losses(folder) == pytest.approx(before, rel=1e-5)
+    assert (folder / "attempts" / "1" / "plan.json").exists()
+    assert not (folder / "checkpoints" / ".unfinished_step_6").exists()
+    again = train(copied, "whole", "strategy=zero3", "train.resume=auto")
+    assert again.status == 0
+    assert "step_6, which is the end" in again.stdout
+
+
+def test_a_broken_checkpoint_is_named_and_passed_over(copied: Path) -> None:
+    broken = copied / "whole" / "checkpoints" / "step_6" / "state.json"
+    broken.write_bytes(broken.read_bytes()[:-3])
+    answer = train(copied, "other", "strategy=split", "train.resume=whole", "train.steps=7")
+    assert answer.status == 0, answer
+    assert "warning: a checkpoint is passed over: whole/checkpoints/step_6/state.json has" in (
+        answer.stdout
+    )
+    assert "going on after step 4, from whole/checkpoints/step_4\n" in answer.stdout
+    assert losses(copied / "other")[:2] == pytest.approx(losses(copied / "whole")[4:], rel=1e-5)
+
+
+def test_a_run_that_has_no_checkpoint_begins(tmp_path: Path) -> None:
+    answer = train(tmp_path, "new", "train.resume=auto", "checkpoint.final=false")
+    assert answer.status == 0, answer
+    assert "train.resume=auto: there is no checkpoint yet; from step 0\n" in answer.stdout
+    assert not (tmp_path / "new" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            ("optimizer=sgd", "seed=4"),
+            (
+                "optimizer=sgd without momentum has no state in whole, which was saved with adam, "
+                "adamw or lamb; use optimizer=adamw",
+                "seed=4 is not that of whole, which has seen a part of other data; use seed=0",
+            ),
+        ),
+        (
+            ("train.resume=nowhere",),
+            (
+                "train.resume=nowhere is not a folder; name a run directory or a checkpoint in "
+                "one, as runs/MY_RUN/checkpoints/step_100",
+            ),
+        ),
+        (
+            ("model.depth=5", "train.steps=9"),
+            (
+                "train.resume=whole/checkpoints/step_6 has no blocks.4.attention_norm.weight, "
+                "blocks.4.attention_norm.bias, blocks.4.attention.qkv.weight and 9 more; train "
+                "the model that it was saved of",
+            ),
+        ),
+        (
+            ("checkpoint.evry=3",),
+            ("checkpoint.evry=3 is not a key of the config; did you mean checkpoint.every?",),
+        ),
+    ],
+)
+def test_what_cannot_go_on_is_refused(run: Path, more: tuple[str, ...], said: tuple[str]) -> None:
+    answer = train(run, "refused", "strategy=dp", "train.resume=whole", *more)
+    assert answer.status == 2, answer
+    for fault in said:
+        assert fault in " ".join(answer.stderr.split())
+    assert not (run / "refused").exists()
