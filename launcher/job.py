@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,16 +38,16 @@ from whale_train.launcher.ranks.host_process import (
     HostProcess,
     Outcome,
     describe_failure,
-    remembered_interrupts,
 )
 from whale_train.launcher.ranks.rank_env import LaunchPlace
-from whale_train.launcher.ranks.run_dir import RUN_FILES, keep_steps, write_json
+from whale_train.launcher.ranks.run_dir import RUN_FILES, STOP, keep_steps, write_json
 from whale_train.launcher.ranks.run_files import (
     make_run_dir,
     start_ranks,
     write_plan,
     write_plans,
 )
+from whale_train.launcher.ranks.stop_signals import StopSignals, stop_signals
 from whale_train.launcher.resume import (
     find_checkpoint,
     refuse_other_model,
@@ -96,12 +95,12 @@ def run_job(
             raise ConfigError([Fault("mode", request.mode, rule, remedy)])
         if request.mode == "plan":
             return _plan(request, run_dir, console)
-        with remembered_interrupts() as interrupts:
+        with stop_signals() as signals:
             if request.mode == "verify":
-                return _verify(request, run_dir, console, interrupts)
+                return _verify(request, run_dir, console, signals)
             if request.mode == "calibrate":
-                return _calibrate(request, run_dir, console, interrupts)
-            return _train(request, run_dir, console, place, interrupts)
+                return _calibrate(request, run_dir, console, signals)
+            return _train(request, run_dir, console, place, signals)
     except RequestError as error:
         _remove_unused(run_dir)
         sys.stdout.flush()
@@ -137,7 +136,7 @@ def _train(
     run_dir: Path,
     console: Console,
     place: LaunchPlace | None,
-    interrupts: Sequence[int],
+    signals: StopSignals,
 ) -> JobEnd:
     resumed = None
     if request.train.resume is not None:
@@ -164,11 +163,15 @@ def _train(
             console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
         progress = Progress(run_dir, request.train.steps, console, read_from=begun)
 
+        def ask() -> None:
+            (run_dir / STOP).touch()
+
         def poll() -> None:
-            if interrupts:
-                raise KeyboardInterrupt
+            signals.poll()
             progress.poll()
 
+        if request.checkpoint.every is not None:
+            signals.asks(ask, request.checkpoint.grace_s)
         try:
             outcome = host.wait(poll)
         finally:
@@ -184,17 +187,12 @@ def _offloads_adam(request: Request, plan: Plan) -> bool:
     return offloaded and request.optimizer.name != "sgd"
 
 
-def _verify(request: Request, run_dir: Path, console: Console, interrupts: Sequence[int]) -> JobEnd:
+def _verify(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
     """Run the first steps under the plan, then the same on one process, and return the
     comparison."""
     request = only_steps(request)
     run_dir = make_run_dir(request, run_dir)
     hosts = [HostProcess.start(run_dir)]
-
-    def poll() -> None:
-        if interrupts:
-            raise KeyboardInterrupt
-
     try:
         # Its ranks start as those of a training, and are refused for the same reasons.
         resolved = resolve_request(request.model_copy(update={"mode": "train"}))
@@ -208,7 +206,7 @@ def _verify(request: Request, run_dir: Path, console: Console, interrupts: Seque
         ):
             if folder == alone_dir:
                 start_ranks(folder, plan, request)
-            outcome = host.wait(poll)
+            outcome = host.wait(signals.poll)
             if outcome.status != "done":
                 return finish(outcome, plan, folder, console)
     finally:
@@ -224,17 +222,11 @@ def _verify(request: Request, run_dir: Path, console: Console, interrupts: Seque
     return JobEnd("done", run_dir)
 
 
-def _calibrate(
-    request: Request, run_dir: Path, console: Console, interrupts: Sequence[int]
-) -> JobEnd:
+def _calibrate(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
     """Ranks on this machine's devices measure them; the figures are kept and shown."""
     request = measuring(request)
     run_dir = make_run_dir(request, run_dir)
     host = HostProcess.start(run_dir)
-
-    def poll() -> None:
-        if interrupts:
-            raise KeyboardInterrupt
 
     try:
         resolved = resolve_request(request.model_copy(update={"mode": "train"}))
@@ -247,7 +239,7 @@ def _calibrate(
         start_ranks(run_dir, resolved, request)
         threads = partial(threads_of, request, cores())
         console.print(announced(resolved.cluster, count, threads))
-        outcome = host.wait(poll)
+        outcome = host.wait(signals.poll)
     finally:
         host.stop()
     if outcome.status != "done":
@@ -291,6 +283,10 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
     """Say how a run ended."""
     if outcome.status == "done":
         summary = json.loads((run_dir / "summary.json").read_text())
+        if summary["stopped_after"] is not None:
+            sys.stderr.write(f"interrupted after step {summary['stopped_after']}, which is saved; ")
+            sys.stderr.write(f"go on with hydra.run.dir={run_dir} train.resume=auto\n")
+            return JobEnd("interrupted", run_dir)
         unlike = unlike_predicted(summary, resolved.emulated)
         if unlike:
             console.print(f"warning: {unlike}; {_why(resolved)}", style="yellow", soft_wrap=True)

@@ -11,12 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Literal, NoReturn
+from typing import Literal
 
 HOST_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.fork_server")
 HOST_LOG = "logs/host.log"
@@ -146,24 +145,6 @@ class HostProcess:
         if code < 0:
             return RunFailure(None, "signal", HOST_LOG, signal=signal.Signals(-code).name)
         return RunFailure(None, "exit", HOST_LOG, exit_status=code)
-
-
-@contextmanager
-def remembered_interrupts() -> Iterator[list[int]]:
-    """List the SIGINTs that come inside, each of which is also raised as KeyboardInterrupt. One
-    that is raised inside a weak reference's callback or a finaliser is swallowed there, and would
-    be lost."""
-    seen: list[int] = []
-
-    def interrupted(number: int, frame: FrameType | None) -> NoReturn:
-        seen.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupted)
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def describe_failure(failure: RunFailure, rank_place: str) -> str:

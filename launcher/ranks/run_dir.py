@@ -23,11 +23,13 @@ from whale_train.errors import ConfigError, Fault
 PLANS = "plans"  # of a comparison, a file each
 METRICS = "metrics.jsonl"
 RUN_FILES = ("request.json", "plan.json", METRICS, "ready", "failure.json", PLANS)
+STOP = "stop"  # asks the ranks to save and end
 ATTEMPTS = "attempts"  # what earlier attempts of a run left, 1, 2, ...
 # What one attempt writes, where a run has several.
 ATTEMPT_FILES = (
-    *("request.json", "environment.json", "plan.json", "launch.json", "ready", "failure.json"),
-    *("strategy.yaml", "predicted_trace.json", "trace.json", "summary.json", "checkpoints.jsonl"),
+    *("request.json", "environment.json", "plan.json", "launch.json", "ready", STOP),
+    *("failure.json", "strategy.yaml", "predicted_trace.json", "trace.json", "summary.json"),
+    "checkpoints.jsonl",
 )
 
 # The packages a run's numbers may depend on.

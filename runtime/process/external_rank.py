@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -142,11 +143,30 @@ def _train(job: Job, rank: int, world_size: int, store: Store) -> int:
 
         request = Request.from_json(job.texts["request.json"])
         prepared = worker.compile_kernels(run_dir, worker.prepare(request))
-        worker.run(run_dir, rank, world_size, PrefixStore("world", store), prepared)
+        asked = _StopRequest()
+        if rank and request.checkpoint.every is not None:  # rank 0's launcher sees to its own
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, asked.signalled)
+        world = PrefixStore("world", store)
+        worker.run(run_dir, rank, world_size, world, prepared, asked.is_made)
     except Exception as error:
         _fail(run_dir, rank, world_size, error)
         return 1
     return 0
+
+
+class _StopRequest:
+    """Remembers that a signal asked this rank to end, which it does when all have saved."""
+
+    def __init__(self) -> None:
+        self._signalled = False
+
+    def signalled(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        self._signalled = True
+
+    def is_made(self) -> bool:
+        return self._signalled
 
 
 def _fail(run_dir: Path, rank: int, world_size: int, error: Exception) -> None:

@@ -70,9 +70,11 @@ SETTLE_S = 1.0
 GRACE_S = 2.0
 
 # A rank that gets this writes to its log what it is at, even where Python cannot run.
-STACK_SIGNAL = signal.SIGUSR1
+STACK_SIGNAL = signal.SIGUSR2
 STACK_S = 0.5
 
+# Slurm may send it to every process of a job: the launcher's, who asks the ranks to save and end.
+LAUNCHERS_SIGNAL = signal.SIGUSR1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STOPPED = 130
 
@@ -105,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for number in STOP_SIGNALS:
         signal.signal(number, stop_before_ranks)
+    signal.signal(LAUNCHERS_SIGNAL, signal.SIG_IGN)
     end_with_parent(options.parent, signal.SIGTERM)
     run_dir: Path = options.run_dir
     try:
@@ -306,6 +309,7 @@ def become_rank(
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.signal(LAUNCHERS_SIGNAL, signal.SIG_IGN)
         end_with_parent(host, signal.SIGKILL)
         name_process(f"whale-rank-{rank}")
         log_to(run_dir / "logs" / f"rank_{rank}.log")

@@ -3,6 +3,7 @@
 import json
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +44,7 @@ from whale_train.runtime.state.held import RankState, kept_tensors
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.restore import restore
 from whale_train.runtime.state.saver import Saver
+from whale_train.runtime.state.votes import Votes
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import train
 from whale_train.runtime.train.metrics import Metrics, peak_memory_bytes
@@ -100,16 +102,22 @@ def run_rank(run_dir: Path, rank: int, world_size: int, prepared: Prepared) -> N
 
 
 def run(
-    run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, prepared: Prepared
+    run_dir: Path,
+    rank: int,
+    world_size: int,
+    rendezvous: str | Store,
+    prepared: Prepared,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Join the others, train as the plan says, and leave."""
+    """Join the others, train as the plan says, and leave. `is_asked_to_stop` says whether this
+    process was told to end, where nobody tells the launcher."""
     with named_waits(run_dir, rank):
         # The program is let go of first: a reducer freed after its group was left joins gloo's
         # threads while holding the GIL they wait for.
         if prepared.request.mode == "calibrate":
             measure(run_dir, rank, world_size, rendezvous, prepared.request)
         else:
-            train_as_planned(run_dir, rank, world_size, rendezvous, prepared)
+            train_as_planned(*(run_dir, rank, world_size, rendezvous, prepared), is_asked_to_stop)
         leave()
 
 
@@ -139,7 +147,12 @@ def _joined(
 
 
 def train_as_planned(
-    run_dir: Path, rank: int, world_size: int, rendezvous: str | Store, prepared: Prepared
+    run_dir: Path,
+    rank: int,
+    world_size: int,
+    rendezvous: str | Store,
+    prepared: Prepared,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Program:
     """Train (or verify) as the plan says, still joined; the program, its engines holding what
     was learned. Rank 0 writes the metrics and the summary."""
@@ -175,11 +188,15 @@ def train_as_planned(
         wait_s = request.launcher.timeout_s
         saver = None
         if request.checkpoint.every is not None:
-            saver = Saver(run_dir, request.checkpoint, state, random, rank, world_size, wait_s)
+            saver = Saver(
+                *(run_dir, request.checkpoint, state, random, rank, world_size, wait_s),
+                Votes(device),
+                is_asked_to_stop,
+            )
         summary = train(request, plan, program, batches, metrics, trace, saver, resumed)
         if trace is not None:
             trace.write(run_dir)
-        if request.checkpoint.final:
+        if request.checkpoint.final and summary["stopped_after"] is None:
             last = None if saver is None else saver.last
             model = prepared.module.model
             folder = write_final(run_dir, state, model, last, rank, world_size, wait_s)

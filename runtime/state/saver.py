@@ -10,7 +10,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,7 +30,9 @@ from whale_train.config import CheckpointOptions
 from whale_train.runtime.state.held import HeldBlock, RankState
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.tensor_files import write_json, write_tensors, write_text
+from whale_train.runtime.state.votes import Votes, Wish
 
+STOP = "stop"  # in the run directory, where the launcher asks the ranks to save and end
 SAVED = "checkpoints.jsonl"  # in the run directory: a line a checkpoint, written or failed
 _POLL_S = 0.05
 _COPIED = ("plan.json", "request.json")
@@ -38,7 +40,7 @@ _COPIED = ("plan.json", "request.json")
 
 class Saver:
     """Saves what `rank` of `ranks` holds; all of them save at the same steps. A wait for the others
-    ends after `timeout_s`."""
+    ends after `timeout_s`. `is_asked_to_stop` says whether this process was told to end."""
 
     def __init__(
         self,
@@ -49,16 +51,37 @@ class Saver:
         rank: int,
         ranks: int,
         timeout_s: float,
+        votes: Votes,
+        is_asked_to_stop: Callable[[], bool],
     ) -> None:
         self._run_dir, self._options, self._state = run_dir, options, state
         self._random = random
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
+        self._votes, self._is_asked_to_stop = votes, is_asked_to_stop
+        self._saved_s = time.monotonic()
         self._writing: threading.Thread | None = None
         self.last: Path | None = None  # the checkpoint begun last
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is to be saved when `step` steps are done."""
-        return self._options.every is not None and step % self._options.every == 0
+    def wanted(self, step: int) -> Wish:
+        """Return what all ranks are to do now that `step` steps are done; a collective."""
+        every = self._options.every_steps
+        agreed = self._votes.cast(self._wish())
+        return max(agreed, Wish.SAVE if every is not None and step % every == 0 else agreed)
+
+    def _wish(self) -> Wish:
+        """Return what this rank wants: rank 0 has the clock, and sees what the launcher asks."""
+        if self._is_asked_to_stop() or (self._rank == 0 and (self._run_dir / STOP).exists()):
+            return Wish.SAVE_AND_STOP
+        every_s = self._options.every_s
+        if self._rank == 0 and every_s is not None and time.monotonic() - self._saved_s >= every_s:
+            self._saved_s = time.monotonic()
+            return Wish.SAVE
+        return Wish.NOTHING
+
+    def close(self) -> None:
+        """Return when everything is written."""
+        self._votes.close()
+        self.wait()
 
     def save(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Save the state after `step` steps; `scalars` are what no tensor has of it. Returns when

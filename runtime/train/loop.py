@@ -17,6 +17,7 @@ from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.runtime.state.saver import Saver
+from whale_train.runtime.state.votes import Wish
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.grad_scaler import START, LossScale
 from whale_train.runtime.train.lr_schedule import learning_rate
@@ -121,20 +122,25 @@ def train(
         if loop.loss_scale is not None and resumed["loss_scale"] is not None:
             loop.loss_scale = LossScale(**resumed["loss_scale"])
     times = []
-    for number in range(first, request.train.steps):
-        times.append(loop.step(number))
-        done = number + 1
-        if saver is not None and (saver.is_due(done) or done == request.train.steps):
+    done = first
+    while done < request.train.steps:
+        times.append(loop.step(done))
+        done += 1
+        wanted = saver.wanted(done) if saver is not None else Wish.NOTHING
+        if saver is not None and (wanted or done == request.train.steps):
             scale = loop.loss_scale and asdict(loop.loss_scale)
             saver.save(done, {"samples": batches.seen(done), "loss_scale": scale})
+        if wanted is Wish.SAVE_AND_STOP:
+            break
     loop.settle()
     if saver is not None:
-        saver.wait()
+        saver.close()
     # The first step pays for what libraries set up when first used.
     typical = median(times[1:] or times)
     return {
         "final_loss": loop.final_loss,
-        "steps": request.train.steps,
+        "steps": done,
+        "stopped_after": None if done == request.train.steps else done,
         "samples_per_s": plan.global_batch / typical,
         "step_time_s_median": typical,
         "predicted_step_time_s": plan.predicted.step_time_s,

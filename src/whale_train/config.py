@@ -35,6 +35,8 @@ def _no_truth_value(value: object) -> object:
     return value
 
 
+_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_DURATION = r"^[0-9]+(\.[0-9]+)?(s|min|h)$"
 AUTO = "auto"  # of train.resume: the newest checkpoint of this run's own directory
 Mode = Literal["train", "plan", "verify", "calibrate"]
 _Whole = Annotated[int, BeforeValidator(_no_truth_value)]
@@ -108,14 +110,29 @@ class LauncherOptions(_Section):
 
 
 class CheckpointOptions(_Section):
-    """Checkpoints every `every` optimizer steps (null: none), of which the newest `keep` stay
-    (null: all), written beside the steps that follow (`async`) or before them. `final`: the run
-    ends with the trained weights in its directory."""
+    """Checkpoints every `every` optimizer steps, or after every so long ("30min"; null: none), of
+    which the newest `keep` stay (null: all), written beside the steps that follow (`async`) or
+    before them. A run that saves does so once more when it is told to end, and has `grace_s` for
+    that. `final`: the run ends with the trained weights in its directory."""
 
-    every: _Count | None = None
+    every: _Count | Annotated[str, Field(pattern=_DURATION)] | None = None
+    grace_s: float = Field(30.0, ge=0)
     keep: _Count | None = None
     asynchronous: bool = Field(True, alias="async")
     final: bool = True
+
+    @property
+    def every_steps(self) -> int | None:
+        """Steps between checkpoints; None where there are none, or a clock says when."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def every_s(self) -> float | None:
+        """Seconds between checkpoints; None where there are none, or steps say when."""
+        if not isinstance(self.every, str):
+            return None
+        unit = next(unit for unit in ("min", "s", "h") if self.every.endswith(unit))
+        return float(self.every.removesuffix(unit)) * _UNITS_S[unit]
 
 
 class VerifyOptions(_Section):

@@ -2,10 +2,16 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from tests.cli.command import Answer, whale_train
+from tests.cli.command import Answer, environment_for, processes_of, whale_train
+
+from whale_train.checkpoint_files import check
 
 RUN = ("experiment=smoke", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=2")
 
@@ -61,6 +67,41 @@ def test_the_same_command_goes_on_where_it_was(copied: Path) -> None:
     again = train(copied, "whole", "strategy=zero3", "train.resume=auto")
     assert again.status == 0
     assert "step_6, which is the end" in again.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_told_to_end_saves_first(number: signal.Signals, tmp_path: Path) -> None:
+    wanted = ["experiment=smoke", "train.steps=1000000", "checkpoint.every=10h"]
+    command = [sys.executable, "-m", "whale_train.launcher.cli", *wanted, "hydra.run.dir=run"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment_for(tmp_path),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run/metrics.jsonl").exists() or len(losses(tmp_path / "run")) < 2:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    steps = len(losses(tmp_path / "run"))
+    assert process.returncode == 130
+    assert f"checkpoint: {tmp_path}/run/checkpoints/step_{steps} (" in out
+    assert err == (
+        f"interrupted after step {steps}, which is saved; "
+        f"go on with hydra.run.dir={tmp_path}/run train.resume=auto\n"
+    )
+    assert check(tmp_path / "run" / "checkpoints" / f"step_{steps}").step == steps
+    assert processes_of(tmp_path) == ()
 
 
 def test_a_broken_checkpoint_is_named_and_passed_over(copied: Path) -> None:

@@ -249,6 +249,31 @@ def test_torchrun_leaves_nothing(blow: str, job: Job) -> None:
     job.assert_nothing_left()
 
 
+@pytest.mark.parametrize("starter", STARTERS)
+def test_ranks_told_to_end_save_first_and_go_on(starter: str, job: Job) -> None:
+    """As a queue does it: SIGTERM to every process that was started, and the same command again."""
+    same = ("checkpoint.every=1000000", "train.resume=auto", "hydra.run.dir=runs/a/b")
+    STARTERS[starter](job, *ENDLESS, *same)
+    job.wait_for_step(3)
+    for process in job.started:
+        process.send_signal(signal.SIGTERM)
+    statuses = job.wait()
+    assert statuses[0] != 0
+    if starter == "srun":
+        assert statuses == [130, 0]
+    said = job.said("err")
+    done = len(job.metrics())
+    assert f"interrupted after step {done}, which is saved" in said
+    job.assert_nothing_left()
+    (checkpoint,) = (job.run_dirs()[0] / "checkpoints").iterdir()
+    assert checkpoint.name == f"step_{done}"
+    job.started.clear()
+    STARTERS[starter](job, *same, f"train.steps={done + 2}")
+    assert set(job.wait()) == {0}, job.said("err")
+    assert [line["step"] for line in job.metrics()] == list(range(1, done + 3))
+    job.assert_nothing_left()
+
+
 def error(rank: int, time_s: float, communication: bool) -> RankError:
     return RankError(rank, time_s, "E", f"of {rank}", communication, 7, f"E: of {rank}")
 

@@ -1,0 +1,46 @@
+"""What some rank wants at a step becomes what all ranks do at the next.
+
+A checkpoint that a clock or a signal asks for is asked for on one rank, and all must save after the
+same step. Every step each rank sends a number, and reads the largest of the step before: nobody
+waits for a number that is still on its way.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import distributed as dist
+
+
+class Wish(IntEnum):
+    """What a rank wants; the larger wins."""
+
+    NOTHING = 0
+    SAVE = 1
+    SAVE_AND_STOP = 2
+
+
+class Votes:
+    """The wishes of all ranks, cast by all of them after every step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cast: tuple[torch.Tensor, dist.Work | None] | None = None
+
+    def cast(self, wish: Wish) -> Wish:
+        """Send this rank's wish; return the largest of the ranks' last."""
+        before = self._cast
+        sent = torch.tensor([int(wish)], dtype=torch.int32, device=self._device)
+        self._cast = (sent, dist.all_reduce(sent, dist.ReduceOp.MAX, async_op=True))
+        return Wish.NOTHING if before is None else _result(*before)
+
+    def close(self) -> None:
+        """Wait for what was sent last."""
+        if self._cast is not None:
+            _result(*self._cast)
+            self._cast = None
+
+
+def _result(sent: torch.Tensor, work: dist.Work | None) -> Wish:
+    if work is not None:
+        work.wait()
+    return Wish(int(sent))
