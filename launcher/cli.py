@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from whale_train.errors import RequestError
 from whale_train.launcher import command_line
-from whale_train.launcher.job import EXIT_STATUS, JobEnd, run_job
+from whale_train.launcher.job import run_job
+from whale_train.launcher.job_end import EXIT_STATUS, JobEnd
 from whale_train.launcher.ranks.external_ranks import become_member, find_place, tell_refused
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.sweep_table import SweepRow, sweep_table

@@ -1,20 +1,26 @@
 """One job from its composed config to its end: Request, profile, Plan, run directory, ranks."""
 
-import json
 import sys
+import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from whale_train.config import Request, read_request
+from whale_train.config import AUTO, Request, read_request
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
+from whale_train.launcher.attempts import (
+    Attempt,
+    attempts_view,
+    is_its_own,
+    steps_done,
+    write_attempts,
+)
 from whale_train.launcher.calibrate import (
     announced,
     at_once,
@@ -25,6 +31,7 @@ from whale_train.launcher.calibrate import (
 )
 from whale_train.launcher.command_line import compared_strategies
 from whale_train.launcher.compare_runs import compare
+from whale_train.launcher.job_end import JobEnd, finish, interrupted
 from whale_train.launcher.planning.plan_request import (
     Resolved,
     resolve_each,
@@ -37,7 +44,6 @@ from whale_train.launcher.ranks.host_process import (
     HOST_PROGRAM,
     HostProcess,
     Outcome,
-    describe_failure,
 )
 from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import RUN_FILES, STOP, keep_steps, write_json
@@ -49,33 +55,21 @@ from whale_train.launcher.ranks.run_files import (
 )
 from whale_train.launcher.ranks.stop_signals import StopSignals, stop_signals
 from whale_train.launcher.resume import (
+    Resumed,
     find_checkpoint,
     refuse_other_model,
     refuse_other_run,
     say_resumed,
 )
-from whale_train.launcher.ui.progress import Progress, summary_line, unlike_predicted
+from whale_train.launcher.ui.progress import Progress
 from whale_train.launcher.ui.show_comparison import comparison_view
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.show_plan import banner_emulated, plan_view
 from whale_train.launcher.ui.show_verify import verdict_line, verification_view
 from whale_train.launcher.ui.terminal import Portable, open_console
 from whale_train.limits import cores, memory_bytes
-from whale_train.quantities import in_bytes
-from whale_train.strategies.hardware.calibration import is_measured
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.resolver.resolve import resolve
-
-EXIT_STATUS = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
-
-
-@dataclass(frozen=True)
-class JobEnd:
-    """How a job ended, and what it measured (empty unless it is done)."""
-
-    status: Literal["done", "failed", "refused", "interrupted"]
-    run_dir: Path
-    summary: dict[str, Any] = field(default_factory=dict)
 
 
 def run_job(
@@ -107,7 +101,7 @@ def run_job(
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         return JobEnd("refused", run_dir)
     except KeyboardInterrupt:
-        return _interrupted(run_dir)
+        return interrupted(run_dir)
 
 
 def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
@@ -138,15 +132,65 @@ def _train(
     place: LaunchPlace | None,
     signals: StopSignals,
 ) -> JobEnd:
-    resumed = None
-    if request.train.resume is not None:
-        resumed = find_checkpoint(request.train.resume, run_dir)
-        if resumed is not None:
-            refuse_other_run(resumed, request)
-        say_resumed(resumed, request, console)
+    """Train, in as many attempts as `launcher.max_restarts` allows: after one that failed, the next
+    goes on from the newest checkpoint, on what devices there are then."""
+    attempts: list[Attempt] = []
+    wanted = request
+    # torchrun and srun start their ranks again themselves.
+    allowed = request.launcher.max_restarts if place is None else 0
+    while True:
+        resumed = _resumed(wanted, run_dir, console)
+        if resumed is None and wanted is not request:  # nothing was saved since
+            resumed = _resumed(request, run_dir, console)
         if resumed is not None and resumed.step >= request.train.steps:
             return JobEnd("done", run_dir)
-    run_dir = make_run_dir(request, run_dir)
+        began, started = 0 if resumed is None else resumed.step, time.monotonic()
+        run_dir = make_run_dir(wanted, run_dir)
+        outcome, resolved = _attempt(wanted, run_dir, console, place, signals, resumed)
+        reached, spent = steps_done(run_dir, began), time.monotonic() - started
+        ranks = resolved.plan.world_size
+        attempts.append(Attempt(began, reached, spent, ranks, outcome.status, outcome.failure))
+        left = allowed - len(attempts) + 1
+        if allowed:
+            write_attempts(run_dir, attempts)
+        if outcome.status != "failed" or left <= 0 or is_its_own(attempts):
+            break
+        said = f"attempt {len(attempts)} ended: {attempts[-1].why}; {left} more may follow"
+        console.print(Text(f"warning: {said}", style="yellow"), soft_wrap=True)
+        wanted = going_on(request)
+    if len(attempts) > 1:
+        console.print(Portable(attempts_view(attempts)))
+        if is_its_own(attempts):
+            console.print("the last two attempts failed of the same at the same step")
+    return finish(outcome, resolved, run_dir, console)
+
+
+def going_on(request: Request) -> Request:
+    """Return the request of a job's next attempt: the same, from what the job itself saved."""
+    train = request.train.model_copy(update={"resume": AUTO})
+    return request.model_copy(update={"train": train})
+
+
+def _resumed(request: Request, run_dir: Path, console: Console) -> Resumed | None:
+    """Return the checkpoint that the request goes on from, if any, and say so."""
+    if request.train.resume is None:
+        return None
+    resumed = find_checkpoint(request.train.resume, run_dir)
+    if resumed is not None:
+        refuse_other_run(resumed, request)
+    say_resumed(resumed, request, console)
+    return resumed
+
+
+def _attempt(
+    request: Request,
+    run_dir: Path,
+    console: Console,
+    place: LaunchPlace | None,
+    signals: StopSignals,
+    resumed: Resumed | None,
+) -> tuple[Outcome, Resolved]:
+    """Resolve the request and run its ranks to their end."""
     begun = keep_steps(run_dir, 0 if resumed is None else resumed.step)
     # The host, or this rank's member, prepares while the plan is resolved.
     host = HostProcess.start(run_dir, HOST_PROGRAM if place is None else MEMBER_PROGRAM)
@@ -178,7 +222,7 @@ def _train(
             progress.close()
     finally:
         host.stop()  # does nothing after a wait that ended by itself
-    return finish(outcome, resolved, run_dir, console)
+    return outcome, resolved
 
 
 def _offloads_adam(request: Request, plan: Plan) -> bool:
@@ -277,56 +321,6 @@ def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resol
         fault = Fault("mode", "verify", rule, remedy)
         raise PlanError([fault, *error.faults]) from None
     return alone, replace(resolved, plan=plan, cluster=cluster, paces=None, links=None, found=None)
-
-
-def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
-    """Say how a run ended."""
-    if outcome.status == "done":
-        summary = json.loads((run_dir / "summary.json").read_text())
-        if summary["stopped_after"] is not None:
-            sys.stderr.write(f"interrupted after step {summary['stopped_after']}, which is saved; ")
-            sys.stderr.write(f"go on with hydra.run.dir={run_dir} train.resume=auto\n")
-            return JobEnd("interrupted", run_dir)
-        unlike = unlike_predicted(summary, resolved.emulated)
-        if unlike:
-            console.print(f"warning: {unlike}; {_why(resolved)}", style="yellow", soft_wrap=True)
-        console.print(Portable(summary_line(summary, run_dir, resolved.emulated)))
-        if summary.get("model_bytes") is not None:
-            size = in_bytes(summary["model_bytes"])
-            said = f"the trained model: {run_dir / 'model'} ({size})"
-            console.print(Portable(Text(said)), soft_wrap=True)
-        return JobEnd("done", run_dir, summary)
-    if outcome.status == "failed":
-        assert outcome.failure is not None
-        place = _place(resolved.plan, outcome.failure.rank)
-        sys.stderr.write(f"error: {describe_failure(outcome.failure, place)}\n")
-        return JobEnd("failed", run_dir)
-    return _interrupted(run_dir)
-
-
-def _why(resolved: Resolved) -> str:
-    """Return what may be behind a prediction far off, and what to do."""
-    precision = resolved.plan.precision
-    if resolved.emulated or is_measured(resolved.cluster, precision):
-        return "the machine may have been busy, or other programs while it was calibrated"
-    kind, command = resolved.cluster.devices[0].name, "whale-train mode=calibrate"
-    if resolved.cluster.on_cpu:  # by how many threads each has
-        command += f" hardware=cpu hardware.devices={resolved.plan.world_size}"
-    return f"{kind}'s {precision} is the catalogue's: {command} measures it"
-
-
-def _interrupted(run_dir: Path) -> JobEnd:
-    sys.stderr.write(f"interrupted; what was written is in {run_dir}\n")
-    return JobEnd("interrupted", run_dir)
-
-
-def _place(plan: Plan, rank: int | None) -> str:
-    """Return a rank's place in the plan, in words."""
-    if rank is None:
-        return ""
-    held = plan.ranks[rank]
-    parts = " and ".join(plan.task_graphs[i].name for i in held.task_graphs)
-    return f"{held.device}, node {held.node}, TaskGraph {parts}"
 
 
 def _show(resolved: Resolved, request: Request, console: Console) -> None:

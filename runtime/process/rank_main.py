@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -181,9 +182,10 @@ def train_as_planned(
         summary = verify(run_dir, request, plan, program, batches, metrics, rank)
     else:
         random = RandomStates(program.shared_random)
-        resumed = None
+        resumed, started = None, time.monotonic()
         if (checkpoint := _checkpoint(run_dir)) is not None:
             resumed = restore(checkpoint, state, random, plan, rank)
+        resumed_s = time.monotonic() - started
         trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
         wait_s = request.launcher.timeout_s
         saver = None
@@ -194,6 +196,7 @@ def train_as_planned(
                 is_asked_to_stop,
             )
         summary = train(request, plan, program, batches, metrics, trace, saver, resumed)
+        summary["resumed_s"] = None if resumed is None else resumed_s
         if trace is not None:
             trace.write(run_dir)
         if request.checkpoint.final and summary["stopped_after"] is None:

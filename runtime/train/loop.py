@@ -123,8 +123,10 @@ def train(
             loop.loss_scale = LossScale(**resumed["loss_scale"])
     times = []
     done = first
+    started = ended = time.perf_counter()
     while done < request.train.steps:
         times.append(loop.step(done))
+        ended = time.perf_counter()
         done += 1
         wanted = saver.wanted(done) if saver is not None else Wish.NOTHING
         if saver is not None and (wanted or done == request.train.steps):
@@ -141,6 +143,7 @@ def train(
         "final_loss": loop.final_loss,
         "steps": done,
         "stopped_after": None if done == request.train.steps else done,
+        "trained_s": ended - started,
         "samples_per_s": plan.global_batch / typical,
         "step_time_s_median": typical,
         "predicted_step_time_s": plan.predicted.step_time_s,

@@ -99,12 +99,14 @@ class LauncherOptions(_Section):
     """Where the ranks run; `threads` per rank (null: the cores shared among the ranks). A rank that
     waits for others longer than `timeout_s` fails, naming those that did not come. Where ranks
     stand for devices this machine does not have, `device_speed` slows each to its device's speed
-    relative to the fastest, and `link_speed` each link to its relative bandwidth."""
+    relative to the fastest, and `link_speed` each link to its relative bandwidth. After a rank or
+    host has died, a job goes on from its newest checkpoint up to `max_restarts` times."""
 
     kind: Literal["auto", "local", "emulate"] = "auto"
     threads: _Count | None = None
     # gloo adds it, in nanoseconds of 64 bits, to a clock: that ends after 292 years.
     timeout_s: float = Field(1800.0, gt=0, le=1e9)
+    max_restarts: Annotated[_Whole, Field(ge=0)] = 0
     device_speed: bool = False
     link_speed: bool = False
 
@@ -373,6 +375,13 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
         if train.grad_clip and not train.grad_norm:
             rule = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
+    launcher, checkpoint = sections.get("launcher"), sections.get("checkpoint")
+    if isinstance(launcher, LauncherOptions) and isinstance(checkpoint, CheckpointOptions):
+        restarts = launcher.max_restarts
+        if restarts and checkpoint.every is None:
+            rule = "starts again what nothing is saved of (checkpoint.every=null)"
+            remedy = "set checkpoint.every, as checkpoint.every=10min"
+            faults.append(Fault("launcher.max_restarts", str(restarts), rule, remedy))
     optimizer = sections.get("optimizer")
     if isinstance(optimizer, OptimizerOptions):
         _refuse_ineffective(optimizer, faults)

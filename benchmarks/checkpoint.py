@@ -1,0 +1,133 @@
+"""What checkpoints take of a run's steps, and how fast a large state is written and read.
+
+python benchmarks/checkpoint.py --gigabytes 1
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+DEADLINE_S = 1800.0
+EVERY = 20  # steps between checkpoints
+GPT = (
+    *("model=gpt", "model.width=320", "model.depth=8", "model.heads=8"),
+    f"train.steps={5 * EVERY + EVERY // 2}",
+)
+_CHUNK = os.urandom(2**24)
+
+
+def main() -> None:
+    words = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=words)
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured; a temporary one")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the large state")
+    parser.add_argument("--rounds", type=int, default=3, help="turns with checkpoints and without")
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    console = Console()
+    folder = Path(tempfile.mkdtemp(prefix="whale-bench-", dir=options.folder))
+    try:
+        console.print(beside_steps(folder, options.ranks, options.rounds))
+        console.print(large_state(folder, options.ranks, options.gigabytes))
+    finally:
+        shutil.rmtree(folder)
+
+
+def beside_steps(folder: Path, ranks: int, rounds: int) -> Table:
+    """Steps of a GPT with a checkpoint every EVERY of them, without, and before the next step."""
+    sides = {
+        "no checkpoints": ("checkpoint.every=null",),
+        "beside the steps": (f"checkpoint.every={EVERY}",),
+        "before the next step": (f"checkpoint.every={EVERY}", "checkpoint.async=false"),
+    }
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name, more in sides.items():
+            run_dir = folder / f"steps_{number}"
+            summary = train(run_dir, ranks, *GPT, *more)
+            # Between steps a run copies what it saves: not a part of any step, and counted here.
+            times[name].append(summary["trained_s"] / summary["steps"])
+            shutil.rmtree(run_dir)
+    table = Table("", title=f"GPT of 10 M, AdamW, {ranks} ranks, a checkpoint every {EVERY} steps")
+    for column in ("mean step", "of that without"):
+        table.add_column(column, justify="right")
+    without = times["no checkpoints"]
+    for name, found in times.items():
+        ratios = [a / b for a, b in zip(found, without, strict=True)]
+        table.add_row(name, f"{1e3 * median(found):.1f} ms", f"{median(ratios):.3f}")
+    return table
+
+
+def large_state(folder: Path, ranks: int, gigabytes: float) -> Table:
+    """A state of so many gigabytes (weights and Adam's moments) saved and gone on from, beside what
+    the disk does with a file of that size in the same run."""
+    classes = round(gigabytes * 1e9 / 12 / 1024)  # of 1,024 features, three values of 4 bytes each
+    head = ("model=class_head", "data=classes", f"model.num_classes={classes}")
+    shape = ("model.num_features=1024", "data.num_features=1024", "train.grad_norm=false")
+    saved, read = folder / "saved", folder / "read"
+    train(saved, ranks, *head, *shape, "train.steps=1", "checkpoint.every=1")
+    (line,) = (json.loads(text) for text in (saved / "checkpoints.jsonl").read_text().splitlines())
+    forget(saved)
+    going_on = train(read, ranks, *head, *shape, "train.steps=2", f"train.resume={saved}")
+    disk_write_s, disk_read_s = disk(folder / "file", line["bytes"])
+    table = Table("", title=f"a state of {line['bytes'] / 1e9:.2f} GB, {ranks} ranks")
+    for column in ("checkpoint", "the disk", "of the disk's speed"):
+        table.add_column(column, justify="right")
+    for name, ours, its in (
+        ("written", line["seconds"], disk_write_s),
+        ("read", going_on["resumed_s"], disk_read_s),
+    ):
+        rates = [f"{line['bytes'] / seconds / 1e6:,.0f} MB/s" for seconds in (ours, its)]
+        table.add_row(name, *rates, f"{its / ours:.2f}")
+    return table
+
+
+def train(run_dir: Path, ranks: int, *overrides: str) -> dict[str, Any]:
+    """Run the command; return its summary."""
+    command = [sys.executable, "-m", "whale_train.launcher.cli", "strategy=dp", "hardware=cpu"]
+    command += [f"hardware.devices={ranks}", f"train.global_batch={2 * ranks}", *overrides]
+    command += [f"hydra.run.dir={run_dir}", "checkpoint.final=false"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return summary
+
+
+def disk(path: Path, size: int) -> tuple[float, float]:
+    """Seconds to write a file of `size` bytes to the disk, and to read it from there."""
+    started = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(size // len(_CHUNK)):
+            file.write(_CHUNK)
+        os.fsync(file.fileno())
+    written_s = time.perf_counter() - started
+    forget(path.parent)
+    started = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.read(len(_CHUNK)):
+            pass
+    return written_s, time.perf_counter() - started
+
+
+def forget(folder: Path) -> None:
+    """Have the kernel forget what it keeps of the files below `folder`: they are read again."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+if __name__ == "__main__":
+    main()

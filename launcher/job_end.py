@@ -1,0 +1,79 @@
+"""How a job ends: its status, and what is said last."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from whale_train.launcher.planning.plan_request import Resolved
+from whale_train.launcher.ranks.host_process import Outcome, describe_failure
+from whale_train.launcher.ui.progress import summary_line, unlike_predicted
+from whale_train.launcher.ui.terminal import Portable
+from whale_train.quantities import in_bytes
+from whale_train.strategies.hardware.calibration import is_measured
+from whale_train.strategies.plan.plan import Plan
+
+EXIT_STATUS = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended, and what it measured (empty unless it is done)."""
+
+    status: Literal["done", "failed", "refused", "interrupted"]
+    run_dir: Path
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
+    """Say how a run ended."""
+    if outcome.status == "done":
+        summary = json.loads((run_dir / "summary.json").read_text())
+        if summary["stopped_after"] is not None:
+            sys.stderr.write(f"interrupted after step {summary['stopped_after']}, which is saved; ")
+            sys.stderr.write(f"go on with hydra.run.dir={run_dir} train.resume=auto\n")
+            return JobEnd("interrupted", run_dir)
+        unlike = unlike_predicted(summary, resolved.emulated)
+        if unlike:
+            console.print(f"warning: {unlike}; {_why(resolved)}", style="yellow", soft_wrap=True)
+        console.print(Portable(summary_line(summary, run_dir, resolved.emulated)))
+        if summary.get("model_bytes") is not None:
+            size = in_bytes(summary["model_bytes"])
+            said = f"the trained model: {run_dir / 'model'} ({size})"
+            console.print(Portable(Text(said)), soft_wrap=True)
+        return JobEnd("done", run_dir, summary)
+    if outcome.status == "failed":
+        assert outcome.failure is not None
+        place = _place(resolved.plan, outcome.failure.rank)
+        sys.stderr.write(f"error: {describe_failure(outcome.failure, place)}\n")
+        return JobEnd("failed", run_dir)
+    return interrupted(run_dir)
+
+
+def _why(resolved: Resolved) -> str:
+    """Return what may be behind a prediction far off, and what to do."""
+    precision = resolved.plan.precision
+    if resolved.emulated or is_measured(resolved.cluster, precision):
+        return "the machine may have been busy, or other programs while it was calibrated"
+    kind, command = resolved.cluster.devices[0].name, "whale-train mode=calibrate"
+    if resolved.cluster.on_cpu:  # by how many threads each has
+        command += f" hardware=cpu hardware.devices={resolved.plan.world_size}"
+    return f"{kind}'s {precision} is the catalogue's: {command} measures it"
+
+
+def interrupted(run_dir: Path) -> JobEnd:
+    sys.stderr.write(f"interrupted; what was written is in {run_dir}\n")
+    return JobEnd("interrupted", run_dir)
+
+
+def _place(plan: Plan, rank: int | None) -> str:
+    """Return a rank's place in the plan, in words."""
+    if rank is None:
+        return ""
+    held = plan.ranks[rank]
+    parts = " and ".join(plan.task_graphs[i].name for i in held.task_graphs)
+    return f"{held.device}, node {held.node}, TaskGraph {parts}"
