@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from whale_train.runtime.graph.shard_rng import SharedRandom
 
-BLOCK = "block"  # key of a node's meta: the block it belongs to
+# Keys of a node's meta: the block it belongs to, and the module, by their paths in the model.
+BLOCK, MODULE = "block", "module"
 
 
 class BlockModule(nn.Module):

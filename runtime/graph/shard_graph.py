@@ -26,7 +26,7 @@ from whale_train.runtime.comms.layout_collectives import (
     reduce_scatter,
     slice_,
 )
-from whale_train.runtime.graph.block_modules import BLOCK
+from whale_train.runtime.graph.block_modules import BLOCK, MODULE
 from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_ops import Laid, local_call
@@ -155,7 +155,7 @@ class _Writer:
         for node in nodes:
             if node.op == "call_function" and not self.is_training_only(node):
                 self.made[node.name] = self.operation(node)
-                self.mark(block_of(module_path(node)))
+                self.mark(module_path(node))
                 changed = written_value(node)
                 if changed is not None:  # whoever reads it from here on reads the new value
                     self.made[changed.name] = self.made[node.name]
@@ -172,12 +172,12 @@ class _Writer:
         buffer = changed is not None and changed.op == "get_attr"
         return self.counts is not None and buffer and not node.users
 
-    def mark(self, block: str) -> None:
-        """Say of what was written since the last time to which block it belongs."""
+    def mark(self, path: str) -> None:
+        """Say of what was written since the last time to which module it belongs, and block."""
         for new in reversed(self.graph.nodes):
             if BLOCK in new.meta or new.op == "placeholder":
                 break
-            new.meta[BLOCK] = block
+            new.meta |= {BLOCK: block_of(path), MODULE: path}
 
     def operation(self, node: fx.Node) -> fx.Node:
         if any(is_graph(self.source, x) for x in node.all_input_nodes):

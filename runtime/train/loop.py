@@ -16,6 +16,8 @@ from whale_train.config import Request
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
+from whale_train.runtime.failures.not_finite import first_not_finite
+from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import Wish
 from whale_train.runtime.train.batches import RankBatches
@@ -69,7 +71,9 @@ class Loop:
                 options.grad_norm,
                 self._sum_over_job,
                 scale,
+                skips_bad=options.on_nan is not None,
             )
+            skipped = self._skipped(number, batch, norm)
             if self.loss_scale is not None:
                 assert norm is not None
                 self.loss_scale.update(math.isfinite(float(norm)))
@@ -79,9 +83,24 @@ class Loop:
         evaluation = {}
         if options.evaluate_every and (number + 1) % options.evaluate_every == 0:
             evaluation = evaluate(program, batches)
-        step = StepMetrics(number + 1, loss, norm, lr, seconds, evaluation, scale)
+        step = StepMetrics(number + 1, loss, norm, lr, seconds, evaluation, scale, skipped)
         self._pending = (step, batches.tokens(batch))
         return seconds
+
+    def _skipped(self, number: int, batch: Sequence[Batch], norm: Tensor | None) -> bool:
+        """Return whether the step's update was left out, its gradients not being finite. Raises
+        FloatingPointError, which says where that began, unless that is to be skipped. A dynamic
+        loss scale has an answer of its own to gradients that overflow."""
+        on_nan = self._request.train.on_nan
+        if on_nan is None or norm is None or self.loss_scale is not None:
+            return False
+        if math.isfinite(float(norm)):
+            return False
+        if on_nan == "stop":
+            program = self._program
+            began = first_not_finite(program.engines, lambda: program.forward_backward(batch))
+            raise FloatingPointError(_not_finite(number + 1, "gradient norm", began))
+        return True
 
     def _span(self, name: str) -> AbstractContextManager[None]:
         return span(self._trace, name)
@@ -90,11 +109,21 @@ class Loop:
         """Write the line of the step before."""
         if self._pending is not None:
             step, tokens = self._pending
+            self._pending = None
+            loss = step.loss.item()
             if self._metrics is not None:
-                self.final_loss = self._metrics.write(step, self._plan.global_batch, tokens)
-            else:
-                step.loss.item()
-        self._pending = None
+                self._metrics.write(step, loss, self._plan.global_batch, tokens)
+                self.final_loss = loss
+            stops = self._request.train.on_nan == "stop" and self.loss_scale is None
+            if stops and not math.isfinite(loss):
+                raise FloatingPointError(_not_finite(step.number, "loss", ""))
+
+
+def _not_finite(step: int, what: str, began: str) -> str:
+    """Return what a run that stops there says."""
+    said = f"the {what} of step {step} is not finite"
+    said += f", which began with {began}" if began else ""
+    return f"{said}; use train.on_nan=skip to leave such steps out, or a lower optimizer.lr"
 
 
 def _sum_over_job(squared: Tensor) -> Tensor:
@@ -130,6 +159,7 @@ def train(
         done += 1
         wanted = saver.wanted(done) if saver is not None else Wish.NOTHING
         if saver is not None and (wanted or done == request.train.steps):
+            loop.settle()  # a loss that is no number is not saved
             scale = loop.loss_scale and asdict(loop.loss_scale)
             saver.save(done, {"samples": batches.seen(done), "loss_scale": scale})
         if wanted is Wish.SAVE_AND_STOP:
@@ -168,13 +198,14 @@ def update(
     measure: bool,
     sum_over_job: Callable[[Tensor], Tensor] | None,
     loss_scale: float | None = None,
+    skips_bad: bool = False,
 ) -> Tensor | None:
     """Take one optimizer step of all of a rank's engines; the global L2 norm of the gradients
     before clipping (None unless `measure` or `clip` or a loss scale asks for it).
 
-    With a `loss_scale`, by which the gradients were multiplied, a step whose gradients are not
-    finite is skipped; the norm is the same number on every rank, so they all do. Norms are
-    without it.
+    With a `loss_scale`, by which the gradients were multiplied, or where the update `skips_bad`, a
+    step whose gradients are not finite is skipped; the norm is the same number on every rank, so
+    they all do. Norms are without the scale.
 
     `sum_over_job` adds a scalar over all ranks whose engines hold different parameters; None where
     every rank's engines hold, among their copies, all there are.
@@ -211,7 +242,7 @@ def update(
     if not partitioned:
         global_squared(None, False)
     norm = total[0].sqrt() / (loss_scale or 1.0)
-    skips = loss_scale is not None and not bool(norm.isfinite())
+    skips = (loss_scale is not None or skips_bad) and not bool(norm.isfinite())
     for plain_engine in plain:
         plain_engine.step(norm, clip, skips)
     return norm

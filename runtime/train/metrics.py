@@ -24,6 +24,7 @@ class StepMetrics:
     seconds: float
     evaluation: dict[str, float]
     loss_scale: float | None = None
+    skipped: bool = False
 
 
 class Metrics:
@@ -38,15 +39,15 @@ class Metrics:
 
             self._board = SummaryWriter(str(run_dir / "tensorboard"))
 
-    def write(self, step: StepMetrics, samples: int, tokens: int) -> float:
-        """Write a step's line, waiting for its loss, which is returned."""
-        loss = step.loss.item()
+    def write(self, step: StepMetrics, loss: float, samples: int, tokens: int) -> None:
+        """Write the line of a step, whose `loss` has come."""
         norm = None if step.grad_norm is None else float(step.grad_norm)
         line: dict[str, Any] = {
             "step": step.number,
             "loss": loss,
             "grad_norm": norm,
             "lr": step.lr,
+            **({"skipped": True} if step.skipped else {}),
             **({} if step.loss_scale is None else {"loss_scale": step.loss_scale}),
             "samples": samples,
             "tokens": tokens,
@@ -64,7 +65,6 @@ class Metrics:
             for name in ("loss", "grad_norm", "lr", "samples_per_s", *step.evaluation):
                 if line[name] is not None:
                     self._board.add_scalar(f"train/{name}", line[name], step.number)
-        return loss
 
     def close(self) -> None:
         self._file.close()
