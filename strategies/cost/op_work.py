@@ -11,7 +11,12 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from whale_train.strategies.graph.operation_graph import Operation, OperationGraph, Ref
+from whale_train.strategies.graph.operation_graph import (
+    DTYPE_BYTES,
+    Operation,
+    OperationGraph,
+    Ref,
+)
 from whale_train.strategies.layouts.propagation import RULES, differentiable, reshape
 
 
@@ -226,7 +231,7 @@ class Works:
         operation = self.graph[name]
         if operation.shape is None:
             return _NONE
-        num_bytes = _WIDTHS.get(operation.dtype, 4) * part(name, reader)
+        num_bytes = DTYPE_BYTES.get(operation.dtype, 4) * part(name, reader)
         follows = any(size.per_sample for size in operation.shape)
         for size in operation.shape:
             num_bytes *= size.per_sample or size.fixed
@@ -272,7 +277,6 @@ _VIEWS = _TURNING | _CASTS | _SPREADING | _TAKING_PART | _names(
     "getitem view reshape _unsafe_view flatten unflatten slice squeeze unsqueeze detach alias "
     "contiguous sym_size"
 )  # fmt: skip
-_WIDTHS = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
 _WITH_BIAS = (KernelKind.PRODUCT, KernelKind.CONVOLUTION)
 # Products with what they made of the step before, all steps and layers as one operation.
 _RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")

@@ -129,13 +129,13 @@ def value_bytes(operation: Operation, samples: float = 1) -> float:
     """Return the bytes of a value for so many samples; a value without a batch counts whole."""
     if operation.shape is None:
         return 0.0
-    total = float(_DTYPE_BYTES.get(operation.dtype, 4))
+    total = float(DTYPE_BYTES.get(operation.dtype, 4))
     for size in operation.shape:
         total *= size.fixed + size.per_sample * samples
     return total
 
 
-_DTYPE_BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
+DTYPE_BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "bool": 1, "uint8": 1}
 
 
 @dataclass(frozen=True)

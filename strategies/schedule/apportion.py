@@ -1,9 +1,9 @@
-"""How a number of samples is shared among devices of unlike speed and memory.
+"""Integer apportionment: samples shared among devices of unlike speed and memory.
 
-The one-dimensional optimum of hardware-aware balance: whole shares, none above what its device
-can hold, whose slowest device is done as early as possible. All arithmetic is on integers, so
-the answer is exact and the same everywhere. What a speed or a cap *is* (FLOP/s, a stage's time,
-samples that fit) is the caller's to say; so is what to do with an answer of None.
+The optimum of hardware-aware balance: whole shares within the devices' caps, whose slowest device
+is done as early as possible. All arithmetic is on integers, so the answer is exact and the same
+everywhere. The caller decides what a speed and a cap are (FLOP/s, a stage's time, samples that
+fit), and what an answer of None means.
 """
 
 import heapq
@@ -11,16 +11,15 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import gcd, lcm
 
-_SAME = 1.05  # times a fixed part is another one that is as long, as far as predictions tell
-_ROUNDS = 3  # in which shares settle: a step's fixed part is small beside what grows with samples
+_SAME = 1.05  # ratio up to which fixed parts count as equal: the error of predictions
+_ROUNDS = 3  # enough for shares to settle: a step's fixed part is small beside what grows
 
 
 def apportion(
     balance: str, total: int, speeds: Sequence[float], caps: Sequence[int], minimum: int = 0
 ) -> tuple[int, ...] | None:
     """Return whole shares of `total`, each of at least `minimum` and at most its cap: in proportion
-    to `speeds` (`balance` "hardware") or equal to within one ("even"). None where there are none.
-    """
+    to `speeds` (`balance` "hardware") or equal to within one ("even"); None where no shares are."""
     if balance == "even":
         shares = even_shares(total, len(caps), caps)
         return None if shares is None or min(shares, default=minimum) < minimum else shares
@@ -35,11 +34,11 @@ def apportion_by_time(
     minimum: int = 0,
 ) -> tuple[int, ...] | None:
     """Return whole shares of `total` as `apportion` does, for members that take `times[i](n)`
-    seconds for n samples: so that all end together, as nearly as whole samples go.
+    seconds for n samples, such that all end together as nearly as whole samples allow.
 
-    Around some share a time is a line, a part that is fixed and one that grows with the samples;
-    shares whose lines end together are where the next round looks. It begins with equal shares,
-    and the best of a few rounds is returned.
+    Around a share, a time is a line: a fixed part, and one that grows with the samples. From equal
+    shares on, each round takes the shares whose lines end together; the best of a few rounds is
+    returned.
     """
     count = len(times)
     if balance == "even" or count < 2:
@@ -50,22 +49,21 @@ def apportion_by_time(
     best: tuple[float, tuple[int, ...]] | None = None
     for _ in range(_ROUNDS):
         lines = [_line(time, n) for time, n in zip(times, shares, strict=True)]
-        found = apportion(balance, total, _ending_together(total, lines), caps, minimum)
-        if found is None:
+        next_shares = apportion(balance, total, _ending_together(total, lines), caps, minimum)
+        if next_shares is None:
             return None
-        slowest = max(time(n) for n, time in zip(found, times, strict=True))
+        slowest = max(time(n) for n, time in zip(next_shares, times, strict=True))
         if best is None or slowest < best[0]:
-            best = (slowest, found)
-        if found == tuple(shares):
+            best = (slowest, next_shares)
+        if next_shares == tuple(shares):
             break
-        shares = found
+        shares = next_shares
     assert best is not None
     return best[1]
 
 
 def _line(time: Callable[[int], float], samples: int) -> tuple[float, float]:
-    """Return the seconds of no sample and of each one on the line through `samples` and twice as
-    many."""
+    """Return the (fixed, per sample) seconds of the line through `samples` and twice as many."""
     samples = max(samples, 1)
     once, twice = time(samples), time(2 * samples)
     each = max((twice - once) / samples, 1e-30)  # what takes no time is done at once
@@ -73,9 +71,9 @@ def _line(time: Callable[[int], float], samples: int) -> tuple[float, float]:
 
 
 def _ending_together(total: int, lines: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the shares, not whole, of members that take (fixed, each) seconds, all of which end
-    when the last does; next to nothing for one whose fixed part alone is longer. Fixed parts that
-    differ by less than a prediction's error are equal."""
+    """Return the fractional shares with which members of (fixed, per sample) seconds all end
+    together; next to nothing for one whose fixed part alone is longer. Fixed parts that differ by
+    less than a prediction's error count as equal."""
     fixed = [start for start, _ in lines]
     if max(fixed) <= _SAME * min(fixed):
         return [1 / each for _, each in lines]
@@ -88,15 +86,15 @@ def most_shared(balance: str, caps: Sequence[int]) -> int:
     """Return the largest number that can be shared within `caps`: evenly, no share exceeds another
     by two."""
     if balance == "even":
-        least = min(caps)
-        return least * len(caps) + sum(cap > least for cap in caps)
+        lowest = min(caps)
+        return lowest * len(caps) + sum(cap > lowest for cap in caps)
     return sum(caps)
 
 
 def optimal_shares(
     total: int, speeds: Sequence[float], caps: Sequence[int], minimum: int = 0
 ) -> tuple[int, ...] | None:
-    """Whole shares of `total` that minimise the step time, max of share[i] / speed[i].
+    """Return the whole shares of `total` that minimise the step time, max of share[i] / speed[i].
 
     `speeds` (samples/s in any common unit) must be positive and finite; minimum <= share[i] <=
     caps[i] and the shares sum to `total`. Among the shares of equal step time it takes the one
@@ -144,7 +142,7 @@ def optimal_shares(
 
 
 def even_shares(total: int, count: int, caps: Sequence[int]) -> tuple[int, ...] | None:
-    """Shares of `total` equal to within one: what `balance: even` does, speeds unread.
+    """Return shares of `total` equal to within one, whatever the speeds: `balance: even`.
 
     The larger ones go to the lowest ranks whose cap allows it. None when some device cannot
     hold its part. Raises ValueError unless there are `count` caps.

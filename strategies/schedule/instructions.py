@@ -75,10 +75,10 @@ Transits = Mapping[tuple[int, int], float]
 
 
 def in_flight(instructions: Iterable[Instruction]) -> int:
-    """Return the most (chunk, micro-batch) pairs that a position holds the activations of at once.
+    """Return the most (chunk, micro-batch) pairs whose activations a position holds at once.
 
-    They are held from the forward to the end of the backward; of a split one, to the end of its
-    weight part.
+    Activations are held from the forward to the end of the backward; of a split backward, to the
+    end of its weight part.
     """
     held = most = 0
     for instruction in instructions:

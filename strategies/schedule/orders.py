@@ -1,7 +1,7 @@
 """The instructions of every position of a pipeline, communication included, for one step.
 
-Owns who computes which micro-batch and when values are sent and received; in which order a
-position computes, `list_scheduling.py` finds.
+Owns which position computes which micro-batch and when values are sent and received;
+`list_scheduling.py` owns the order in which a position computes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,18 +61,16 @@ def makespan(
     durations: ChunkDurations | None = None,
     transits: Transits | None = None,
 ) -> float:
-    """When the last position is done, in the unit of `durations`.
-
-    Arguments and errors are those of `schedule`.
-    """
+    """Return when the last position is done, in the unit of `durations`, for the arguments of
+    `schedule`. Raises what `schedule` raises."""
     pipeline = ScheduledPipeline(name, positions, owners, edges, micro_batches, durations, transits)
     return simulated(pipeline).clock
 
 
 def in_flight_limits(copies: Sequence[int], rounds: int, micro_batches: int) -> list[int]:
     """Return how many (chunk, micro-batch) pairs the positions of each stage may have in flight
-    together under 1F1B. Stage s is `copies[s]` positions of one speed, each with `rounds`
-    chunks."""
+    together under 1F1B. Stage s is `copies[s]` positions of one speed, each with `rounds` chunks.
+    """
     stages, first = len(copies), [sum(copies[:stage]) for stage in range(len(copies))]
     positions = [
         Position(tuple(range(stage, rounds * stages, stages)))
@@ -90,12 +88,12 @@ def in_flight_limits(copies: Sequence[int], rounds: int, micro_batches: int) -> 
 
 @lru_cache(maxsize=1 << 12)
 def spacing_of_equals(count: int, micro_batches: int) -> float:
-    """`least_spacing` of replicas of one speed."""
+    """Return the `least_spacing` of `count` replicas of one speed."""
     return least_spacing(owners_of_equals(count, micro_batches))
 
 
 def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
-    """Return which of the replicas of a stage owns each micro-batch: its index in `weights`.
+    """Return the replica of a stage that owns each micro-batch, as its index in `weights`.
 
     `weights` are the replicas' speeds (positive, any common unit). Each owns the number that
     makes the slowest finish earliest (`optimal_shares`), one at least where there are as many as
@@ -110,8 +108,8 @@ def owners(weights: Sequence[float], micro_batches: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 12)
 def _dealt(weights: tuple[float, ...], micro_batches: int) -> tuple[int, ...]:
-    least = int(micro_batches >= len(weights))
-    counts = optimal_shares(micro_batches, weights, [micro_batches] * len(weights), least)
+    minimum = int(micro_batches >= len(weights))
+    counts = optimal_shares(micro_batches, weights, [micro_batches] * len(weights), minimum)
     if counts is None or not counts:
         raise ValueError(f"{micro_batches} micro-batches cannot be shared by {len(weights)}")
     credits = [0] * len(counts)
@@ -125,7 +123,7 @@ def _dealt(weights: tuple[float, ...], micro_batches: int) -> tuple[int, ...]:
 
 
 def owners_of_equals(count: int, micro_batches: int) -> tuple[int, ...]:
-    """`owners` of replicas of one speed."""
+    """Return the `owners` of micro-batches of `count` replicas of one speed."""
     return owners([1.0] * count, micro_batches)
 
 

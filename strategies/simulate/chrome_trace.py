@@ -13,13 +13,13 @@ Event = dict[str, Any]
 
 
 def named(rank: int, device: str) -> Event:
-    """Return what a rank is called."""
+    """Return the event that names a rank's process."""
     name = {"name": f"rank {rank} ({device})"}
     return {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": name}
 
 
 def event(rank: int, what: Instruction | str, started_us: float, took_us: float) -> Event:
-    """Return the event of an instruction, or of a part of the step, that a rank was at."""
+    """Return the event of an instruction, or of a named part of the step, on a rank."""
     args: dict[str, Any] = {}
     name, category = str(what), "step"
     if isinstance(what, Instruction):
@@ -34,16 +34,15 @@ def event(rank: int, what: Instruction | str, started_us: float, took_us: float)
 
 
 def _goes_on(first: Event, second: Event) -> bool:
-    """Return whether two events are pieces of one: a backward whose gradients become ready in
-    pieces."""
+    """Return whether two events are pieces of one backward, whose gradients are ready in pieces."""
     same = all(first[key] == second[key] for key in ("name", "tid", "args"))
     return same and abs(first["ts"] + first["dur"] - second["ts"]) < 1e-3
 
 
 def events_of(spans: Spans, stands: Mapping[int, int], devices: Sequence[str]) -> list[Event]:
-    """Return the events of a simulated step. Every rank does what the one does that `stands` for
-    it; transfers that go on beside its computing are a second row of its."""
-    found = [named(rank, device) for rank, device in enumerate(devices)]
+    """Return the events of a simulated step, on every rank those of the rank that `stands` for it.
+    Transfers that overlap with computation are in a second row."""
+    events = [named(rank, device) for rank, device in enumerate(devices)]
     by_rank: dict[int, list[Event]] = {}
     for task, start, end in zip(spans.tasks, spans.starts, spans.ends, strict=True):
         if end == start:
@@ -52,11 +51,11 @@ def events_of(spans: Spans, stands: Mapping[int, int], devices: Sequence[str]) -
         for rank in task.ranks:
             made = event(rank, what, start * 1e6, (end - start) * 1e6)
             made["tid"] = 0 if task.lane is Lane.COMPUTE else 1
-            mine = by_rank.setdefault(rank, [])
-            if mine and _goes_on(mine[-1], made):
-                mine[-1]["dur"] = made["ts"] + made["dur"] - mine[-1]["ts"]
+            rank_events = by_rank.setdefault(rank, [])
+            if rank_events and _goes_on(rank_events[-1], made):
+                rank_events[-1]["dur"] = made["ts"] + made["dur"] - rank_events[-1]["ts"]
             else:
-                mine.append(made)
-    for rank, other in stands.items():
-        found += [{**made, "pid": rank} for made in by_rank.get(other, ())]
-    return found
+                rank_events.append(made)
+    for rank, simulated_rank in stands.items():
+        events += [{**made, "pid": rank} for made in by_rank.get(simulated_rank, ())]
+    return events

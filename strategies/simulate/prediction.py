@@ -12,8 +12,8 @@ from whale_train.strategies.simulate.tasks import Step, floor_s, tasks_of
 
 @dataclass(frozen=True)
 class Simulated:
-    """A simulated step of `global_batch` samples; `stands` says which rank's tasks are those of
-    each rank. `floor_s` is the least that the devices need to compute it."""
+    """A simulated step of `global_batch` samples; `stands` has the simulated rank of every rank,
+    `floor_s` is the step's lower bound from computation alone."""
 
     spans: Spans
     stands: Mapping[int, int]
@@ -21,8 +21,7 @@ class Simulated:
     floor_s: float
 
     def prediction(self) -> Prediction:
-        """Return the step's time, which is not under the floor, and where that of its busiest rank
-        goes."""
+        """Return the step's time, and how its busiest rank spends it."""
         seconds = self.spans.seconds
         assert seconds >= self.floor_s * (1 - 1e-9), (seconds, self.floor_s)
         busiest = _busiest(rank_times(self.spans))
@@ -36,15 +35,15 @@ class Simulated:
         )
 
     def events(self, cluster: Cluster) -> list[Event]:
-        """Return the timeline of the step, as a trace of a run has it."""
+        """Return the timeline of the step, in the form of a run's trace."""
         return events_of(self.spans, self.stands, [device.name for device in cluster.devices])
 
 
 def simulated(
     step: Step, stands: Mapping[int, int], cluster: Cluster, global_batch: int
 ) -> Simulated:
-    """`step` on the devices of `cluster`. Of processors that all ranks share, those that stand for
-    others have their part."""
+    """Return `step`, simulated on the devices of `cluster`. Of processors that all ranks share, the
+    simulated ranks have the part of their number."""
     part = len(set(stands.values())) / len(stands)
     spans = simulate(tasks_of(step), cluster.processors * part)
     return Simulated(spans, stands, global_batch, floor_s(step))

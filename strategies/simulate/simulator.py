@@ -1,9 +1,8 @@
-"""A step, simulated: tasks on the lanes of ranks, each as soon as what it waits for is done.
+"""The simulator of a step: tasks run on the lanes of ranks as soon as their dependencies are done.
 
-A rank has two lanes: it computes on one, and transfers go on beside that on the other. Tasks of a
-lane run in the order in which they are listed; a task of several ranks (a collective) holds the
-lanes of all of them from one start to one end. Owns the clock; what the tasks of a plan are is
-`tasks.py`'s.
+A rank has two lanes: one computes, the other transfers meanwhile. Tasks of a lane run in the order
+of the list; a task of several ranks (a collective) holds the lanes of all of them from one start to
+one end. Owns the clock; `tasks.py` owns the tasks of a plan.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,21 +13,21 @@ from typing import NamedTuple
 
 from whale_train.strategies.schedule.instructions import Instruction
 
-UPDATE = "update"  # the name of tasks that are part of it
+UPDATE = "update"  # the name of the tasks of the optimizer's update
 
 
 class Lane(Enum):
-    """Where a rank does a task."""
+    """The lane of a rank that a task runs on."""
 
     COMPUTE = "compute"
     LINK = "link"
 
 
 class Task(NamedTuple):
-    """`seconds` of work that `ranks` do together on their `lane`, when the tasks `after` (numbers
-    in the list) are done. Of these a rank that computes spends `transfer_s` in collectives. It is
-    an `instruction`, or a part of the step called `name`. `busy` is the part of a transfer's time
-    for which a processor of each of `ranks` is at it, beside what they compute."""
+    """`seconds` of work that `ranks` do together on their `lane`, after the tasks `after` (numbers
+    in the list). A computing rank spends `transfer_s` of them in collectives. The task is an
+    `instruction`, or a part of the step called `name`. `busy` is the part of a transfer's time for
+    which it occupies a processor of each of `ranks`."""
 
     ranks: tuple[int, ...]
     lane: Lane
@@ -41,7 +40,7 @@ class Task(NamedTuple):
 
     @property
     def load(self) -> float:
-        """The processors that each of its ranks needs for it."""
+        """The processors that the task needs on each of its ranks."""
         return 1.0 if self.lane is Lane.COMPUTE else self.busy
 
 
@@ -55,15 +54,15 @@ class Spans:
 
     @property
     def seconds(self) -> float:
-        """Until the last is done."""
+        """The seconds until the last task is done."""
         return max(self.ends, default=0.0)
 
 
 def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
-    """When each task begins and ends. Every task comes after those it waits for, in the list.
+    """Return when each task begins and ends. In the list, a task follows those it waits for.
 
-    Where ranks need more than there are of `processors` at once, to compute or for transfers that
-    these carry, they share them evenly. Raises ValueError for a task that waits for a later one.
+    Where ranks need more than `processors` at once, for computations or transfers, they share them
+    evenly. Raises ValueError for a task that waits for a later one.
     """
     for number, task in enumerate(tasks):
         if task.after and max(task.after) >= number:
@@ -82,8 +81,8 @@ def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
         lane, start = computing if task.lane is Lane.COMPUTE else linked, 0.0
         for rank in task.ranks:
             start = max(start, lane[rank])
-        for other in task.after:
-            start = max(start, ends[other])
+        for dependency in task.after:
+            start = max(start, ends[dependency])
         end = start + task.seconds
         starts.append(start)
         ends.append(end)
@@ -93,19 +92,19 @@ def simulate(tasks: Sequence[Task], processors: float = inf) -> Spans:
 
 
 def _sharing(tasks: Sequence[Task], processors: float) -> Spans:
-    """Return the spans where ranks share processors: from one end of a task to the next. Of a task
-    only what needs a processor is slowed by the others."""
+    """Return when each task begins and ends where ranks share `processors`, going from one end of a
+    task to the next. Only the part of a task that needs a processor is slowed by others."""
     waits = [len(set(task.after)) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
     queues: dict[tuple[int, Lane], list[int]] = {}
     for number, task in enumerate(tasks):
-        for other in set(task.after):
-            followers[other].append(number)
+        for dependency in set(task.after):
+            followers[dependency].append(number)
         for rank in task.ranks:
             queues.setdefault((rank, task.lane), []).append(number)
     heads = dict.fromkeys(queues, 0)
     starts, ends = [inf] * len(tasks), [inf] * len(tasks)
-    running: dict[int, float] = {}  # what is left of each, in seconds at full speed
+    running: dict[int, float] = {}  # remaining seconds of each task, at full speed
     clock = 0.0
 
     def begin(candidates: Iterable[int]) -> None:
@@ -148,8 +147,8 @@ def _sharing(tasks: Sequence[Task], processors: float) -> Spans:
 
 @dataclass(frozen=True)
 class RankTime:
-    """Where a rank's step goes, in seconds: they add up to it. `communication_s` is what it waits
-    for transfers, or spends in them; `idle_s` what it waits for others."""
+    """How a rank spends a step; the seconds add up to it. `communication_s` are those in transfers
+    or waiting for them, `idle_s` those waiting for other ranks."""
 
     compute_s: float
     communication_s: float
@@ -158,22 +157,22 @@ class RankTime:
 
 
 def rank_times(spans: Spans) -> dict[int, RankTime]:
-    """Return the time of every rank; a gap before a task is for the transfers the task waited for,
-    as long as they went on."""
+    """Return how every rank spends the step. A gap before a task counts as communication while the
+    transfers that the task waits for go on."""
     lists: dict[int, list[int]] = {}
     for number, task in enumerate(spans.tasks):
         if task.lane is Lane.COMPUTE:
             for rank in task.ranks:
                 lists.setdefault(rank, []).append(number)
-    found = {}
+    by_rank = {}
     for rank, numbers in lists.items():
         compute = communication = optimizer = idle = clock = 0.0
         for number in numbers:
             task, start, end = spans.tasks[number], spans.starts[number], spans.ends[number]
             going = sum(
-                min(spans.ends[other], start) - max(spans.starts[other], clock)
-                for other in task.after
-                if spans.tasks[other].lane is Lane.LINK and spans.ends[other] > clock
+                min(spans.ends[dependency], start) - max(spans.starts[dependency], clock)
+                for dependency in task.after
+                if spans.tasks[dependency].lane is Lane.LINK and spans.ends[dependency] > clock
             )
             waited = min(max(going, 0.0), start - clock)
             communication += waited
@@ -186,5 +185,5 @@ def rank_times(spans: Spans) -> dict[int, RankTime]:
                 compute += (1 - part) * (end - start)
             clock = end
         idle += spans.seconds - clock
-        found[rank] = RankTime(compute, communication, optimizer, idle)
-    return found
+        by_rank[rank] = RankTime(compute, communication, optimizer, idle)
+    return by_rank

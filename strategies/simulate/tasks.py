@@ -1,10 +1,10 @@
-"""A step as tasks: what the ranks compute, send and sum, in the order the runtime does it.
+"""A step as tasks: what the ranks compute, send and sum, in the runtime's order.
 
-Actors are the ranks that act as one (a copy of the model, or a shard group at its place in a
-pipeline); their instructions are the schedule's own. Owns the order; what a task takes is given.
+Actors are ranks that act as one (a copy of the model, or a shard group at a position of a
+pipeline) and run the schedule's instructions. Owns the order; the caller gives the costs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -12,19 +12,19 @@ from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 from whale_train.strategies.schedule.instructions import COMPUTATIONS, ENDS, Instruction, Kind
 from whale_train.strategies.simulate.simulator import UPDATE, Lane, Task
 
-PIECES = 8  # at most, in which a backward makes gradients ready for their sums
+PIECES = 8  # the most in which a backward makes gradients ready for their sums
 
 
 def sum_pieces(elements: float) -> int:
-    """Return in how many pieces the sum of so many gradients is, as a last backward makes them
-    ready."""
+    """Return in how many pieces the gradients of `elements` parameters are summed, as a last
+    backward makes them ready."""
     return max(1, min(PIECES, ceil(elements / REDUCE_BUCKET_ELEMENTS)))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an instruction: all, and those of them that pass in collectives. `busy` is the
-    part of a send's for which a processor is at it."""
+    """The seconds of an instruction, and `transfer_s` of them in collectives. `busy` is the part of
+    a send's seconds for which it occupies a processor."""
 
     seconds: float
     transfer_s: float = 0.0
@@ -34,7 +34,7 @@ class Cost:
 @dataclass(frozen=True)
 class Actor:
     """`ranks` that act as one, in the pipeline numbered `copy`, and what they do in a step. `cost`
-    is what a computation takes, or a send until it has arrived."""
+    prices a computation, or a send until it has arrived."""
 
     ranks: tuple[int, ...]
     copy: int
@@ -46,9 +46,9 @@ class Actor:
 @dataclass(frozen=True)
 class Sync:
     """Gradients summed over the actors `members` (numbers) for the chunks they hold: `seconds` of
-    transfers, in pieces as they become ready where it is `overlapped` with the last backward.
-    `busy` is the part of a transfer's time by which what goes on beside it takes longer, as a
-    rank's processor is at it. `gathers_s` are those of parameters after the update (ZeRO)."""
+    transfers, in pieces as they become ready where `overlapped` with the last backward. `busy` is
+    the part of the transfers' time by which they slow computation, as they occupy a rank's
+    processor. `gathers_s` are the seconds of all-gathering parameters after the update (ZeRO)."""
 
     members: tuple[int, ...]
     seconds: float
@@ -60,7 +60,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Step:
-    """All of a step; `norm_s` is the sum of the gradient's norm over all ranks."""
+    """All of a step; `norm_s` are the seconds of the gradient norm's all-reduce over all ranks."""
 
     actors: Sequence[Actor]
     syncs: Sequence[Sync]
@@ -68,12 +68,12 @@ class Step:
 
 
 def floor_s(step: Step) -> float:
-    """Return the least seconds of a step: computing alone, of the actor with most of it."""
+    """Return a lower bound of a step's seconds: the computation of the busiest actor."""
     costs_of = (
         [actor.cost(each) for each in actor.instructions if each.kind in COMPUTATIONS]
         for actor in step.actors
     )
-    return max(sum(cost.seconds - cost.transfer_s for cost in found) for found in costs_of)
+    return max(sum(cost.seconds - cost.transfer_s for cost in costs) for costs in costs_of)
 
 
 def tasks_of(step: Step) -> list[Task]:
@@ -85,7 +85,7 @@ class _Writer:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.tasks: list[Task] = []
-        # Of each actor, its last task, and those after which its gradients are, piece by piece.
+        # By actor: its last task, and the tasks that make its gradients ready, piece by piece.
         self.last: list[int | None] = [None] * len(step.actors)
         self.ready: list[list[int]] = [[] for _ in step.actors]
         self.sent: dict[tuple[int, bool, int, int, int], int] = {}
@@ -132,13 +132,12 @@ class _Writer:
         return len(self.tasks) - 1
 
     def after(self, number: int) -> tuple[int, ...]:
-        """Return what an actor's next task comes after."""
+        """Return the tasks that an actor's next one waits for."""
         last = self.last[number]
         return () if last is None else (last,)
 
     def run(self) -> None:
-        """Write the tasks of every actor's instructions; one that receives waits for the send to be
-        written."""
+        """Write every actor's instructions, a receive after its send."""
         at = [0] * len(self.step.actors)
         arrived: list[list[int]] = [[] for _ in self.step.actors]
         moved = True
@@ -181,7 +180,7 @@ class _Writer:
             waits = (done,)
             if is_final:
                 self.ready[number].append(done)
-                # The sum of what is ready goes on beside what comes next; of the last, nothing.
+                # The sum of each piece but the last overlaps with the computation that follows.
                 carried = self.carried[number]
                 if carried and (piece < pieces or place < max(final)):
                     beside = Task(actor.ranks, Lane.COMPUTE, carried, waits, carried, _SUM)
@@ -196,8 +195,8 @@ class _Writer:
         self.sent[_wire(actor.copy, instruction)] = self.add(task)
 
     def sums(self) -> list[list[int]]:
-        """Return the sums of gradients; of each actor, those it waits for before its update."""
-        found: list[list[int]] = [[] for _ in self.step.actors]
+        """Write the sums of gradients, and return those that each actor's update waits for."""
+        by_actor: list[list[int]] = [[] for _ in self.step.actors]
         for sync in self.step.syncs:
             ranks = tuple(self.step.actors[member].ranks[0] for member in sync.members)
             pieces = sync.pieces if sync.overlapped else 1
@@ -205,17 +204,17 @@ class _Writer:
                 waits = []
                 for member in sync.members:
                     ready = self.ready[member]
-                    # Pieces of an actor with more of them than this sum are taken together.
+                    # An actor with more pieces than this sum has several of them in one.
                     waits.append(ready[(piece + 1) * len(ready) // pieces - 1])
-                # While a rank computes, that its processors carry a sum is part of that.
+                # Beside computation, the load of a sum is already in `carried`.
                 beside = sync.overlapped and piece + 1 < pieces
                 busy = 0.0 if beside else sync.busy
                 seconds = sync.seconds / pieces
                 task = Task(ranks, Lane.LINK, seconds, tuple(waits), name=_SUM, busy=busy)
                 number = self.add(task)
                 for member in sync.members:
-                    found[member].append(number)
-        return found
+                    by_actor[member].append(number)
+        return by_actor
 
 
 _SUM = "sum of gradients"
@@ -224,7 +223,7 @@ _SENDS = (Kind.SEND, Kind.SEND_GRADIENT)
 
 
 def _wire(copy: int, instruction: Instruction) -> tuple[int, bool, int, int, int]:
-    """Return what a send and its receive have in common."""
+    """Return the key that a send and its receive have in common."""
     kind, chunk, m, peer = instruction
     if kind is Kind.SEND or kind is Kind.SEND_GRADIENT:
         return copy, kind is Kind.SEND_GRADIENT, chunk, peer, m
@@ -232,14 +231,9 @@ def _wire(copy: int, instruction: Instruction) -> tuple[int, bool, int, int, int
 
 
 def _last_backwards(instructions: Sequence[Instruction]) -> set[int]:
-    """Return where the backwards are after which a chunk's gradients are final."""
+    """Return the places of the backwards that make the gradients of their chunk final."""
     last: dict[int, int] = {}
     for place, instruction in enumerate(instructions):
         if instruction.kind in ENDS:
             last[instruction.chunk] = place
     return set(last.values())
-
-
-def costs(table: Mapping[tuple[Kind, int, int], Cost]) -> Callable[[Instruction], Cost]:
-    """Return the costs of instructions by kind, chunk and micro-batch."""
-    return lambda instruction: table[instruction.kind, instruction.chunk, instruction.micro_batch]

@@ -1,7 +1,7 @@
-"""The bytes that the ranks of a strategy need.
+"""The peak bytes of a strategy's ranks.
 
-A schedule is played instruction by instruction: forwards add what backwards will want, backwards
-take it away and leave gradients. The worst moment within any of them is what a rank needs.
+A schedule is played instruction by instruction: forwards add saved tensors, backwards free them and
+leave gradients. The peak within any instruction is what a rank needs.
 """
 
 from bisect import bisect_right
@@ -36,9 +36,9 @@ from whale_train.strategies.stages.placement import (
 
 
 class RankMemory:
-    """What every rank needs, by the samples it takes at a time: what it holds of `chunks`, and what
-    is alive at the worst moment of its schedule, `orders` by copy and position. `recomputed` are
-    the stages that compute blocks again."""
+    """The bytes that every rank needs, by the samples it takes at a time: its share of `chunks`,
+    and what is alive at the peak of its schedule, `orders` by copy and position. `recomputed` are
+    the stages that recompute their blocks in the backward."""
 
     def __init__(
         self,
@@ -54,32 +54,33 @@ class RankMemory:
         stages = range(len(job.form.stages))
         self._held_by = [[n for n, c in enumerate(chunks) if c.stage == stage] for stage in stages]
         self._alike = [
-            alike_members([axis for n in mine for axis in chunks[n].axes], axes)
-            for mine in self._held_by
+            alike_members([axis for n in numbers for axis in chunks[n].axes], axes)
+            for numbers in self._held_by
         ]
         self._held: dict[tuple[int, int, bool], Held] = {}
-        self._known: dict[object, MemoryEstimate] = {}  # of members that hold as much
+        self._estimates: dict[object, MemoryEstimate] = {}
 
     def of(self, rank: int, samples: int, own: int) -> MemoryEstimate:
-        """Return what `rank` needs for micro-batches of `samples`, of which it takes `own` itself
-        (all, but for members beside a split head)."""
+        """Return the need of `rank` for micro-batches of `samples`, of which it takes `own` itself
+        (fewer than all only beside a split head)."""
         copy, position = self._job.place_of(rank)
         stage = self._job.seats.stage_of[position]
         index = self._job.seats.positions[copy][position].index(rank)
         member = self._alike[stage][index] if self._alike[stage] else 0
         order = self._orders[copy][position]
         key = (stage, member, samples, own, self._alike_orders[id(order)])
-        if key not in self._known:
-            self._known[key] = self._member(stage, member, order).needs(order, samples, own)
-        return self._known[key]
+        if key not in self._estimates:
+            self._estimates[key] = self._member(stage, member, order).needs(order, samples, own)
+        return self._estimates[key]
 
     def of_batches(self, batches: Batches) -> dict[int, MemoryEstimate]:
-        """Return what every rank needs for its largest micro-batch of `batches`."""
+        """Return the need of every rank for its largest micro-batch of `batches`."""
         return {rank: self.of(rank, *self._sizes(batches, rank)) for rank in self._ranks}
 
     def most(self, rank: int, batches: Batches) -> int:
         """Return how many samples `rank` has room for at a time, at most the whole batch; -1 where
-        not even its weights fit. Beside a split head the others' are as in `batches`."""
+        not even its weights fit. Beside a split head the samples of the other members are those of
+        `batches`."""
         room, gathered = self._job.cluster.devices[rank].memory_bytes, self._sizes(batches, rank)[0]
         beside = self._job.form.stages[self._job.stage_of_rank(rank)].body is not None
 
@@ -119,8 +120,7 @@ class RankMemory:
         return (everything.total - none.total) / self._classes
 
     def alike(self, rank: int, batches: Batches) -> tuple[object, ...]:
-        """Return what all of a rank's needs follow from: ranks of which it is equal need as
-        much."""
+        """Return the key of a rank's needs: ranks of equal keys need the same bytes."""
         copy, position = self._job.place_of(rank)
         stage = self._job.seats.stage_of[position]
         index = self._job.seats.positions[copy][position].index(rank)
@@ -149,7 +149,8 @@ class RankMemory:
         return [rank for copy in self._job.seats.positions for ranks in copy for rank in ranks]
 
     def _sizes(self, batches: Batches, rank: int) -> tuple[int, int]:
-        """Return the samples of the largest micro-batch of a rank's copy, and its own of them."""
+        """Return the samples of the largest micro-batch of a rank's copy, and those that the rank
+        itself takes."""
         copy, position = self._job.place_of(rank)
         samples = batches.largest(copy)
         if self._job.form.stages[self._job.seats.stage_of[position]].body is None:
@@ -161,36 +162,36 @@ class RankMemory:
         joins = not self._job.as_is and _accumulates(order)
         key = (stage, member, joins)
         if key not in self._held:
-            mine = {number: self._chunks[number] for number in self._held_by[stage]}
+            chunks = {number: self._chunks[number] for number in self._held_by[stage]}
             again = stage in self._recomputed
-            self._held[key] = Held(self._job, mine, self._axes, member, again, joins)
+            self._held[key] = Held(self._job, chunks, self._axes, member, again, joins)
         return self._held[key]
 
 
 def _accumulates(order: Sequence[Instruction]) -> bool:
-    """Return whether weights' gradients are added to as they are made, or left for later: where a
-    chunk has one backward, they are not (`assemble_stages` in runtime/assembly/build_stages.py)."""
+    """Return whether weight gradients are accumulated in place or deferred: not where every chunk
+    has one backward (`assemble_stages` in runtime/assembly/build_stages.py)."""
     chunks = {x.chunk for x in order}
     several = sum(x.kind is Kind.FORWARD for x in order) > len(chunks)
     return several or any(x.kind is Kind.BACKWARD_WEIGHT for x in order)
 
 
 def _alike_orders(orders: Sequence[Sequence[Sequence[Instruction]]]) -> Mapping[int, int]:
-    """Return the number of every order, by its id: the same for orders that only differ in which
-    micro-batches are meant, of which any has each chunk's ascending."""
-    found: dict[int, int] = {}
+    """Return a number for every order, by its id: the same for orders that differ only in the
+    numbers of their micro-batches, which ascend for each chunk in all of them."""
+    by_id: dict[int, int] = {}
     numbers: dict[object, int] = {}
     for order in (order for of_copy in orders for order in of_copy):
-        if id(order) not in found:
-            kinds = tuple((each.kind, each.chunk) for each in order)
-            found[id(order)] = numbers.setdefault(kinds, len(numbers))
-    return found
+        if id(order) not in by_id:
+            kinds = tuple((instruction.kind, instruction.chunk) for instruction in order)
+            by_id[id(order)] = numbers.setdefault(kinds, len(numbers))
+    return by_id
 
 
 class Held:
-    """What one member of a shard group holds of its chunks, by their numbers, and what their
-    forwards and backwards hold meanwhile. `again`: blocks are computed again in the backward.
-    `accumulates`: gradients are added to as they are made, or left for later."""
+    """The bytes of one member of a shard group for its `chunks`, by their numbers: parameters, and
+    the liveness of forwards and backwards. `again`: blocks are recomputed in the backward.
+    `accumulates`: weight gradients are accumulated in place or deferred."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class Held:
         self._passing: dict[int, Passing] = {}
         for number, chunk in chunks.items():
             local = held_elements(job, chunk, axes, member)
-            if chunk.head is not None:  # whose shard has an engine, and a reckoning, of its own
+            if chunk.head is not None:  # the shard of a split head has its own engine: `shard`
                 self._head_part = fraction(next(iter(chunk.shards.values())), axes, member)
                 local = {path: n for path, n in local.items() if path not in chunk.shards}
             self._elements |= local
@@ -220,7 +221,7 @@ class Held:
 
     @cached_property
     def _view(self) -> View:
-        """What values are as ranks run the model: as it is, or rewritten."""
+        """The sizes of the values as ranks run the model: as it is, or rewritten."""
         findings = self._job.findings
         if self._job.as_is:
             return findings.view
@@ -228,7 +229,7 @@ class Held:
 
     @cached_property
     def _crossing(self) -> Mapping[int, tuple[float, float]]:
-        """Bytes of a sample that each chunk gives, and takes."""
+        """The bytes of a sample that each chunk gives, and takes."""
         size = self._view.num_bytes
         return {
             number: (sum(map(size, chunk.slice.gives)), sum(map(size, chunk.slice.takes)))
@@ -263,7 +264,7 @@ class Held:
 
     @cached_property
     def _largest_made(self) -> float:
-        """Bytes of the largest gradient that is made before it is added."""
+        """The bytes of the largest gradient that is made before it is accumulated."""
         chunks = self._chunks.values() if self._accumulates else ()
         in_place = {x for chunk in chunks for x in added_in_place(self._job, chunk)}
         made = (n for path, n in self._elements.items() if path not in in_place)
@@ -284,17 +285,16 @@ class Held:
         return replace(once, kept=entering, forward=())
 
     def needs(self, order: Sequence[Instruction], samples: int, own: int) -> MemoryEstimate:
-        """Return what a rank needs that runs micro-batches of `samples` in the order of the
-        schedule; beside a split head it has `own` of these, and of the head a shard."""
+        """Return the need of a rank that runs micro-batches of `samples` in the schedule's `order`;
+        beside a split head it takes `own` of them, and holds a shard of the head."""
         rest = self.rest(order, own)
         if not any(chunk.head for chunk in self._chunks.values()):
             return rest
         return added(rest, self.shard(self._head_part, order, samples))
 
     def shard(self, part: float, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
-        """Return what a shard of a split head with a `part` of its classes needs. Its gradients are
-        there from the start where there are several backwards, or copies, whose buckets they are.
-        """
+        """Return the need of a shard with a `part` of a split head's classes. Its gradients stay
+        allocated where there are several backwards, or copies, whose buckets they are."""
         job, stage = self._job, self._stage
         head = next(chunk.head for chunk in self._chunks.values() if chunk.head)
         kinds = [x.kind for x in order if x.kind in (Kind.FORWARD, *ENDS)]
@@ -310,7 +310,7 @@ class Held:
         return next(iter(self._chunks.values())).stage
 
     def rest(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
-        """Return what all but a split head needs, with micro-batches of `samples`."""
+        """Return the need of everything but a split head, for micro-batches of `samples`."""
         job, held = self._job, sum(self._elements.values())
         keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
         copies = len(job.copies_of_rest(self._stage)[0])
@@ -338,21 +338,20 @@ class Held:
     def _steps(
         self, order: Sequence[Instruction], engine: Gradients
     ) -> Iterator[tuple[float, float, float]]:
-        """Yield the worst moments of every instruction: gradients there are, gradients about to be
-        added to them, and a sample's values. What is sent stays until all of the step's has left: a
-        given value also when its backward has let go of it."""
+        """Yield the moments on every instruction's Pareto front: the bytes of gradients, of
+        gradients about to be added to them, and of a sample's values. What is sent stays allocated
+        until the end of the step, also after its backward has freed it."""
         alone = sum(x.kind is Kind.FORWARD for x in order) == 1
         last = {x.chunk: x for x in order if x.kind in ENDS}
         values, sent = 0.0, {(x.chunk, x.micro_batch) for x in order if x.kind is Kind.SEND}
-        # DistributedDataParallel has them from its first step on, where it runs every backward.
+        # DistributedDataParallel keeps its buckets from the first step on.
         buckets = engine.are_buckets and (alone or self._job.as_is)
         done = set(self._passing) if buckets else set[int]()
-        come = sum(self._passing[other].gradients for other in done)
+        come = sum(self._passing[number].gradients for number in done)
         for instruction in order:
             kind, number, micro_batch, _ = instruction
             run = self._passing[number]
-            # Of several backwards the last sums the gradients over the copies: a bucket of them is
-            # put together.
+            # The last of several backwards sums gradients over the copies, and fills a bucket.
             summed = not buckets and not alone and last[number] is instruction
             bucket = engine.summed if summed else 0.0
             match kind:
@@ -362,7 +361,7 @@ class Held:
                 case Kind.BACKWARD | Kind.BACKWARD_INPUT:
                     values -= run.kept
                     if kind is Kind.BACKWARD_INPUT:
-                        # What is left for later takes the place of what is let go of.
+                        # Tensors deferred to the weight part replace those that are freed.
                         most = max((m.values for m in run.first), default=run.kept)
                         yield come, 0.0, values + most + max(run.deferred - run.kept, 0.0)
                         values += run.deferred
@@ -386,20 +385,21 @@ class Held:
 
 
 def _part_of(chunk: StageChunk, axes: AxisIntervals, member: int) -> Callable[[str], float]:
-    """Return the part of a value that a member of a chunk's shard group has."""
-    if chunk.sharded is None:  # or beside a split head, whose shard is reckoned by itself
+    """Return the function from a value's name to the fraction of it that a member of the chunk's
+    shard group has."""
+    if chunk.sharded is None:  # nor beside a split head, whose shard is estimated separately
         return whole
     layouts = chunk.sharded.assignment.layouts
     return lambda name: fraction(layouts.get(name), axes, member)
 
 
 def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set[int]:
-    """Return the stages that compute their blocks again: those told to, and of those left to choose
-    (auto), the ones whose activations do not fit as `memory` has them."""
-    found = set()
+    """Return the stages that recompute their blocks: all with `recompute: full`, and those with
+    `auto` of which some rank does not fit its device by `memory`."""
+    recomputed = set()
     for stage, form in enumerate(job.form.stages):
         ranks = [rank for group in job.replicas(stage) for rank in group]
         over = any(memory[r].total > job.cluster.devices[r].memory_bytes for r in ranks)
         if form.recompute == "full" or (form.recompute == "auto" and over):
-            found.add(stage)
-    return found
+            recomputed.add(stage)
+    return recomputed

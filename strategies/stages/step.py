@@ -1,7 +1,7 @@
 """The step of a strategy: the schedule's instructions, sums over copies, the update.
 
-Copies of a pipeline with equal devices and equal micro-batches do the same at the same time: one
-stands for all of them.
+Copies of a pipeline with equal devices and equal micro-batches do the same at the same time: only
+one of them is simulated.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,8 +41,8 @@ from whale_train.strategies.stages.placement import Staging
 
 
 class StagedStep:
-    """`orders` are the instructions by copy and position; `shared` the parameters that several
-    stages hold, and which stages."""
+    """The costs of a strategy's step. `orders` are the instructions by copy and position, `shared`
+    the stages of every parameter that several stages hold."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class StagedStep:
         self._gradients: dict[tuple[int, ...], float] = {}
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
-        """Return the step of the copies that stand for all, and which rank stands for each. Where
-        ranks share processors, all copies stand for themselves."""
+        """Return the step of the simulated copies, and the simulated rank of every rank. Where
+        ranks share processors, every copy is simulated."""
         first: dict[object, int] = {}
         stands: dict[int, int] = {}
         chosen: list[int] = []
@@ -75,11 +75,12 @@ class StagedStep:
                 tuple(stop - start for start, stop in self.batches.samples[copy]),
                 copy if len(self.cluster.devices) > self.cluster.processors else 0,
             )
-            other = first.setdefault(alike, copy)
-            if other == copy:
+            simulated = first.setdefault(alike, copy)
+            if simulated == copy:
                 chosen.append(copy)
-            for mine, theirs in zip(positions, self.job.seats.positions[other], strict=True):
-                stands |= dict(zip(mine, theirs, strict=True))
+            seats = zip(positions, self.job.seats.positions[simulated], strict=True)
+            for ranks, simulated_ranks in seats:
+                stands |= dict(zip(ranks, simulated_ranks, strict=True))
         actors, numbers = list[Actor](), dict[tuple[int, int], int]()
         for copy in chosen:
             for position in range(len(self.job.seats.stage_of)):
@@ -95,72 +96,73 @@ class StagedStep:
         return Step(actors, syncs, norm), stands
 
     def _seated(self, positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-        """Yield every rank's device, and its node, numbered in the order in which the copy's ranks
-        come upon them."""
+        """Yield every rank's device and node; nodes are numbered in the order in which the ranks of
+        the copy are first on them."""
         numbers: dict[int, int] = {}
         for rank in (rank for ranks in positions for rank in ranks):
             node = numbers.setdefault(self.cluster.node_of[rank], len(numbers))
             yield id(self.cluster.devices[rank]), node
 
     def _actor(self, copy: int, position: int) -> Actor:
-        """Return the actor of a position, of whose instructions those cost the same that are of one
-        kind and chunk, for as many samples, and between the same positions."""
+        """Return the actor at a position of a copy. Instructions of one kind and chunk, for as many
+        samples and between the same positions, cost the same."""
         ranks = self.job.seats.positions[copy][position]
         order, sizes = self.orders[copy][position], self._sizes[copy]
         owners = self.batches.owners[copy]
-        known: dict[object, Cost] = {}
+        costs: dict[object, Cost] = {}
         ends = [x for x in order if x.kind in ENDS]
         first, last = {x.chunk: x for x in reversed(ends)}, {x.chunk: x for x in ends}
 
-        def cost(each: Instruction) -> Cost:
-            samples = sizes[each.micro_batch]
-            if each.kind in COMPUTATIONS:
-                adds = each.kind in ENDS and each != first[each.chunk]
-                key = (each.kind, each.chunk, samples, adds)
-                if key not in known:
-                    known[key] = self._cost(copy, position, each, samples)
-                    if each.kind in ENDS:
-                        alone = first[each.chunk] == last[each.chunk]
-                        more = self._gradients_s(each.chunk, ranks, adds, alone)
-                        known[key] = replace(known[key], seconds=known[key].seconds + more)
-                return known[key]
-            there = owners[each.peer][each.micro_batch]
-            to = (each.kind, each.chunk, each.peer, there, samples)
-            if to not in known:
+        def cost(instruction: Instruction) -> Cost:
+            kind, chunk, micro_batch, peer = instruction
+            samples = sizes[micro_batch]
+            if kind in COMPUTATIONS:
+                adds = kind in ENDS and instruction != first[chunk]
+                key = (kind, chunk, samples, adds)
+                if key not in costs:
+                    costs[key] = self._cost(copy, position, instruction, samples)
+                    if kind in ENDS:
+                        alone = first[chunk] == last[chunk]
+                        more = self._gradients_s(chunk, ranks, adds, alone)
+                        costs[key] = replace(costs[key], seconds=costs[key].seconds + more)
+                return costs[key]
+            there = owners[peer][micro_batch]
+            edge = (kind, chunk, peer, there, samples)
+            if edge not in costs:
                 link = self.sends.link(copy, (position, there))
-                sent = self.sends.num_bytes(each.chunk, each.peer, samples)
-                known[to] = Cost(send_time_s(sent, link), busy=link.busy)
-            return known[to]
+                sent = self.sends.num_bytes(chunk, peer, samples)
+                costs[edge] = Cost(send_time_s(sent, link), busy=link.busy)
+            return costs[edge]
 
         return Actor(ranks, copy, order, cost, max(self._update_s(rank) for rank in ranks))
 
     def _gradients_s(self, number: int, ranks: Sequence[int], adds: bool, alone: bool) -> float:
-        """Return what a backward of a chunk takes, beside making gradients, on the slowest of
-        `ranks`, the members of its shard group: a later one `adds` its own to those there are, but
-        for what is added as it is made; the first makes tables' of zeros, but of those to which, if
-        it is not `alone`, a lookup adds what it found."""
+        """Return the seconds that a backward of chunk `number` takes beside making gradients, on
+        the slowest of `ranks`, its shard group. A later backward `adds` its gradients to the sums,
+        except those that are accumulated in place. The first fills embedding gradients with zeros,
+        unless it is not `alone` and only lookups accumulate to them."""
         devices = [self.cluster.devices[rank] for rank in ranks]
         key = (number, adds, alone, *map(id, devices))
         if key not in self._gradients:
             chunk, axes = self.times.chunks[number], self.times.axes
             in_place = added_in_place(self.job, chunk)
             made = [x for x, of in in_place.items() if LOOKUP in of and (alone or len(of) == 1)]
-            listed = []
+            seconds = []
             for member, device in enumerate(devices):
                 held = held_elements(self.job, chunk, axes, member)
                 if adds:
                     own = [n for path, n in held.items() if path not in in_place]
-                    listed.append(accumulation_time_s(sum(own), len(own), device, self._precision))
+                    seconds.append(accumulation_time_s(sum(own), len(own), device, self._precision))
                 else:
                     tables = sum(held[path] for path in made)
-                    listed.append(zeros_time_s(tables, device, self._precision))
-            self._gradients[key] = max(listed)
+                    seconds.append(zeros_time_s(tables, device, self._precision))
+            self._gradients[key] = max(seconds)
         return self._gradients[key]
 
     @property
     def _has_one_backward(self) -> bool:
-        """Return whether a step runs one backward of all a rank holds, which is when copies on one
-        host sum gradients in shared memory (runtime/comms/process_groups.py)."""
+        """True where a step runs one backward of everything a rank holds: copies on one host then
+        sum gradients in shared memory (runtime/comms/process_groups.py)."""
         one = all(len(of_copy) == 1 for of_copy in self.batches.samples)
         return one and len(self.times.chunks) == 1
 
@@ -186,11 +188,12 @@ class StagedStep:
                 return Cost(times.backward_input, moved.backward_input)
             case Kind.BACKWARD_WEIGHT:
                 return Cost(times.backward_weight, moved.backward_weight)
-        backward, of_it_moved = times.total - times.forward, moved.total - moved.forward
-        return Cost(backward + gathers[1], of_it_moved + gathers[1])
+        backward, transfers = times.total - times.forward, moved.total - moved.forward
+        return Cost(backward + gathers[1], transfers + gathers[1])
 
     def _gathers_s(self, copy: int, position: int) -> tuple[float, float]:
-        """ZeRO 3's parameters, for a forward and for a backward (which no pipeline splits)."""
+        """Return the seconds of ZeRO 3's parameter all-gathers in a forward and in a backward,
+        which no schedule splits under ZeRO."""
         if self.job.zero < 3:
             return 0.0, 0.0
         stage = self.job.seats.stage_of[position]
@@ -203,16 +206,16 @@ class StagedStep:
         if keeper is not None and keeper.offload_parameters == "cpu":
             holders = [self.cluster.devices[rank] for rank in group]
             sent += fetch_time_s(width * held / len(group), holders, self.cluster.on_cpu)
-        mine = [chunk for chunk in self.times.chunks if chunk.stage == stage]
-        of_head = {path for chunk in mine if chunk.head for path in chunk.shards}
-        paths = [path for chunk in mine for path in chunk.slice.parameters if path not in of_head]
+        chunks = [chunk for chunk in self.times.chunks if chunk.stage == stage]
+        of_head = {path for chunk in chunks if chunk.head for path in chunk.shards}
+        paths = [path for chunk in chunks for path in chunk.slice.parameters if path not in of_head]
         forward, backward = gather_stops_s(
             held, len(modules_of(paths)), self.cluster.devices, self.job.training.precision
         )
         return sent + forward, sent + backward
 
     def _norms(self, number: int) -> Times:
-        """Return the collectives of a chunk's BatchNorms over the copies of its stage."""
+        """Return the times of a chunk's BatchNorm all-reduces over the copies of its stage."""
         if number not in self._of_norms:
             self._of_norms[number] = self._priced_norms(number)
         return self._of_norms[number]
@@ -220,10 +223,10 @@ class StagedStep:
     def _priced_norms(self, number: int) -> Times:
         chunk = self.times.chunks[number]
         if self.job.profile.graph is None:
-            return Times()  # of operations nobody knows
+            return Times()
         groups = self.job.copies_of_rest(chunk.stage)
         assignment = chunk.sharded.assignment if chunk.sharded else None
-        found = batch_norm_times(
+        norms = batch_norm_times(
             self.job.graph,
             chunk.slice.operations,
             len(groups[0]),
@@ -231,8 +234,8 @@ class StagedStep:
             part_of(assignment, self.times.axes, 0),
         )
         if chunk.stage in self.times.recomputed:
-            found += Times(backward_input=found.forward)
-        return found
+            norms += Times(backward_input=norms.forward)
+        return norms
 
     def _update_s(self, rank: int) -> float:
         copy, position = self.job.place_of(rank)

@@ -1,7 +1,6 @@
-"""Samples and classes within the memory of every device, and where that cannot be, what is missing.
+"""The samples and classes that fit the memory of every device, and the refusal where none do.
 
-How much anything needs is `rank_memory.py`'s; this file owns what follows from it: how many
-samples and classes each rank has room for, and the refusal of a plan that has no room.
+`rank_memory.py` owns the bytes of each rank; this file what follows from them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from whale_train.strategies.stages.rank_memory import RankMemory
 
 
 class ShortOfMemoryError(PlanError):
-    """Some rank needs `short_bytes` more than its device has, which took `work` to find out."""
+    """Some rank needs `short_bytes` more than its device has; `work` was spent on the plan."""
 
     def __init__(self, fault: Fault, short_bytes: float, work: int) -> None:
         super().__init__([fault])
@@ -31,8 +30,8 @@ class ShortOfMemoryError(PlanError):
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of the ranks of `job`, whose model is cut as `cut`, for `batches`; what each needs
-    is `memory`'s."""
+    """The memory that the ranks of `job` have and, by `memory`, need for `batches` of the model
+    cut as `cut`."""
 
     job: Staging
     cut: Chunked
@@ -41,7 +40,7 @@ class Room:
 
     @cached_property
     def short_bytes(self) -> float:
-        """By how much the rank that is shortest of it has too little; not positive where all
+        """The largest excess of a rank's need over its device's memory; not positive where all
         fit."""
         needs = self.memory.of_batches(self.batches)
         devices = self.job.cluster.devices
@@ -50,14 +49,14 @@ class Room:
     def samples(self) -> tuple[int, ...]:
         """Return how many samples each rank has room for at a time; 0 or less where some rank has
         none for a single one."""
-        first: dict[object, int] = {}
-        found = []
+        by_key: dict[object, int] = {}
+        samples = []
         for rank, device in enumerate(self.job.cluster.devices):
-            alike = (*self.memory.alike(rank, self.batches), device.memory_bytes)
-            if alike not in first:
-                first[alike] = self.memory.most(rank, self.batches)
-            found.append(first[alike])
-        return tuple(found)
+            key = (*self.memory.alike(rank, self.batches), device.memory_bytes)
+            if key not in by_key:
+                by_key[key] = self.memory.most(rank, self.batches)
+            samples.append(by_key[key])
+        return tuple(samples)
 
     def classes(self) -> tuple[int, ...]:
         """Return how many classes of a split head each member of its shard group has room for, in
@@ -73,8 +72,8 @@ class Room:
 
 
 def refuse_memory(room: Room, times: ChunkTimes, micro_batches: int, work: int) -> None:
-    """Raise ShortOfMemoryError where some rank of `room` needs more than its device has: by how
-    much, and what helps. `times` price the chunks, `work` is what the error says it took."""
+    """Raise ShortOfMemoryError where some rank of `room` needs more than its device has, saying by
+    how much and what helps. `times` price the chunks; `work` goes into the error."""
     short = room.short_bytes
     if short <= 0:
         return
@@ -112,8 +111,8 @@ def _no_room(room: Room) -> Fault:
 
 
 def _no_room_for_one(room: Room) -> Fault | None:
-    """Say that some device cannot even hold its copy, one sample and one class of a split head;
-    None where all can."""
+    """Return the fault of a device that cannot even hold its copy, one sample and one class of a
+    split head; None where all can."""
     job, devices = room.job, room.job.cluster.devices
     tight = min(range(len(devices)), key=lambda rank: devices[rank].memory_bytes)
     need, has = room.memory.for_one(tight, room.batches), devices[tight].memory_bytes
@@ -176,8 +175,8 @@ def _fitting_zero(job: Staging) -> str:
 
 
 def _bytes_for_one(strategy: Strategy, job: Staging, cluster: Cluster) -> float | None:
-    """Return what each device of `cluster` needs for one sample under `strategy`, which copies the
-    whole model; None where it has no such copies, or some device has less."""
+    """Return the bytes that each device of `cluster` needs for one sample under `strategy`, which
+    copies the whole model; None where the strategy has no form there, or some device has less."""
     enough = replace(job.training, global_batch=len(cluster.devices), accumulate=1)
     form = form_of(strategy, cluster, enough, [])
     if form is None:

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whale_train.errors import Fault, PlanError
+from whale_train.strategies.grammar.nodes import PATTERNS
 from whale_train.strategies.graph.operation_graph import OperationGraph
 from whale_train.strategies.layouts.propagation import Assignment, Cast, Layout, R, Shard
 from whale_train.strategies.tensor_parallel.region import Region, matches
 from whale_train.strategies.tensor_parallel.state import State
 from whale_train.strategies.tensor_parallel.viterbi import cheapest
-
-PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from whale_train.strategies.schedule.instructions import Durations, Instruction,
 from whale_train.strategies.schedule.orders import schedule
 from whale_train.strategies.simulate.prediction import simulated
 from whale_train.strategies.simulate.simulator import Lane, RankTime, Task, rank_times, simulate
-from whale_train.strategies.simulate.tasks import Actor, Cost, Step, Sync, costs, tasks_of
+from whale_train.strategies.simulate.tasks import Actor, Cost, Step, Sync, tasks_of
 
 COMPUTE, LINK = Lane.COMPUTE, Lane.LINK
 
@@ -154,7 +154,7 @@ def test_what_is_sent_arrives_later() -> None:
 def two_copies(sync: Sync) -> Step:
     table = {(Kind.FORWARD, 0, 0): Cost(1.0), (Kind.BACKWARD, 0, 0): Cost(2.0)}
     order = pipeline("1f1b", 1, 1).actors[0].instructions
-    actors = [Actor((rank,), rank, order, costs(table), 0.5) for rank in range(2)]
+    actors = [Actor((rank,), rank, order, lambda x: table[x[:3]], 0.5) for rank in range(2)]
     return Step(actors, [sync])
 
 
