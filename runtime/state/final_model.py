@@ -7,6 +7,7 @@ the whole model.
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from whale_train.checkpoint_files import PARTS_OF_MODEL, UNFINISHED_MODEL
 from whale_train.runtime.state.held import RankState
-from whale_train.runtime.state.saver import owned, said_by_all, write_blocks, write_said
+from whale_train.runtime.state.saver import owned, said_by, write_blocks, write_said
 from whale_train.runtime.state.tensor_files import TensorReader, write_json, write_tensors
 
 MODEL = "model"  # in the run directory
@@ -41,9 +42,11 @@ def write_final(
     else:
         saved = parts / "model"
         blocks = [x for x in owned(state.blocks()) if x.folder == "model"]
-        write_said(parts, rank, {"files": [vars(x) for x in write_blocks(parts, blocks, rank)]})
-        if rank == 0:
-            said_by_all(parts, ranks, timeout_s)
+        written = [asdict(file) for file in write_blocks(parts, blocks, rank)]
+        if rank:
+            write_said(parts, rank, {"files": written})
+        else:
+            said_by(parts, range(1, ranks), timeout_s)
     if rank:
         return None
     made = run_dir / UNFINISHED_MODEL

@@ -10,13 +10,14 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from whale_train.checkpoint_files import (
     MANIFEST,
@@ -60,7 +61,7 @@ class Saver:
         self._votes, self._is_asked_to_stop = votes, is_asked_to_stop
         self._saved_s = time.monotonic()
         self._writing: threading.Thread | None = None
-        self.last: Path | None = None  # the checkpoint begun last
+        self.last: Path | None = None  # the checkpoint begun last; at the end, if it is whole
 
     def wanted(self, step: int) -> Wish:
         """Return what all ranks are to do now that `step` steps are done; a collective."""
@@ -79,9 +80,12 @@ class Saver:
         return Wish.NOTHING
 
     def close(self) -> None:
-        """Return when everything is written."""
+        """Return when everything is written; a collective."""
         self._votes.close()
         self.wait()
+        whole = [self.last is not None and (self.last / MANIFEST).exists()]
+        dist.broadcast_object_list(whole, src=0)
+        self.last = self.last if whole[0] else None
 
     def save(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Save the state after `step` steps; `scalars` are what no tensor has of it. Returns when
@@ -116,10 +120,11 @@ class Saver:
             }
         except OSError as error:
             said = {"error": f"{error.strerror or error}"}
-        with suppress(OSError):  # rank 0 will have waited in vain
-            write_said(folder, self._rank, said)
         if self._rank == 0:
-            self._finish(step, folder, checkpoint, scalars, started)
+            self._finish(step, folder, checkpoint, scalars, started, said)
+            return
+        with suppress(OSError):  # where not even that can be written, rank 0 cannot write either
+            write_said(folder, self._rank, said)
 
     def _own_files(
         self, folder: Path, copied: list[HeldBlock], random: dict[str, Any]
@@ -128,12 +133,19 @@ class Saver:
         yield write_json(folder, f"random/rank_{self._rank}.json", random)
 
     def _finish(
-        self, step: int, folder: Path, checkpoint: Path, scalars: dict[str, Any], started: float
+        self,
+        step: int,
+        folder: Path,
+        checkpoint: Path,
+        scalars: dict[str, Any],
+        started: float,
+        said: dict[str, Any],
     ) -> None:
-        """Make a checkpoint of what the ranks wrote to `folder`, and say so, or why not."""
+        """Make a checkpoint of what the ranks wrote to `folder`, rank 0 what it `said`, and say so,
+        or why not."""
         line: dict[str, Any] = {"step": step, "path": str(checkpoint)}
         try:
-            files = said_by_all(folder, self._ranks, self._timeout_s)
+            files = [*files_of(0, said), *said_by(folder, range(1, self._ranks), self._timeout_s)]
             files.append(write_json(folder, "state.json", {"step": step, **scalars}))
             files += [
                 write_text(folder, name, (self._run_dir / name).read_text()) for name in _COPIED
@@ -190,20 +202,25 @@ def write_said(folder: Path, rank: int, said: dict[str, Any]) -> None:
     partial.replace(folder / f".said_{rank}")
 
 
-def said_by_all(folder: Path, ranks: int, timeout_s: float) -> list[FileRecord]:
-    """Return the records of the files that all ranks wrote, once they have. Raises OSError when a
-    rank could not, or said nothing within `timeout_s`."""
+def said_by(folder: Path, ranks: Iterable[int], timeout_s: float) -> list[FileRecord]:
+    """Return the records of the files that `ranks` wrote, once they have. Raises OSError when one
+    could not, or said nothing within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     files: list[FileRecord] = []
-    for rank in range(ranks):
+    for rank in ranks:
         path = folder / f".said_{rank}"
         while not path.exists():
             if time.monotonic() > deadline:
                 raise OSError(f"rank {rank} had not written its part after {timeout_s:g} s")
             time.sleep(_POLL_S)
-        said = json.loads(path.read_text())
-        if "error" in said:
-            raise OSError(f"rank {rank}: {said['error']}")
-        files += [FileRecord(**file) for file in said["files"]]
+        files += files_of(rank, json.loads(path.read_text()))
         path.unlink()
     return files
+
+
+def files_of(rank: int, said: dict[str, Any]) -> list[FileRecord]:
+    """Return the records of the files that `rank` says it wrote. Raises OSError where it says that
+    it could not."""
+    if "error" in said:
+        raise OSError(f"rank {rank}: {said['error']}")
+    return [FileRecord(**file) for file in said["files"]]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 from tests.cli.command import Answer, environment_for, processes_of, whale_train
 
 from whale_train.checkpoint_files import check
@@ -114,6 +115,19 @@ def test_a_broken_checkpoint_is_named_and_passed_over(copied: Path) -> None:
     )
     assert "going on after step 4, from whole/checkpoints/step_4\n" in answer.stdout
     assert losses(copied / "other")[:2] == pytest.approx(losses(copied / "whole")[4:], rel=1e-5)
+
+
+def test_what_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    """Not even a folder for checkpoints can be made: there is a file in its place."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("")
+    answer = train(tmp_path, "run", "strategy=dp")
+    assert answer.status == 0
+    for step in (2, 4, 6):
+        said = f"warning: no checkpoint after step {step}: rank 0: Not a directory\n"
+        assert said in answer.stdout
+    assert len(losses(tmp_path / "run")) == 6
+    assert load_file(tmp_path / "run" / "model" / "model.safetensors")
 
 
 def test_a_run_that_has_no_checkpoint_begins(tmp_path: Path) -> None:
