@@ -8,8 +8,9 @@ STAMP := $(VENV)/.installed
 # Overrides of `make train`, as in: make train ARGS="strategy=zero3"
 ARGS ?=
 # Files of tests that run at once, in as many processes; jobs they start have ranks of their own.
+# Their order is that of tests/conftest.py.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
-PYTEST_ARGS ?= --numprocesses $(JOBS) --dist loadfile
+PYTEST_ARGS ?= --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-all check lint install constraints clean
 

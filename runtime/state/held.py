@@ -39,13 +39,14 @@ class HeldBlock:
 def kept_tensors(module: LossModule) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers of the user's model by their paths, each once:
     what a checkpoint has under `model/`."""
-    seen: set[int] = set()
-    kept = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            kept[model_path(name)] = tensor
-    return kept
+    passing = {
+        id(buffer)
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name in part._non_persistent_buffers_set
+    }
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {model_path(name): tensor for name, tensor in named if id(tensor) not in passing}
 
 
 def paths_of(engine: Engine) -> dict[int, str]:

@@ -43,8 +43,8 @@ COMMAND_LINE = (
         "added_unknown_key",
         "+train.foo=1",
         "train.foo=1 is not a key here; use one of: accumulate, evaluate_every, "
-        "evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, precision, steps, "
-        "tensorboard, trace",
+        "evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, on_nan, precision, "
+        "resume, steps, tensorboard, trace",
     ),
     Case(
         "added_existing_key",

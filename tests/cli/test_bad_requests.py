@@ -174,9 +174,9 @@ UNEXECUTED = (
     ),
     Case(
         "checkpoints",
-        "train.checkpoint_every=5 train.resume=auto",
-        "train.checkpoint_every=5 is not a key of the config; did you mean train.evaluate_every?",
-        "train.resume=auto is not a key of the config; did you mean train.trace?",
+        "train.checkpoint_every=5 checkpoint.evry=2",
+        "train.checkpoint_every=5 is not a key of the config; did you mean checkpoint.every?",
+        "checkpoint.evry=2 is not a key of the config; did you mean checkpoint.every?",
     ),
     Case(
         "speed_of_own_devices",
