@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 from tests.cli.command import Answer, environment_for, processes_of, whale_train
+from tests.pairs import IS_FULL
 
 from whale_train.checkpoint_files import check
 
@@ -70,7 +71,10 @@ def test_the_same_command_goes_on_where_it_was(copied: Path) -> None:
     assert "step_6, which is the end" in again.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+SIGNALS = [signal.SIGUSR1, *((signal.SIGINT, signal.SIGTERM) if IS_FULL else ())]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_run_that_is_told_to_end_saves_first(number: signal.Signals, tmp_path: Path) -> None:
     wanted = ["experiment=smoke", "train.steps=1000000", "checkpoint.every=10h"]
     command = [sys.executable, "-m", "whale_train.launcher.cli", *wanted, "hydra.run.dir=run"]

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.pairs import IS_FULL
 
 from whale_train.launcher.ranks.rank_env import PORTS
 from whale_train.runtime.failures.failure import RankError, failure_among
@@ -249,7 +250,7 @@ def test_torchrun_leaves_nothing(blow: str, job: Job) -> None:
     job.assert_nothing_left()
 
 
-@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize("starter", STARTERS if IS_FULL else ["srun"])
 def test_ranks_told_to_end_save_first_and_go_on(starter: str, job: Job) -> None:
     """As a queue does it: SIGTERM to every process that was started, and the same command again."""
     same = ("checkpoint.every=1000000", "train.resume=auto", "hydra.run.dir=runs/a/b")
