@@ -39,8 +39,8 @@ from whale_train.strategies.stages.micro_batches import (
 )
 from whale_train.strategies.stages.p2p import Sends
 from whale_train.strategies.stages.placement import StageChunk, Staging, form_of
-from whale_train.strategies.stages.rank_memory import RankMemory, recomputed_stages
-from whale_train.strategies.stages.within_memory import Room, refuse_memory
+from whale_train.strategies.stages.rank_memory import RankMemory
+from whale_train.strategies.stages.within_memory import Room, recomputed_stages, refuse_memory
 
 _Edges = Mapping[tuple[int, int], bool]
 

@@ -391,15 +391,3 @@ def _part_of(chunk: StageChunk, axes: AxisIntervals, member: int) -> Callable[[s
         return whole
     layouts = chunk.sharded.assignment.layouts
     return lambda name: fraction(layouts.get(name), axes, member)
-
-
-def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set[int]:
-    """Return the stages that recompute their blocks: all with `recompute: full`, and those with
-    `auto` of which some rank does not fit its device by `memory`."""
-    recomputed = set()
-    for stage, form in enumerate(job.form.stages):
-        ranks = [rank for group in job.replicas(stage) for rank in group]
-        over = any(memory[r].total > job.cluster.devices[r].memory_bytes for r in ranks)
-        if form.recompute == "full" or (form.recompute == "auto" and over):
-            recomputed.add(stage)
-    return recomputed

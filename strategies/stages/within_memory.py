@@ -3,7 +3,7 @@
 `rank_memory.py` owns the bytes of each rank; this file what follows from them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from whale_train.errors import Fault, PlanError
 from whale_train.quantities import in_bytes
 from whale_train.strategies.grammar.nodes import Replicate, Strategy
 from whale_train.strategies.hardware.cluster import Cluster
+from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.apportion import most_shared
 from whale_train.strategies.schedule.instructions import Instruction, Kind
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
@@ -188,3 +189,15 @@ def _bytes_for_one(strategy: Strategy, job: Staging, cluster: Cluster) -> float 
     needed = memory.of(0, 1, 1).total
     fits = all(needed <= device.memory_bytes for device in cluster.devices)
     return needed if fits else None
+
+
+def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set[int]:
+    """Return the stages that recompute their blocks: all with `recompute: full`, and those with
+    `auto` of which some rank does not fit its device by `memory`."""
+    recomputed = set()
+    for stage, form in enumerate(job.form.stages):
+        ranks = [rank for group in job.replicas(stage) for rank in group]
+        over = any(memory[r].total > job.cluster.devices[r].memory_bytes for r in ranks)
+        if form.recompute == "full" or (form.recompute == "auto" and over):
+            recomputed.add(stage)
+    return recomputed
