@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
+from whale_train.checkpoint_files import STOP
 from whale_train.config import AUTO, Request, read_request
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
@@ -46,7 +47,7 @@ from whale_train.launcher.ranks.host_process import (
     Outcome,
 )
 from whale_train.launcher.ranks.rank_env import LaunchPlace
-from whale_train.launcher.ranks.run_dir import RUN_FILES, STOP, keep_steps, write_json
+from whale_train.launcher.ranks.run_dir import RUN_FILES, keep_steps, write_json
 from whale_train.launcher.ranks.run_files import (
     make_run_dir,
     start_ranks,
@@ -271,7 +272,6 @@ def _calibrate(request: Request, run_dir: Path, console: Console, signals: StopS
     request = measuring(request)
     run_dir = make_run_dir(request, run_dir)
     host = HostProcess.start(run_dir)
-
     try:
         resolved = resolve_request(request.model_copy(update={"mode": "train"}))
         refuse_others(resolved)

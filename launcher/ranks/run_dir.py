@@ -16,20 +16,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from whale_train.checkpoint_files import unfinished_in
+from whale_train.checkpoint_files import SAVED, STOP, unfinished_in
 from whale_train.errors import ConfigError, Fault
 
 # Any of these says that a run has been here.
 PLANS = "plans"  # of a comparison, a file each
 METRICS = "metrics.jsonl"
 RUN_FILES = ("request.json", "plan.json", METRICS, "ready", "failure.json", PLANS)
-STOP = "stop"  # asks the ranks to save and end
 ATTEMPTS = "attempts"  # what earlier attempts of a run left, 1, 2, ...
 # What one attempt writes, where a run has several.
 ATTEMPT_FILES = (
     *("request.json", "environment.json", "plan.json", "launch.json", "ready", STOP),
     *("failure.json", "strategy.yaml", "predicted_trace.json", "trace.json", "summary.json"),
-    "checkpoints.jsonl",
+    SAVED,
 )
 
 # The packages a run's numbers may depend on.

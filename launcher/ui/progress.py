@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from whale_train.checkpoint_files import SAVED
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.quantities import in_bytes, in_rate, in_seconds
 
@@ -44,7 +45,7 @@ class Progress:
         read_from: int = 0,
     ) -> None:
         self._metrics = _Tail(path / "metrics.jsonl", read_from)
-        self._saved = _Tail(path / "checkpoints.jsonl")
+        self._saved = _Tail(path / SAVED)
         self._total = total_steps
         self._console = console
         self._clock = clock

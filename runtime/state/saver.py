@@ -21,6 +21,8 @@ from torch import distributed as dist
 
 from whale_train.checkpoint_files import (
     MANIFEST,
+    SAVED,
+    STOP,
     FileRecord,
     Manifest,
     checkpoints_in,
@@ -33,8 +35,6 @@ from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.tensor_files import write_json, write_tensors, write_text
 from whale_train.runtime.state.votes import Votes, Wish
 
-STOP = "stop"  # in the run directory, where the launcher asks the ranks to save and end
-SAVED = "checkpoints.jsonl"  # in the run directory: a line a checkpoint, written or failed
 _POLL_S = 0.05
 _COPIED = ("plan.json", "request.json")
 
@@ -66,8 +66,8 @@ class Saver:
     def wanted(self, step: int) -> Wish:
         """Return what all ranks are to do now that `step` steps are done; a collective."""
         every = self._options.every_steps
-        agreed = self._votes.cast(self._wish())
-        return max(agreed, Wish.SAVE if every is not None and step % every == 0 else agreed)
+        is_due = every is not None and step % every == 0
+        return max(self._votes.cast(self._wish()), Wish.SAVE if is_due else Wish.NOTHING)
 
     def _wish(self) -> Wish:
         """Return what this rank wants: rank 0 has the clock, and sees what the launcher asks."""
@@ -120,6 +120,8 @@ class Saver:
             }
         except OSError as error:
             said = {"error": f"{error.strerror or error}"}
+        except Exception as error:  # or rank 0 would wait for a word of it
+            said = {"error": f"{type(error).__name__}: {error}"}
         if self._rank == 0:
             self._finish(step, folder, checkpoint, scalars, started, said)
             return

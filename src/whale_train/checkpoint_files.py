@@ -26,6 +26,8 @@ from typing import Any
 CHECKPOINTS = "checkpoints"  # in the run directory
 PARTS_OF_MODEL = ".parts_of_model"  # in it as well: what ranks hand to rank 0 at the end of a run
 UNFINISHED_MODEL = ".unfinished_model"  # and what that makes of it
+STOP = "stop"  # where the launcher asks the ranks to save and end
+SAVED = "checkpoints.jsonl"  # a line a checkpoint, written or failed
 MANIFEST = "manifest.json"
 _UNFINISHED = ".unfinished_"
 _OFFSETS = "DCP_SHARDING_INFO"  # torch's key, and below it
@@ -158,11 +160,6 @@ def checksum(path: Path) -> int:
         while chunk := file.read(_CHUNK_BYTES):
             crc = zlib.crc32(chunk, crc)
     return crc
-
-
-def record_of(folder: Path, path: str) -> FileRecord:
-    """Return the record of the file at `path` in `folder`."""
-    return FileRecord(path, (folder / path).stat().st_size, checksum(folder / path))
 
 
 # --- Safetensors ---------------------------------------------------------------------------------
