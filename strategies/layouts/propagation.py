@@ -23,6 +23,7 @@ from whale_train.strategies.layouts.types import (
     ENTERED,
     Cast,
     Entered,
+    Fineness,
     Interval,
     Layout,
     Owned,
@@ -47,6 +48,7 @@ __all__ = [
     "Axes",
     "Cast",
     "Entered",
+    "Fineness",
     "Interval",
     "Layout",
     "Owned",
@@ -78,13 +80,13 @@ class Axes:
     """The axes along which values are cut and the units of each: what is dealt out to ranks.
 
     An axis starts as fine as its weight. Where two meet in one operation they become one, and a
-    view that keeps only a coarser cut leaves fewer units. None may have fewer than `least`, one
-    for each rank. Axes that are not in `units` are as they are given and meet no other.
+    view that keeps only a coarser cut leaves fewer units. None may have fewer than `fineness`
+    allows. Axes that are not in `units` are as they are given and meet no other.
     """
 
     units: Mapping[str, int] = field(default_factory=dict)
     parents: Mapping[str, str] = field(default_factory=dict)
-    least: int = 1
+    fineness: Fineness = field(default_factory=lambda: Fineness(1), compare=False)
 
     def root(self, axis: str) -> str:
         """Return the name that stands for all axes united with it."""
@@ -116,7 +118,7 @@ class Axes:
                 return None
             parents = {**parents, gone: kept}
             units = {**units, kept: coarsened(units[kept], (units[gone],))}
-            if units[kept] < self.least:
+            if not self.fineness.allows(units[kept]):
                 return None
         for axis, extent in typing.coarsen:
             while axis in parents:
@@ -125,18 +127,18 @@ class Axes:
                 return None
             if units[axis] and extent % units[axis]:
                 units = {**units, axis: coarsened(units[axis], (extent,))}
-            if units[axis] < self.least:
+            if not self.fineness.allows(units[axis]):
                 return None
         if units is self.units and parents is self.parents:
             return self
-        return Axes(units, parents, self.least)
+        return Axes(units, parents, self.fineness)
 
     def added(self, layout: Shard) -> "Axes | None":
         """Return the axes with that of a weight cut so, as fine as its pieces allow."""
         finest = coarsened(0, layout.pieces)
-        if finest < self.least:
+        if not self.fineness.allows(finest):
             return None
-        return Axes({**self.units, layout.axis: finest}, self.parents, self.least)
+        return Axes({**self.units, layout.axis: finest}, self.parents, self.fineness)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ rule of the layout table reads and answers, and the arithmetic of pieces; which 
 which operation is `rule_table.py`'s, and typing a whole graph `propagation.py`'s.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
@@ -112,6 +113,28 @@ def local_extent(layout: Shard, intervals: Sequence[Interval], index: int) -> Si
 def coarsened(units: int, extents: Iterable[int]) -> int:
     """Return the units of an axis that every one of `extents` is to be cut along."""
     return gcd(units, *extents)
+
+
+class Fineness:
+    """Whether so many units are enough for a group of `members`, who get one at the least; and
+    which other groups would have been given the same answers so far: those in `alike`."""
+
+    def __init__(self, members: int) -> None:
+        self.members = members
+        self._coarse, self._fine = 0, sys.maxsize  # the most that were too few, the fewest enough
+
+    def allows(self, units: int) -> bool:
+        """Return whether every member gets one of `units`."""
+        if units >= self.members:
+            self._fine = min(self._fine, units)
+            return True
+        self._coarse = max(self._coarse, units)
+        return False
+
+    @property
+    def alike(self) -> range:
+        """The sizes of groups for which every answer was the same."""
+        return range(self._coarse + 1, self._fine + 1)
 
 
 @dataclass(frozen=True)

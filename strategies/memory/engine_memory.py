@@ -9,6 +9,7 @@ bucket sizes, and DeepSpeed 0.19.8 for what is held twice.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
@@ -44,6 +45,7 @@ class Precision:
     casts: int = 0
 
 
+@cache
 def precision_bytes(
     precision: str, zero: int, apart: bool = False, *, narrow: bool = False, cast: bool = True
 ) -> Precision:

@@ -171,6 +171,7 @@ class _Renaming:
             {self.paths[x]: self.shard(cut) for x, cut in found.weights.items()},
             {self.axis(x): units for x, units in found.axes.items()},
             {self.paths[x]: pattern for x, pattern in found.patterns.items()},
+            found.groups,
         )
 
     def axis(self, name: str) -> str:

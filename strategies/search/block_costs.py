@@ -106,7 +106,7 @@ class BlockCosts:
         for a micro-batch of `samples`."""
         key = (id(device), shards, dim, link, samples)
         if key not in self._seconds:
-            alike: dict[object, Times] = {}
+            alike: dict[int, Times] = {}
             found = []
             for first, last in pairwise(self.units(shards)):
                 total = Times()
@@ -127,7 +127,7 @@ class BlockCosts:
         """Return what one member of a group of `shards` holds of the units."""
         key = (shards, dim)
         if key not in self._holding:
-            alike: dict[object, tuple[float, float, float]] = {}
+            alike: dict[int, tuple[float, float, float]] = {}
             rows = []
             for first, last in pairwise(self.units(shards)):
                 row = (0.0, 0.0, 0.0)
@@ -216,7 +216,10 @@ class BlockCosts:
     def _found(self, first: int, last: int, shards: int, dim: str) -> _Piece:
         findings, profile = self.findings, self.findings.profile
         part = self._region(first, last)
-        sharded = self._sharded(part, shards, dim) if shards > 1 else None
+        sharded = None
+        if shards > 1:
+            key = ("blocks", first, last, dim)
+            sharded = findings.sharded(key, shards, lambda: self._sharded(part, shards, dim))
         layouts = sharded.assignment.layouts if sharded else {}
 
         def share(name: str, reader: str | None = None) -> float:
@@ -312,17 +315,19 @@ class BlockCosts:
         return frozenset(each.name for each in graph if each.target == "parameter")
 
     @cached_property
-    def _alike(self) -> Sequence[object]:
-        """What blocks have equal of which are alike: their work, their weights, what enters."""
+    def _alike(self) -> Sequence[int]:
+        """A number for every block, the same for those that are alike in their operations, their
+        weights and their work."""
         order, works = self.findings.order, self.findings.prices.works
-        known: list[object] = []
+        numbers: dict[object, int] = {}
+        found = []
         for number, (first, last) in enumerate(pairwise(order.places)):
             names = order.operations[first:last]
             kinds = tuple(self.findings.graph[name].target for name in names)
             weights = order.weights[number + 1] - order.weights[number]
             work = frozenset(works.of(names, added_to=self._added_to).items())
-            known.append((kinds, weights, work))
-        return known
+            found.append(numbers.setdefault((kinds, weights, work), len(numbers)))
+        return found
 
 
 def _sums(values: Iterable[float]) -> Prefix:

@@ -18,6 +18,7 @@ from whale_train.strategies.memory.engine_memory import weight_width
 from whale_train.strategies.partition.equal_blocks import Likeness
 from whale_train.strategies.partition.output_head import Head, find_heads
 from whale_train.strategies.partition.pipeline_partition import Sequenced, sequenced
+from whale_train.strategies.tensor_parallel.choose import Sharded
 
 _Result = TypeVar("_Result")
 
@@ -42,6 +43,15 @@ class Findings:
         if isinstance(result, PlanError):
             raise result
         return result
+
+    def sharded(self, key: Hashable, members: int, choose: Callable[[], Sharded]) -> Sharded:
+        """Return the patterns that `choose` finds for a group of `members`, or those known already
+        of another size of group that has the same. `key` names all else that they depend on."""
+        known: list[Sharded] = self._results.setdefault(("sharded", key), [])
+        found = next((each for each in known if members in each.groups), None)
+        if found is None:
+            known.append(found := choose())
+        return found
 
     @property
     def graph(self) -> OperationGraph:

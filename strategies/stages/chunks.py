@@ -216,12 +216,12 @@ def _chunk(
         key: Hashable = (interval, form.shards, split.modules, held_elsewhere)
         cut = findings.once(("head", key), lambda: _head_cut(job, stage, part, shared))
         return StageChunk(stage, part, key, head=cut)
-    key = (alike, form.shards, split.dim)
+    what: tuple[Hashable, ...] = (alike, split.dim)
     if split.patterns or split.modules != ("*",):  # by names, which alike slices do not share
-        key = (*key, interval, split)
-    like, sharded = findings.once(
-        ("sharded", key), lambda: (part, _sharded(job, stage, part, shared))
-    )
+        what = (*what, interval, split)
+    key = (what, form.shards)
+    sharded = findings.sharded(what, form.shards, lambda: _sharded(job, stage, part, shared))
+    like = findings.once(("like", what, sharded.groups), lambda: part)  # the slice it was found for
     if not sharded.weights:
         _refuse_whole(job, stage, part, shared)
     renamed = findings.once(

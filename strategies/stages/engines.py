@@ -53,11 +53,16 @@ def held_elements(
 ) -> dict[str, float]:
     """Return how many elements of each of a chunk's parameters one member of its shard group
     holds, by path."""
-    return {
-        path: job.profile.parameter_by_path[path].elements
-        * fraction(chunk.shards.get(path), axes, member)
-        for path in chunk.slice.parameters
+    paths, by_path = chunk.slice.parameters, job.profile.parameter_by_path
+    whole = job.findings.once(
+        ("elements", paths), lambda: {path: float(by_path[path].elements) for path in paths}
+    )
+    cut = {
+        path: whole[path] * fraction(layout, axes, member)
+        for path, layout in chunk.shards.items()
+        if path in whole
     }
+    return whole | cut
 
 
 def fraction(layout: Layout | None, axes: AxisIntervals, index: int) -> float:

@@ -33,6 +33,7 @@ from whale_train.strategies.layouts.rules.views import (
     viewed,
 )
 from whale_train.strategies.layouts.types import (
+    Fineness,
     Shard,
     Typed,
     dimension,
@@ -67,10 +68,10 @@ class Weight:
 
 
 def find_weights(
-    graph: OperationGraph, region: set[str], parameters: Mapping[str, str], least: int
+    graph: OperationGraph, region: set[str], parameters: Mapping[str, str], fineness: Fineness
 ) -> dict[str, Weight]:
     """Return the parameters of `region` that a product, convolution or lookup reads there, by path;
-    `least` is the fewest units worth having."""
+    what is too coarse by `fineness` is no candidate."""
     found: dict[str, Weight] = {}
     for operation in graph:
         if operation.name not in region:
@@ -80,7 +81,7 @@ def find_weights(
             path = parameters.get(root, "")
             if not path or path in found or root not in region:
                 continue
-            candidates = _candidates(graph, operation, dims, path, graph[root], least)
+            candidates = _candidates(graph, operation, dims, path, graph[root], fineness)
             chained = root != name
             reader = _first_reader(graph, root, operation.name)
             if candidates:
@@ -95,7 +96,9 @@ def cuts_of(
     for name in _weights_read(graph, operation):
         root, dims = _through_transposes(graph, name)
         if root in parameters:
-            yield from _candidates(graph, operation, dims, parameters[root], graph[root], 1)
+            yield from _candidates(
+                graph, operation, dims, parameters[root], graph[root], Fineness(1)
+            )
 
 
 def _weights_read(graph: OperationGraph, operation: Operation) -> tuple[str, ...]:
@@ -151,7 +154,7 @@ def _candidates(
     dims: tuple[int, ...],
     path: str,
     parameter: Operation,
-    least: int,
+    fineness: Fineness,
 ) -> tuple[WeightSharding, ...]:
     """`dims` are the parameter's dimensions as the operation sees them."""
     rule = RULES[operation.target]
@@ -189,7 +192,7 @@ def _candidates(
         plain("row", 1 - out)
     found = []
     for pattern, dim, pieces in listed:
-        if min(pieces) >= least:
+        if fineness.allows(min(pieces)):
             found.append(WeightSharding(pattern, shard(dim, path, pieces)))
     return tuple(dict.fromkeys(found))
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.grammar.nodes import PATTERNS
 from whale_train.strategies.graph.operation_graph import OperationGraph
-from whale_train.strategies.layouts.propagation import Assignment, Cast, Layout, R, Shard
+from whale_train.strategies.layouts.propagation import (
+    Assignment,
+    Cast,
+    Fineness,
+    Layout,
+    R,
+    Shard,
+)
 from whale_train.strategies.tensor_parallel.region import Region, matches
 from whale_train.strategies.tensor_parallel.state import State
 from whale_train.strategies.tensor_parallel.viterbi import cheapest
@@ -21,13 +28,15 @@ class Sharded:
 
     `weights` are the parameters that are cut, by canonical path, and buffers that are cut with
     them (a batch norm's statistics); `axes` the units of every axis they are cut along, to be
-    dealt out to the group's members. `patterns` names each weight's pattern.
+    dealt out to the group's members. `patterns` names each weight's pattern. A group of any size in
+    `groups` has the same.
     """
 
     assignment: Assignment
     weights: dict[str, Shard]
     axes: dict[str, int]
     patterns: dict[str, str]
+    groups: range
 
     @property
     def whole(self) -> tuple[str, ...]:
@@ -65,7 +74,7 @@ def choose_patterns(
         tuple(op for op in graph if op.name in chosen),
         {name: path for name, path in parameters.items() if name in chosen},
         held,
-        group_size,
+        Fineness(group_size),
         given,
         wanted,
         dim,
@@ -153,4 +162,5 @@ def _answer(region: Region, best: State) -> Sharded:
         weights,
         {axis: units for axis, units in axes.units.items() if axis in used},
         patterns,
+        region.fineness.alike,
     )

@@ -6,7 +6,13 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from whale_train.strategies.graph.operation_graph import Operation, OperationGraph
-from whale_train.strategies.layouts.propagation import RULES, Layout, Shard, differentiable
+from whale_train.strategies.layouts.propagation import (
+    RULES,
+    Fineness,
+    Layout,
+    Shard,
+    differentiable,
+)
 from whale_train.strategies.layouts.rules.reductions import batch_norm, embedding
 from whale_train.strategies.tensor_parallel.candidates import Weight, WeightSharding, find_weights
 
@@ -15,7 +21,8 @@ _SMALL = 100  # a weight of less than 1/100 of its block may stay whole without 
 
 @dataclass(frozen=True)
 class Region:
-    """The operations `operations` of `graph`, in order, to be laid over `group_size` ranks.
+    """The operations `operations` of `graph`, in order, to be laid over as many ranks
+    as `fineness` has.
 
     `parameters` maps its parameter operations to canonical paths (a tied parameter has one),
     `held` those paths to their elements. `given` are the layouts of values from outside, `wanted`
@@ -26,7 +33,7 @@ class Region:
     operations: tuple[Operation, ...]
     parameters: Mapping[str, str]
     held: Mapping[str, int]
-    group_size: int
+    fineness: Fineness
     given: Mapping[str, Layout]
     wanted: Mapping[str, Layout]
     dim: str
@@ -35,7 +42,7 @@ class Region:
     def weights(self) -> dict[str, Weight]:
         """Those with a choice, by path."""
         names = {operation.name for operation in self.operations}
-        found = find_weights(self.graph, names, self.parameters, self.group_size)
+        found = find_weights(self.graph, names, self.parameters, self.fineness)
         return {path: _limited(weight, self.dim) for path, weight in found.items()}
 
     @cached_property

@@ -41,7 +41,9 @@ from whale_train.strategies.tensor_parallel.state import (
 
 _BEAM = 64  # states kept; blocks of the models at hand need fewer than half of them
 _SAMPLES = 8  # for which bytes are counted: a nominal micro-batch
-_BYTES = 4  # of an element; all patterns move the same dtype, so only ratios matter
+# Of an element. All patterns move the same dtype, and (n - 1) / n of it around a ring of n: only
+# ratios matter.
+_BYTES = 4
 
 
 def cheapest(region: Region, fixed: Mapping[str, str]) -> State:
@@ -57,7 +59,7 @@ class _Search:
 
     def run(self) -> State:
         first = {name: x for name, x in self.region.given.items() if x != R}
-        states = [State(first, {}, {}, Axes(least=self.region.group_size), (0, 0.0, 0), None)]
+        states = [State(first, {}, {}, Axes(fineness=self.region.fineness), (0, 0.0, 0), None)]
         for position, operation in enumerate(self.region.operations):
             if operation.target in ("input", "parameter", "buffer", "output"):
                 continue
@@ -221,7 +223,7 @@ class _Search:
         cost, made = self.paid(state, casts)
         if typing.becomes == "split_cross_entropy":  # maxima, sums and labels' logits of all rows
             rows = (self.region.graph[operation.inputs[0]].shape or ())[:1]
-            sent = 3 * 2 * self.ring * elements(rows, _SAMPLES) * _BYTES
+            sent = 3 * 2 * elements(rows, _SAMPLES) * _BYTES
             cost = plus(cost, 0, sent, 3)
         gives = axes.laid(typing.gives)
         layouts = dict(state.layouts)
@@ -291,11 +293,6 @@ class _Search:
 
     # --- What a state costs, and which are one ---
 
-    @property
-    def ring(self) -> float:
-        """What a gather moves of its result, per rank: (n-1)/n."""
-        return (self.region.group_size - 1) / self.region.group_size
-
     def paid(
         self, state: State, casts: tuple[Cast, ...]
     ) -> tuple[StateCost, Mapping[str, tuple[Layout, ...]]]:
@@ -309,7 +306,7 @@ class _Search:
             if isinstance(cast.source, Shard) and cast.kind.startswith("gather"):
                 path = self.region.weight_of.get(cast.value, "")
                 cost = plus(cost, self.region.counted.get(path, 0), 0.0, 0)
-            size = elements(operation.shape or (), _SAMPLES) * _BYTES * self.ring
+            size = elements(operation.shape or (), _SAMPLES) * _BYTES
             sent, count = moved(cast, size, cast.value in self.region.gradients, R in there)
             cost = plus(cost, 0, sent, count)
             added = (cast.target,) if cast.kind != "reduce_enter" else (cast.target, R)
