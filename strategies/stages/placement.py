@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 
 from whale_train.errors import Fault
 from whale_train.strategies.cost.roofline import flops_rate
@@ -188,21 +188,16 @@ class Staging:
 
     def replicas(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Return the shard groups that hold a stage."""
-        return tuple(
-            of_copy[position] for of_copy in self.seats.positions
-            for position in self.seats.of_stage(stage)
-        )  # fmt: skip
+        return self._replicas[stage]
 
     def data_parallel(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Return, for each shard of a stage, the ranks that hold it."""
-        return tuple(zip(*self.replicas(stage), strict=True))
+        return self._data_parallel[stage]
 
     def copies_of_rest(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that hold the same parameters of a stage outside a split
         head; beside one, every member of every shard group holds the whole rest."""
-        if self.form.stages[stage].body is None:
-            return self.data_parallel(stage)
-        return (tuple(sorted(rank for group in self.replicas(stage) for rank in group)),)
+        return self._copies_of_rest[stage]
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the (copy, position) of a rank."""
@@ -211,6 +206,28 @@ class Staging:
     def stage_of_rank(self, rank: int) -> int:
         """Return the stage that a rank holds a part of."""
         return self.seats.stage_of[self._places[rank][1]]
+
+    @cached_property
+    def _replicas(self) -> Sequence[tuple[tuple[int, ...], ...]]:
+        """What `replicas` returns, by stage: each of thousands of ranks asks for it."""
+        found: list[list[tuple[int, ...]]] = [[] for _ in self.form.stages]
+        for of_copy in self.seats.positions:
+            for stage, ranks in zip(self.seats.stage_of, of_copy, strict=True):
+                found[stage].append(ranks)
+        return [tuple(groups) for groups in found]
+
+    @cached_property
+    def _data_parallel(self) -> Sequence[tuple[tuple[int, ...], ...]]:
+        return [tuple(zip(*groups, strict=True)) for groups in self._replicas]
+
+    @cached_property
+    def _copies_of_rest(self) -> Sequence[tuple[tuple[int, ...], ...]]:
+        return [
+            self._data_parallel[stage]
+            if spec.body is None
+            else (tuple(sorted(chain.from_iterable(self._replicas[stage]))),)
+            for stage, spec in enumerate(self.form.stages)
+        ]
 
     @cached_property
     def _places(self) -> Mapping[int, tuple[int, int]]:
