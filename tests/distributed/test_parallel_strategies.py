@@ -243,16 +243,21 @@ def family(strategy: str) -> tuple[bool, ...]:
     return tuple(word in STRATEGIES[strategy][1] for word in ("pipeline", "split", "zero: "))
 
 
-# Every model under every family of strategies; every strategy and every model with each optimizer.
+KINDS = ("pipeline", "split", "zero: ", "head")
+
+
+# Every strategy; every model with each optimizer and under each kind of node; every family of
+# strategies with each optimizer.
 MATRIX = covering(
     [
         Case(model, strategy, optimizer)
         for strategy, optimizer, model in product(STRATEGIES, ("sgd", "adamw"), MODELS)
     ],
     lambda c: {
-        (c.model, family(c.strategy)),
-        (c.strategy, c.optimizer),
+        c.strategy,
         (c.model, c.optimizer),
+        (family(c.strategy), c.optimizer),
+        *((c.model, kind) for kind in KINDS if kind in STRATEGIES[c.strategy][1]),
     },
 )
 CASES = [
