@@ -26,10 +26,11 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from whale_train.config import AUTO, close_key, read_request
+from whale_train.config import AUTO, read_request
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.launcher.ranks.run_dir import taken_by
 from whale_train.models.options import MODEL_KEYS
+from whale_train.validation import close_key
 
 CONFIG_MODULE = "whale_train.conf"
 

@@ -21,9 +21,10 @@ from whale_train.checkpoint_files import (
     stored_tensors,
     whole_shape,
 )
-from whale_train.config import AUTO, OptimizerOptions, Request, as_yaml
+from whale_train.config import AUTO, OptimizerOptions, Request
 from whale_train.errors import ConfigError, Fault
 from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.validation import as_yaml
 
 KEY = "train.resume"
 _SHOWN = 3  # names of tensors in one message

@@ -5,27 +5,19 @@ strategy, the hardware) are read by that room; here they are put together, and e
 every section is raised at once.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from whale_train.data.open import DataOptions
-from whale_train.errors import ConfigError, Fault, closest, nearest
+from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.grammar.nodes import Strategy, read_strategy
+from whale_train.validation import as_yaml, validated
 
 
 def _no_truth_value(value: object) -> object:
@@ -204,22 +196,19 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
     if strategy is not None:
         read_strategy(strategy, names.get("strategy", "strategy"), faults)
     sections["hardware"] = _mapping(plain, "hardware", faults)
-    data: TypeAdapter[Any] = TypeAdapter(DataOptions)
-    for key, reader in (
-        ("data", data),
-        ("optimizer", TypeAdapter(OptimizerOptions)),
-        ("launcher", TypeAdapter(LauncherOptions)),
-        ("train", TypeAdapter(TrainOptions)),
-        ("verify", TypeAdapter(VerifyOptions)),
-        ("checkpoint", TypeAdapter(CheckpointOptions)),
+    for key, kind in (
+        ("data", DataOptions),
+        ("optimizer", OptimizerOptions),
+        ("launcher", LauncherOptions),
+        ("train", TrainOptions),
+        ("verify", VerifyOptions),
+        ("checkpoint", CheckpointOptions),
     ):
         section = _mapping(plain, key, faults)
         if section is not None:
-            sections[key] = _validated(reader, section, key, faults)
-    mode: TypeAdapter[Any] = TypeAdapter(Mode)
-    seed: TypeAdapter[Any] = TypeAdapter(Seed)
-    sections["mode"] = _validated(mode, plain.get("mode"), "mode", faults)
-    sections["seed"] = _validated(seed, plain.get("seed"), "seed", faults)
+            sections[key] = validated(kind, section, key, faults)
+    sections["mode"] = validated(Mode, plain.get("mode"), "mode", faults)
+    sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
     known = set(Request.model_fields) - {"names"}
     for key in plain:
@@ -263,109 +252,6 @@ def _mapping(plain: Mapping[str, Any], key: str, faults: list[Fault]) -> dict[st
     remedy = f"use {key}.KEY=VALUE" if groupless else f"use {key}=NAME or {key}.KEY=VALUE"
     faults.append(Fault(key, as_yaml(value), "is not a mapping", remedy))
     return None
-
-
-def as_yaml(value: object) -> str:
-    """Return a value as a user would write it."""
-    if isinstance(value, str):
-        return value
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
-    return text.removesuffix("...\n").strip()
-
-
-def _validated(reader: TypeAdapter[Any], value: Any, section: str, faults: list[Fault]) -> Any:
-    """`value` read by pydantic, its complaints said in our words."""
-    if isinstance(value, dict):
-        missing = [key for key, item in value.items() if item == "???"]
-        for key in missing:
-            remedy = f"write {section}.{key}=VALUE"
-            faults.append(Fault(f"{section}.{key}", "", "must be given", remedy))
-        value = {key: item for key, item in value.items() if item != "???"}
-    else:
-        missing = []
-    try:
-        return reader.validate_python(value)
-    except ValidationError as error:
-        for problem in error.errors():
-            if str(problem["loc"][-1:] and problem["loc"][-1]) not in missing:
-                faults.append(_fault(problem, section, error))
-        return None
-
-
-def _fault(problem: Any, section: str, error: ValidationError) -> Fault:
-    """Return one of pydantic's complaints as a fault. Its path drops the union's tag."""
-    location = list(problem["loc"])
-    if section == "data" and location and location[0] in _TAGS:
-        del location[0]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    key = f"{section}{key}"
-    kind, context, given = problem["type"], problem.get("ctx", {}), problem["input"]
-    shown = as_yaml(given)
-    if kind == "extra_forbidden":
-        name = str(location[-1])
-        return Fault(key, shown, "is not a key here", _known_keys(name, section, problem, error))
-    if kind == "missing":
-        return Fault(key, "", "must be given", f"write {key}=VALUE")
-    if kind == "literal_error":
-        choices = [
-            part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")
-        ]
-        return Fault(key, shown, "is unknown", nearest(shown, choices))
-    if kind == "union_tag_invalid":
-        choices = [part.strip("' ") for part in context["expected_tags"].split(",")]
-        tag = str(context["tag"])
-        return Fault(f"{section}.kind", tag, "is unknown", nearest(tag, choices))
-    if kind == "union_tag_not_found":
-        return Fault(f"{section}.kind", "", "must be given", f"use {section}=text or the like")
-    for bound, (rule, remedy) in _BOUNDS.items():
-        if bound in context:
-            limit = f"{context[bound]:g}"
-            return Fault(key, shown, f"{rule} {limit}", remedy.format(limit))
-    if kind == "int_from_float" and math.isfinite(given):
-        remedy = f"use {math.floor(given)} or {math.ceil(given)}"
-        return Fault(key, shown, "is not a whole number", remedy)
-    rule, remedy = next(
-        (found for start, found in _TYPES.items() if kind.startswith(start)),
-        (f"is not valid ({problem['msg'].lower()})", "see conf/ for an example"),
-    )
-    return Fault(key, shown, rule, remedy)
-
-
-_TAGS = ("text", "arrays", "digits", "classes", "images", "hf_dataset")
-_BOUNDS = {
-    "ge": ("is below", "use {} or more"),
-    "gt": ("is not above", "use more than {}"),
-    "le": ("is above", "use {} or less"),
-    "lt": ("is not below", "use less than {}"),
-}
-_PAIR = ("is not a list of two numbers", "use one, such as [0.9, 0.999]")
-_TYPES = {
-    "int": ("is not a whole number", "use one, such as 8"),
-    "float": ("is not a number", "use one, such as 0.001"),
-    "finite": ("is not finite", "use a number such as 0.001"),
-    "bool": ("is not true or false", "use true or false"),
-    "string": ("is not text", "put it in quotes"),
-    "tuple": _PAIR,
-    "too_": _PAIR,
-}
-
-
-def _known_keys(name: str, section: str, problem: Any, error: ValidationError) -> str:
-    models: dict[str, type[BaseModel]] = {
-        "optimizer": OptimizerOptions,
-        "launcher": LauncherOptions,
-        "train": TrainOptions,
-        "verify": VerifyOptions,
-        "checkpoint": CheckpointOptions,
-    }
-    if section in models:
-        fields = models[section].model_fields.items()
-        return nearest(name, {field.alias or key for key, field in fields})
-    tag = str(problem["loc"][0]) if problem["loc"] else ""
-    for kind in DataOptions.__args__[0].__args__:
-        if kind.model_fields["kind"].default == tag:
-            return nearest(name, set(kind.model_fields) - {"kind"})
-    return f"remove {section}.{name}"
 
 
 def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
@@ -426,9 +312,3 @@ def _refuse_ineffective(optimizer: OptimizerOptions, faults: list[Fault]) -> Non
         value = as_yaml(optimizer.final_lr_fraction)
         rule, remedy = "has no effect on a constant schedule", "use linear or cosine, or 0"
         faults.append(Fault("optimizer.final_lr_fraction", value, rule, remedy))
-
-
-def close_key(key: str, known: list[str]) -> str:
-    """Return the remedy for a key Hydra does not know: the nearest of all keys of the config."""
-    close = closest(key, known)
-    return f"did you mean {close}?" if close else "see whale-train --cfg job for all keys"

@@ -1,0 +1,116 @@
+"""Values read by pydantic, whose complaints are said in the words of all messages."""
+
+import math
+from typing import Annotated, Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from whale_train.errors import Fault, closest, nearest
+
+
+def as_yaml(value: object) -> str:
+    """Return a value as a user would write it."""
+    if isinstance(value, str):
+        return value
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
+    return text.removesuffix("...\n").strip()
+
+
+def validated(kind: Any, value: Any, section: str, faults: list[Fault]) -> Any:
+    """Return `value` read as `kind`, a type that pydantic knows; None after adding to `faults` what
+    is wrong with it."""
+    if isinstance(value, dict):
+        missing = [key for key, item in value.items() if item == "???"]
+        for key in missing:
+            remedy = f"write {section}.{key}=VALUE"
+            faults.append(Fault(f"{section}.{key}", "", "must be given", remedy))
+        value = {key: item for key, item in value.items() if item != "???"}
+    else:
+        missing = []
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        for problem in error.errors():
+            if str(problem["loc"][-1:] and problem["loc"][-1]) not in missing:
+                faults.append(_fault(problem, section, kind))
+        return None
+
+
+def _fault(problem: Any, section: str, read_as: Any) -> Fault:
+    """Return one of pydantic's complaints as a fault. Its path drops the union's tag."""
+    location = list(problem["loc"])
+    tagged = _tagged(read_as)
+    tag = str(location.pop(0)) if location and location[0] in tagged else ""
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    key = f"{section}{key}"
+    kind, context, given = problem["type"], problem.get("ctx", {}), problem["input"]
+    shown = as_yaml(given)
+    if kind == "extra_forbidden":
+        name = str(location[-1])
+        return Fault(
+            key, shown, "is not a key here", _known_keys(name, section, tagged.get(tag, read_as))
+        )
+    if kind == "missing":
+        return Fault(key, "", "must be given", f"write {key}=VALUE")
+    if kind == "literal_error":
+        choices = [
+            part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")
+        ]
+        return Fault(key, shown, "is unknown", nearest(shown, choices))
+    if kind == "union_tag_invalid":
+        choices = [part.strip("' ") for part in context["expected_tags"].split(",")]
+        tag = str(context["tag"])
+        return Fault(f"{section}.kind", tag, "is unknown", nearest(tag, choices))
+    if kind == "union_tag_not_found":
+        return Fault(f"{section}.kind", "", "must be given", f"use {section}=text or the like")
+    for bound, (rule, remedy) in _BOUNDS.items():
+        if bound in context:
+            limit = f"{context[bound]:g}"
+            return Fault(key, shown, f"{rule} {limit}", remedy.format(limit))
+    if kind == "int_from_float" and math.isfinite(given):
+        remedy = f"use {math.floor(given)} or {math.ceil(given)}"
+        return Fault(key, shown, "is not a whole number", remedy)
+    rule, remedy = next(
+        (found for start, found in _TYPES.items() if kind.startswith(start)),
+        (f"is not valid ({problem['msg'].lower()})", "see conf/ for an example"),
+    )
+    return Fault(key, shown, rule, remedy)
+
+
+_BOUNDS = {
+    "ge": ("is below", "use {} or more"),
+    "gt": ("is not above", "use more than {}"),
+    "le": ("is above", "use {} or less"),
+    "lt": ("is not below", "use less than {}"),
+}
+_PAIR = ("is not a list of two numbers", "use one, such as [0.9, 0.999]")
+_TYPES = {
+    "int": ("is not a whole number", "use one, such as 8"),
+    "float": ("is not a number", "use one, such as 0.001"),
+    "finite": ("is not finite", "use a number such as 0.001"),
+    "bool": ("is not true or false", "use true or false"),
+    "string": ("is not text", "put it in quotes"),
+    "tuple": _PAIR,
+    "too_": _PAIR,
+}
+
+
+def _tagged(read_as: Any) -> dict[str, type[BaseModel]]:
+    """Return the models of a tagged union by their tag; nothing where it is none."""
+    union = get_args(read_as)[0] if get_origin(read_as) is Annotated else None
+    return {kind.model_fields["kind"].default: kind for kind in get_args(union)}
+
+
+def _known_keys(name: str, section: str, read_as: Any) -> str:
+    """Return the remedy for a key that the section has not."""
+    if not (isinstance(read_as, type) and issubclass(read_as, BaseModel)):
+        return f"remove {section}.{name}"
+    fields = read_as.model_fields.items()
+    return nearest(name, {field.alias or key for key, field in fields} - {"kind"})
+
+
+def close_key(key: str, known: list[str]) -> str:
+    """Return the remedy for a key Hydra does not know: the nearest of all keys of the config."""
+    close = closest(key, known)
+    return f"did you mean {close}?" if close else "see whale-train --cfg job for all keys"
