@@ -100,6 +100,8 @@ def check(arguments: Sequence[str]) -> None:
             faults += [fault for fault in wrong if fault not in faults]
             if config is None or options.cfg:
                 continue
+            if config.get("mode") == "export":
+                faults += [x for x in _faults_of_export(overrides) if x not in faults]
             if not multirun:
                 faults += _request_faults(config, wrong)
             if not faults:
@@ -337,6 +339,18 @@ def _request_faults(config: DictConfig, wrong: Sequence[Fault]) -> list[Fault]:
     except ConfigError as error:
         return [fault for fault in error.faults if fault.key.partition(".")[0] not in groups]
     return []
+
+
+def _faults_of_export(overrides: Sequence[str]) -> list[Fault]:
+    """Return a fault for every override that says of an export what its checkpoint says."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    others = [o for o in parsed if o.key_or_group not in ("mode", "checkpoint", "checkpoint.path")]
+    rule, remedy = "has no effect on mode=export", "leave it out: the checkpoint has it"
+    return [
+        Fault(o.key_or_group, _value(o), rule, remedy)
+        for o in others
+        if not o.key_or_group.startswith("hydra")
+    ]
 
 
 def _run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from whale_train.checkpoint_files import STOP
+from whale_train.checkpoint_files import MODEL, STOP
 from whale_train.config import AUTO, Request, read_request
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
@@ -32,6 +32,7 @@ from whale_train.launcher.calibrate import (
 )
 from whale_train.launcher.command_line import compared_strategies
 from whale_train.launcher.compare_runs import compare
+from whale_train.launcher.export import export, export_into
 from whale_train.launcher.job_end import JobEnd, finish, interrupted
 from whale_train.launcher.planning.plan_request import (
     Resolved,
@@ -84,7 +85,7 @@ def run_job(
     try:
         request = read_request(config, names)
         if request.mode != "train" and place is not None:
-            what = "no ranks" if request.mode == "plan" else "its own ranks"
+            what = "no ranks" if request.mode in ("plan", "export") else "its own ranks"
             rule = f"starts {what}, and some were started from outside"
             remedy = "run it without torchrun or srun"
             raise ConfigError([Fault("mode", request.mode, rule, remedy)])
@@ -95,6 +96,8 @@ def run_job(
                 return _verify(request, run_dir, console, signals)
             if request.mode == "calibrate":
                 return _calibrate(request, run_dir, console, signals)
+            if request.mode == "export":
+                return export(request, run_dir, console, signals)
             return _train(request, run_dir, console, place, signals)
     except RequestError as error:
         _remove_unused(run_dir)
@@ -144,6 +147,8 @@ def _train(
         if resumed is None and wanted is not request:  # nothing was saved since
             resumed = _resumed(request, run_dir, console)
         if resumed is not None and resumed.step >= request.train.steps:
+            if request.checkpoint.final and not (run_dir / MODEL).exists():
+                return export_into(make_run_dir(wanted, run_dir), resumed, console, signals)
             return JobEnd("done", run_dir)
         began, started = 0 if resumed is None else resumed.step, time.monotonic()
         run_dir = make_run_dir(wanted, run_dir)

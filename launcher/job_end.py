@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
+from whale_train.checkpoint_files import MODEL
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ranks.host_process import Outcome, describe_failure
 from whale_train.launcher.ui.progress import summary_line, unlike_predicted
@@ -42,9 +43,7 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
             console.print(f"warning: {unlike}; {_why(resolved)}", style="yellow", soft_wrap=True)
         console.print(Portable(summary_line(summary, run_dir, resolved.emulated)))
         if summary.get("model_bytes") is not None:
-            size = in_bytes(summary["model_bytes"])
-            said = f"the trained model: {run_dir / 'model'} ({size})"
-            console.print(Portable(Text(said)), soft_wrap=True)
+            console.print(Portable(model_line(run_dir, summary["model_bytes"])), soft_wrap=True)
         return JobEnd("done", run_dir, summary)
     if outcome.status == "failed":
         assert outcome.failure is not None
@@ -52,6 +51,11 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
         sys.stderr.write(f"error: {describe_failure(outcome.failure, place)}\n")
         return JobEnd("failed", run_dir)
     return interrupted(run_dir)
+
+
+def model_line(run_dir: Path, size: int) -> Text:
+    """Return where the trained weights of a run are."""
+    return Text(f"the trained model: {run_dir / MODEL} ({in_bytes(size)})")
 
 
 def _why(resolved: Resolved) -> str:

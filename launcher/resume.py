@@ -43,27 +43,28 @@ class Resumed:
         return self.manifest.step
 
 
-def find_checkpoint(wanted: str, run_dir: Path) -> Resumed | None:
-    """Return the checkpoint that `train.resume` asks for: of `auto` the newest whole one of this
-    run directory, None where it has none; of a run directory or a folder of checkpoints the newest
-    whole one; else the checkpoint of that path. Raises ConfigError where there is none."""
+def find_checkpoint(wanted: str, run_dir: Path, key: str = KEY) -> Resumed | None:
+    """Return the checkpoint that `wanted`, the value of `key`, names: of `auto` the newest whole
+    one of this run directory, None where it has none; of a run directory or a folder of checkpoints
+    the newest whole one; else the checkpoint of that path. Raises ConfigError where there is
+    none."""
     if wanted == AUTO:
-        return _newest(checkpoints_in(run_dir / CHECKPOINTS), "this run's directory", wanted)
+        return _newest(checkpoints_in(run_dir / CHECKPOINTS), "this run's directory", wanted, key)
     path = Path(wanted)
     if not path.is_dir():
         remedy = "name a run directory or a checkpoint in one, as runs/MY_RUN/checkpoints/step_100"
-        raise ConfigError([Fault(KEY, wanted, "is not a folder", remedy)])
+        raise ConfigError([Fault(key, wanted, "is not a folder", remedy)])
     within = [*checkpoints_in(path / CHECKPOINTS), *checkpoints_in(path)]
     if within:
-        return _newest(within, wanted, wanted)
+        return _newest(within, wanted, wanted, key)
     try:
         return Resumed(path, check(path))
     except BrokenCheckpoint as error:
         rule = f"is no whole checkpoint: {error}"
-        raise ConfigError([Fault(KEY, wanted, rule, "name another")]) from None
+        raise ConfigError([Fault(key, wanted, rule, "name another")]) from None
 
 
-def _newest(checkpoints: Sequence[Path], where: str, wanted: str) -> Resumed | None:
+def _newest(checkpoints: Sequence[Path], where: str, wanted: str, key: str) -> Resumed | None:
     """Return the first of `checkpoints` that is whole. Raises ConfigError where none is, though
     there are some."""
     broken: list[str] = []
@@ -75,7 +76,7 @@ def _newest(checkpoints: Sequence[Path], where: str, wanted: str) -> Resumed | N
     if not broken:
         return None
     faults = [
-        Fault(KEY, wanted, f"finds no whole checkpoint in {where}: {said}", "remove it")
+        Fault(key, wanted, f"finds no whole checkpoint in {where}: {said}", "remove it")
         for said in broken
     ]
     raise ConfigError(faults)

@@ -217,14 +217,19 @@ def _default_attributes(config_class: Any) -> set[str]:
         return set()
 
 
-def _hugging_face_config(
-    config_class: Any, settings: dict[str, Any], pretrained: str | None
-) -> Any:
+def given_config(config_class: Any, settings: dict[str, Any], pretrained: str | None) -> Any:
+    """Return the config that a request gives a model of transformers."""
     saved = {}
     if pretrained is not None:
         saved = config_class.from_pretrained(pretrained, local_files_only=True).to_dict()
     # Not from_pretrained(**settings): it drops the settings it does not know, silently.
-    config = config_class.from_dict({**saved, **settings})
+    return config_class.from_dict({**saved, **settings})
+
+
+def _hugging_face_config(
+    config_class: Any, settings: dict[str, Any], pretrained: str | None
+) -> Any:
+    config = given_config(config_class, settings, pretrained)
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
     for part in parts:
         if hasattr(part, "use_cache"):

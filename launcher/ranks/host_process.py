@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 HOST_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.fork_server")
+EXPORT_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.export_host")
 HOST_LOG = "logs/host.log"
 POLL_S = 0.1
 # From SIGTERM to SIGKILL of everything; more than a host gives its ranks.

@@ -46,18 +46,22 @@ def export_model(
 def on_meta(
     options: ModelOptions, fields: tuple[InputField, ...]
 ) -> tuple[LossModule, tuple[InputField, ...]]:
-    """Return the model without weights, and those of `fields` its forward takes.
+    """Return the model without weights, and those of `fields` its forward takes."""
+    model = model_on_meta(options)
+    taken = forward_fields(model, options, fields)
+    return LossModule(model, options), tuple(f for f in fields if f.name in taken)
 
-    A model whose constructor looks at values is built with them, and then left without.
-    """
+
+def model_on_meta(options: ModelOptions) -> nn.Module:
+    """Return the model without weights. One whose constructor looks at values is built with them,
+    and then left without."""
     try:
         with torch.device("meta"):
             model = build_model(options)
     except ConfigError:
         model = build_model(options)
     _leave_no_values(model)
-    taken = forward_fields(model, options, fields)
-    return LossModule(model, options), tuple(f for f in fields if f.name in taken)
+    return model
 
 
 def _leave_no_values(model: nn.Module) -> None:

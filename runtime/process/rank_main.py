@@ -201,8 +201,8 @@ def train_as_planned(
             trace.write(run_dir)
         if request.checkpoint.final and summary["stopped_after"] is None:
             last = None if saver is None else saver.last
-            model = prepared.module.model
-            folder = write_final(run_dir, state, model, last, rank, world_size, wait_s)
+            made = (prepared.module.model, request.model)
+            folder = write_final(run_dir, state, *made, last, rank, world_size, wait_s)
             if folder is not None:
                 summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())
     peaks: list[int] = [0] * world_size

@@ -14,19 +14,26 @@ from typing import Any
 
 from torch import nn
 
-from whale_train.checkpoint_files import PARTS_OF_MODEL, UNFINISHED_MODEL
+from whale_train.checkpoint_files import MODEL, PARTS_OF_MODEL, UNFINISHED_MODEL
+from whale_train.models.build import given_config
+from whale_train.models.options import ModelOptions
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.saver import owned, said_by, write_blocks, write_said
 from whale_train.runtime.state.tensor_files import TensorReader, write_json, write_tensors
 
-MODEL = "model"  # in the run directory
 _FILE_BYTES = 5 * 10**9
+# What tokenizers and processors of transformers are saved as.
+_OF_INPUTS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "chat_template*", "*processor_config.json"),
+)
 
 
 def write_final(
     run_dir: Path,
     state: RankState,
     model: nn.Module,
+    options: ModelOptions,
     checkpoint: Path | None,
     rank: int,
     ranks: int,
@@ -34,8 +41,7 @@ def write_final(
 ) -> Path | None:
     """Write the trained weights, every rank what it saves of them, and return the folder that rank
     0 makes of it (None to the others). Where a `checkpoint` was saved after the last step, that is
-    read instead. `model` is asked for its config alone. Raises OSError where files cannot be
-    written."""
+    read instead. Raises OSError where files cannot be written."""
     parts = run_dir / PARTS_OF_MODEL
     if checkpoint is not None:
         saved = checkpoint / "model"
@@ -49,15 +55,22 @@ def write_final(
             said_by(parts, range(1, ranks), timeout_s)
     if rank:
         return None
+    target = export_weights(saved, run_dir, model, options)
+    shutil.rmtree(parts, ignore_errors=True)
+    return target
+
+
+def export_weights(saved: Path, run_dir: Path, model: nn.Module, options: ModelOptions) -> Path:
+    """Make the folder of weights of a run directory out of the blocks in the folder `saved`, and
+    return it. `model`, built by `options`, is asked for its names and its config alone."""
     made = run_dir / UNFINISHED_MODEL
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
-    describe(model, made)
+    describe(model, options, made)
     join(saved, made, _names_of(model))
     target = run_dir / MODEL
     shutil.rmtree(target, ignore_errors=True)
     made.rename(target)
-    shutil.rmtree(parts, ignore_errors=True)
     return target
 
 
@@ -89,17 +102,23 @@ def join(parts: Path, folder: Path, renamed: Mapping[str, str]) -> None:
         write_json(folder, "model.safetensors.index.json", index)
 
 
-def describe(model: Any, folder: Path) -> None:
-    """Write what `from_pretrained` wants beside the weights, for a model of transformers."""
+def describe(model: Any, options: ModelOptions, folder: Path) -> None:
+    """Write what `from_pretrained` wants beside the weights, for a model of transformers, and what
+    reads its inputs, where the folder that it came from has that."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
+    if options.is_hugging_face:  # as it was before training turned the cache off
+        config = given_config(type(model).config_class, options.config, options.pretrained)
     # As save_pretrained does: which class reads it.
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
         generation.save_pretrained(folder)
+    for pattern in _OF_INPUTS if options.pretrained else ():
+        for path in sorted(Path(options.pretrained or "").glob(pattern)):
+            shutil.copy(path, folder / path.name)
 
 
 def _names_of(model: Any) -> dict[str, str]:

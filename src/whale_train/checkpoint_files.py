@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 CHECKPOINTS = "checkpoints"  # in the run directory
-PARTS_OF_MODEL = ".parts_of_model"  # in it as well: what ranks hand to rank 0 at the end of a run
+MODEL = "model"  # in it as well: the trained weights
+PARTS_OF_MODEL = ".parts_of_model"  # what ranks hand to rank 0 at the end of a run
 UNFINISHED_MODEL = ".unfinished_model"  # and what that makes of it
 STOP = "stop"  # where the launcher asks the ranks to save and end
 SAVED = "checkpoints.jsonl"  # a line a checkpoint, written or failed

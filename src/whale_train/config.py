@@ -30,7 +30,7 @@ def _no_truth_value(value: object) -> object:
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _DURATION = r"^[0-9]+(\.[0-9]+)?(s|min|h)$"
 AUTO = "auto"  # of train.resume: the newest checkpoint of this run's own directory
-Mode = Literal["train", "plan", "verify", "calibrate"]
+Mode = Literal["train", "plan", "verify", "calibrate", "export"]
 _Whole = Annotated[int, BeforeValidator(_no_truth_value)]
 _Count = Annotated[_Whole, Field(ge=1)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -110,8 +110,10 @@ class CheckpointOptions(_Section):
     """Checkpoints every `every` optimizer steps, or after every so long ("30min"; null: none), of
     which the newest `keep` stay (null: all), written beside the steps that follow (`async`) or
     before them. A run that saves does so once more when it is told to end, and has `grace_s` for
-    that. `final`: the run ends with the trained weights in its directory."""
+    that. `final`: the run ends with the trained weights in its directory. `path` is the checkpoint,
+    or the run directory (its newest), that `mode=export` reads."""
 
+    path: str | None = Field(None, min_length=1)
     every: _Count | Annotated[str, Field(pattern=_DURATION)] | None = None
     grace_s: float = Field(30.0, ge=0)
     keep: _Count | None = None
@@ -204,6 +206,9 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
         ("verify", VerifyOptions),
         ("checkpoint", CheckpointOptions),
     ):
+        given = plain.get(key)
+        if key == "checkpoint" and isinstance(given, str):  # as in mode=export checkpoint=PATH
+            plain[key] = {"path": given}
         section = _mapping(plain, key, faults)
         if section is not None:
             sections[key] = validated(kind, section, key, faults)
@@ -226,7 +231,7 @@ def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ..
         remedy = "list names of strategies, as in compare=[dp,zero3]"
         faults.append(Fault("compare", as_yaml(value), "is not a list of names", remedy))
         return ()
-    if names and mode in ("train", "verify", "calibrate"):
+    if names and mode in ("train", "verify", "calibrate", "export"):
         rule = f"has no effect on mode={mode}"
         faults.append(Fault("compare", as_yaml(names), rule, "use mode=plan, or compare=[]"))
     return tuple(dict.fromkeys(names))
@@ -265,6 +270,8 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
             rule = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
     launcher, checkpoint = sections.get("launcher"), sections.get("checkpoint")
+    if isinstance(checkpoint, CheckpointOptions):
+        _refuse_path(checkpoint, sections.get("mode"), faults)
     if isinstance(launcher, LauncherOptions) and isinstance(checkpoint, CheckpointOptions):
         restarts = launcher.max_restarts
         if restarts and checkpoint.every is None:
@@ -274,6 +281,16 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     optimizer = sections.get("optimizer")
     if isinstance(optimizer, OptimizerOptions):
         _refuse_ineffective(optimizer, faults)
+
+
+def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault]) -> None:
+    """Refuse to export no checkpoint, and one for a mode that reads none."""
+    if mode == "export" and checkpoint.path is None:
+        remedy = "name a run directory or a checkpoint in one, as checkpoint=runs/MY_RUN"
+        faults.append(Fault("checkpoint", "", "must be given to mode=export", remedy))
+    if mode != "export" and mode is not None and checkpoint.path is not None:
+        rule, remedy = f"has no effect on mode={mode}", "go on from it by train.resume=PATH"
+        faults.append(Fault("checkpoint.path", checkpoint.path, rule, remedy))
 
 
 def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:

@@ -35,6 +35,29 @@ COMMAND_LINE = (
         "data.sequence_lenght=5 is not a key of the config; did you mean data.sequence_length?",
     ),
     Case(
+        "export_of_nothing",
+        "mode=export",
+        "checkpoint must be given to mode=export; name a run directory or a checkpoint in one, as "
+        "checkpoint=runs/MY_RUN",
+    ),
+    Case(
+        "export_of_another_model",
+        "mode=export checkpoint=runs/mine model=moe_gpt train.steps=5",
+        "model=moe_gpt has no effect on mode=export; leave it out: the checkpoint has it",
+        "train.steps=5 has no effect on mode=export; leave it out: the checkpoint has it",
+    ),
+    Case(
+        "export_of_no_folder",
+        "mode=export checkpoint=runs/mine",
+        "checkpoint=runs/mine is not a folder; name a run directory or a checkpoint in one, as "
+        "runs/MY_RUN/checkpoints/step_100",
+    ),
+    Case(
+        "checkpoint_to_train",
+        "checkpoint=runs/mine",
+        "checkpoint.path=runs/mine has no effect on mode=train; go on from it by train.resume=PATH",
+    ),
+    Case(
         "unknown_key",
         "colour=blue",
         "colour=blue is not a key of the config; see whale-train --cfg job for all keys",
@@ -222,7 +245,7 @@ VALUES = (
     Case(
         "unknown_mode",
         "mode=trian",
-        "mode=trian is unknown; did you mean train? One of: calibrate, plan, train, verify",
+        "mode=trian is unknown; did you mean train? One of: calibrate, export, plan, train, verify",
     ),
     Case(
         "unknown_precision",

@@ -26,6 +26,10 @@ def train(folder: Path, name: str, *more: str) -> Answer:
     return whale_train([*RUN, f"hydra.run.dir={name}", *more], folder)
 
 
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of six steps in `whole`."""
@@ -66,9 +70,43 @@ def test_the_same_command_goes_on_where_it_was(copied: Path) -> None:
     assert losses(folder) == pytest.approx(before, rel=1e-5)
     assert (folder / "attempts" / "1" / "plan.json").exists()
     assert not (folder / "checkpoints" / ".unfinished_step_6").exists()
-    again = train(copied, "whole", "strategy=zero3", "train.resume=auto")
+
+
+def test_a_run_that_died_after_its_last_step_gets_its_weights(copied: Path) -> None:
+    model = copied / "whole" / "model"
+    again = train(copied, "whole", "train.resume=auto")
     assert again.status == 0
-    assert "step_6, which is the end" in again.stdout
+    assert again.stdout.endswith("step_6, which is the end\n")
+    model.rename(copied / "before")
+    again = train(copied, "whole", "train.resume=auto")
+    assert again.status == 0
+    assert f"the trained model: {model} (" in again.stdout
+    assert bytes_in(model) == bytes_in(copied / "before")
+
+
+def test_a_checkpoint_is_exported(run: Path) -> None:
+    answer = whale_train(["mode=export", "checkpoint=whole", "hydra.run.dir=newest"], run)
+    assert answer.status == 0, answer
+    assert "exporting step 6, from whole/checkpoints/step_6\n" in answer.stdout
+    assert f"the trained model: {run}/newest/model (" in answer.stdout
+    assert bytes_in(run / "newest" / "model") == bytes_in(run / "whole" / "model")
+    one = "checkpoint=whole/checkpoints/step_4"
+    answer = whale_train(["mode=export", one, "hydra.run.dir=earlier"], run)
+    assert answer.status == 0, answer
+    earlier, last = (
+        load_file(run / name / "model" / "model.safetensors") for name in ("earlier", "whole")
+    )
+    assert earlier.keys() == last.keys()
+    assert not all((earlier[name] == last[name]).all() for name in last)
+
+
+def test_an_export_takes_nothing_but_a_whole_checkpoint(copied: Path) -> None:
+    for path in (copied / "whole" / "checkpoints").glob("*/state.json"):
+        path.unlink()
+    answer = whale_train(["mode=export", "checkpoint=whole", "hydra.run.dir=new"], copied)
+    assert answer.status == 2
+    assert "checkpoint=whole finds no whole checkpoint in whole" in answer.stderr
+    assert not (copied / "new").exists()
 
 
 SIGNALS = [signal.SIGUSR1, *((signal.SIGINT, signal.SIGTERM) if IS_FULL else ())]

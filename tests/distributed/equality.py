@@ -334,7 +334,11 @@ def _model(request: Request) -> nn.Module:
         import transformers
 
         made = getattr(transformers, options.architecture)
-        model: nn.Module = made(made.config_class(**options.config))
+        model: nn.Module
+        if options.pretrained:
+            model = made.from_pretrained(options.pretrained, dtype=torch.float32)
+        else:
+            model = made(made.config_class(**options.config))
     else:
         module, _, name = options.target.rpartition(".")
         model = getattr(importlib.import_module(module), name)(**options.arguments)

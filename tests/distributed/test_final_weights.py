@@ -4,6 +4,7 @@ Three steps are trained; the folder is opened, by `from_pretrained` for a model 
 the loss of the fourth batch is that of a run of four steps.
 """
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,15 @@ from tests.distributed.test_parallel_strategies import GLOBAL_BATCH, MODELS, Cas
 
 from whale_train.models.gpt import GPT
 
+LLAMA = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+    "num_key_value_heads": 4,
+}
 TRAINED = 3
 TOLERANCE = 1e-5
 
@@ -86,3 +96,38 @@ def test_a_model_of_ones_own_loads_what_was_learned(
         loss = model(**run.batch)
     loss = loss if isinstance(loss, torch.Tensor) else loss.loss
     assert float(loss) == pytest.approx(run.next_loss, rel=TOLERANCE)
+
+
+OF_INPUTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
+
+
+@pytest.mark.parametrize("strategy", ["zero1_pipeline", "split3_uneven", "zero3_split2"])
+def test_a_saved_model_is_trained_further(
+    strategy: str, arrays: Path, jobs: Jobs, served: Served, tmp_path: Path
+) -> None:
+    """What `save_pretrained` wrote, under a plan: the steps that transformers' own model takes; and
+    what reads its inputs goes with it."""
+    given = tmp_path / "given"
+    config = transformers.LlamaConfig(**LLAMA)
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(config).save_pretrained(given)
+    for name in OF_INPUTS:
+        (given / name).write_text(f"the {name}")
+    (given / "notes.txt").write_text("of no use to anyone else")
+    llama = ("model=hf", "model.architecture=LlamaForCausalLM", f"model.pretrained={given}")
+    case = Case("llama", strategy, "adamw")
+    overrides = [*llama, *case.overrides(arrays)[len(MODELS["llama"][1]) :]]
+    single = [*llama, *Case("llama", "single", "adamw").overrides(arrays)[len(llama) :]]
+    run_dir = tmp_path / "run"
+    said = served.ask(run_job, overrides=overrides, plainly=False, run_dir=str(run_dir))
+    assert not said, said
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    plain = jobs.run(single, plainly=True)
+    np.testing.assert_allclose([json.loads(x)["loss"] for x in lines], plain.losses, rtol=2e-5)
+    model = run_dir / "model"
+    assert {path.name for path in model.iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors", *OF_INPUTS)
+    }
+    for name in OF_INPUTS:
+        assert (model / name).read_bytes() == (given / name).read_bytes()
+    assert transformers.AutoConfig.from_pretrained(model).use_cache

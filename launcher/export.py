@@ -1,0 +1,55 @@
+"""`mode=export`, and the end of a run that died after its last step: the weights of a checkpoint as
+a folder that others open."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from whale_train.checkpoint_files import MODEL
+from whale_train.config import AUTO, Request
+from whale_train.errors import ConfigError, Fault
+from whale_train.launcher.job_end import JobEnd, interrupted, model_line
+from whale_train.launcher.ranks.host_process import EXPORT_PROGRAM, HostProcess, describe_failure
+from whale_train.launcher.ranks.run_files import make_run_dir
+from whale_train.launcher.ranks.stop_signals import StopSignals
+from whale_train.launcher.resume import Resumed, find_checkpoint
+from whale_train.launcher.ui.terminal import Portable
+
+
+def export(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
+    """Export the checkpoint that the request names into its own run directory. Raises ConfigError
+    for one that is not whole, or a model that cannot be built here."""
+    assert request.checkpoint.path is not None
+    found = find_checkpoint(request.checkpoint.path, run_dir, "checkpoint")
+    if found is None:
+        remedy = "name a run directory or a checkpoint in one"
+        raise ConfigError([Fault("checkpoint", AUTO, "is no path", remedy)])
+    for said in found.broken:
+        said = f"warning: a checkpoint is passed over: {said}"
+        console.print(Text(said, style="yellow"), soft_wrap=True)
+    run_dir = make_run_dir(request, run_dir)
+    return export_into(run_dir, found, console, signals)
+
+
+def export_into(run_dir: Path, found: Resumed, console: Console, signals: StopSignals) -> JobEnd:
+    """Make the folder of weights of a run directory from a checkpoint."""
+    from whale_train.models.build import load_class  # and with it torch
+
+    load_class(Request.from_json((found.path / "request.json").read_text()).model)
+    console.print(Text(f"exporting step {found.step}, from {found.path}"), soft_wrap=True)
+    program = (*EXPORT_PROGRAM, "--checkpoint", str(found.path.absolute()))
+    host = HostProcess.start(run_dir, program)
+    try:
+        outcome = host.wait(signals.poll)
+    finally:
+        host.stop()
+    if outcome.status == "interrupted":
+        return interrupted(run_dir)
+    if outcome.failure is not None:
+        sys.stderr.write(f"error: {describe_failure(outcome.failure, '')}\n")
+        return JobEnd("failed", run_dir)
+    size = sum(path.stat().st_size for path in (run_dir / MODEL).iterdir())
+    console.print(Portable(model_line(run_dir, size)), soft_wrap=True)
+    return JobEnd("done", run_dir)
