@@ -41,7 +41,7 @@ from whale_train.launcher.planning.plan_request import (
     threads_of,
     training_of,
 )
-from whale_train.launcher.ranks.external_ranks import MEMBER_PROGRAM, check_world
+from whale_train.launcher.ranks.external_ranks import MEMBER_PROGRAM, check_world, with_ranks
 from whale_train.launcher.ranks.host_process import (
     HOST_PROGRAM,
     HostProcess,
@@ -98,6 +98,8 @@ def run_job(
                 return _calibrate(request, run_dir, console, signals)
             if request.mode == "export":
                 return export(request, run_dir, console, signals)
+            if place is not None:
+                request = with_ranks(request, place)
             return _train(request, run_dir, console, place, signals)
     except RequestError as error:
         _remove_unused(run_dir)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault, PlanError
 from whale_train.launcher.ranks.job_key import job_key
 from whale_train.launcher.ranks.rank_env import LaunchPlace, job_name, place_from_environment
@@ -86,6 +87,15 @@ def tell_refused() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         subprocess.run([*MEMBER_PROGRAM, "--refused"], check=False, timeout=TELLING_S)
+
+
+def with_ranks(request: Request, place: LaunchPlace) -> Request:
+    """Return the request on as many CPU processes as ranks were started, where it leaves their
+    number open: under torchrun it may be another each time they are started."""
+    asked = request.hardware
+    if asked.get("kind") != "cpu" or asked.get("devices") != "auto":
+        return request
+    return request.model_copy(update={"hardware": asked | {"devices": place.world_size}})
 
 
 def check_world(place: LaunchPlace, plan: Plan) -> None:

@@ -20,9 +20,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from secrets import token_hex
 from types import FrameType
 
 from torch import distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -113,10 +115,49 @@ def _meet(rank: int, key: JobKey) -> Store:
         remedy = "give all ranks the same WHALE_TRAIN_SECRET and run id"
         raise LaunchError(f"{rule}; {remedy}, or set MASTER_PORT to a port of their own")
     store = PrefixStore(key.nonce, public)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return PrefixStore(name_of_start(store, rank), store)
     if store.add(f"here/{rank}", 1) > 1:
         rule = f"MASTER_PORT: another rank {rank} is at {where}, so that port is another job's"
         raise LaunchError(f"{rule}; set MASTER_PORT to a free port of rank 0's host")
     return store
+
+
+def name_of_start(store: Store, rank: int) -> str:
+    """Return what all ranks call this start of theirs, which rank 0 chooses. Raises LaunchError
+    where some do not ask for it.
+
+    torchrun starts them again at the same port, with the keys of earlier starts still in the store
+    and nothing in the environment that tells one start from the next where only the number of hosts
+    has changed. So a rank asks with a word that nobody has used, and only a rank 0 that lives
+    answers; it answers until the rank that asked last has heard it.
+    """
+    if rank:
+        word = token_hex(8)
+        store.set(f"asks/{rank}", word)
+        store.wait([f"answer/{word}"])
+        heard = store.get(f"answer/{word}").decode()
+        store.set(f"heard/{word}", heard)
+        return heard
+    chosen, deaf = token_hex(8), list(range(1, int(os.environ["WORLD_SIZE"])))
+    deadline = time.monotonic() + default_pg_timeout.total_seconds()  # as long as others wait
+    while deaf:
+        if time.monotonic() > deadline:
+            rule = f"WORLD_SIZE: rank {deaf[0]} did not come to {os.environ['MASTER_ADDR']}"
+            raise LaunchError(f"{rule}; look at its output for why")
+        deaf = [other for other in deaf if not _has_heard(store, other, chosen)]
+        time.sleep(POLL_S)
+    return chosen
+
+
+def _has_heard(store: Store, rank: int, chosen: str) -> bool:
+    """Answer what a rank asked last, and return whether it has heard the answer."""
+    if not store.check([f"asks/{rank}"]):
+        return False
+    word = store.get(f"asks/{rank}").decode()
+    store.set(f"answer/{word}", chosen)
+    heard = f"heard/{word}"  # of another start, where the rank of this one has not asked yet
+    return store.check([heard]) and store.get(heard).decode() == chosen
 
 
 def _train(job: Job, rank: int, world_size: int, store: Store) -> int:

@@ -275,6 +275,68 @@ def test_ranks_told_to_end_save_first_and_go_on(starter: str, job: Job) -> None:
     job.assert_nothing_left()
 
 
+def agent(number: int, job: Job, port: int) -> subprocess.Popen[str]:
+    """One of the hosts that torchrun may have two of, with two ranks."""
+    conf = f"is_host={number == 0},last_call_timeout=3,keep_alive_interval=1"
+    where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=hosts")
+    elastic = ("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=5", *where)
+    overrides = ("hardware.devices=auto", "strategy=dp", "train.steps=600", *GOES_ON)
+    job.start(
+        *("-m", "torch.distributed.run", *elastic, f"--rdzv-conf={conf}", *COMMAND, *overrides),
+        # Without it a host that comes later waits for an address that nobody writes again
+        # (DynamicRendezvousHandler keeps it from its first round).
+        environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )
+    return job.started[-1]
+
+
+GOES_ON = ("checkpoint.every=5", "checkpoint.keep=3", "train.resume=auto", "hydra.run.dir=runs/a/b")
+
+
+@pytest.mark.skipif(not IS_FULL, reason="two minutes: of the full run")
+def test_a_host_that_dies_and_comes_back(job: Job) -> None:
+    """4 ranks, 2 and 4 again: the losses of a run that was never stopped."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    agent(0, job, port)
+    lost = agent(1, job, port)
+    job.wait_for_step(30)
+    for pid in descendants(lost.pid):
+        os.kill(pid, signal.SIGKILL)
+    lost.wait()
+    job.started.remove(lost)
+    job.wait_for_step(60)
+    agent(1, job, port)
+    assert job.wait() == [0, 0], job.said("err")
+    metrics = job.metrics()
+    assert [line["step"] for line in metrics] == list(range(1, 601))
+    worlds = [
+        json.loads(path.read_text())["world_size"]
+        for path in (
+            *sorted(job.run_dirs()[0].glob("attempts/*/plan.json")),
+            job.run_dirs()[0] / "plan.json",
+        )
+    ]
+    assert worlds == [4, 2, 4]
+    alone = Job(job.folder / "alone")
+    alone.folder.mkdir()
+    alone.start(*COMMAND, "strategy=dp", "train.steps=600")
+    assert alone.wait() == [0], alone.said("err")
+    expected = [line["loss"] for line in alone.metrics()]
+    assert [line["loss"] for line in metrics] == pytest.approx(expected, rel=2e-5)
+    job.assert_nothing_left()
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that it and its children have started."""
+    found = [pid]
+    for parent in found:
+        for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += map(int, tasks.read_text().split())
+    return found
+
+
 def error(rank: int, time_s: float, communication: bool) -> RankError:
     return RankError(rank, time_s, "E", f"of {rank}", communication, 7, f"E: of {rank}")
 

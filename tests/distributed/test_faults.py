@@ -16,7 +16,7 @@ from tests.pairs import IS_FULL
 REPEATS = 20 if IS_FULL else 3
 STRATEGIES = ("dp", "zero1", "hybrid_split_dp", "zero3")
 START_DEADLINE_S = 120.0
-END_DEADLINE_S = 10.0
+END_DEADLINE_S = 30.0
 
 
 def command(run_dir: Path, *overrides: str) -> list[str]:

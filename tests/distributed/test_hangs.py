@@ -30,7 +30,7 @@ from whale_train.strategies.plan.plan import Plan, Prediction, TaskGraph
 
 TIMEOUT_S = 5
 # What the end of a job may take after its first timeout.
-END_DEADLINE_S = 10.0
+END_DEADLINE_S = 30.0
 
 # A model of the user's own. The operation is opaque to torch.export, so it runs under every
 # strategy; it never returns on rank HANGS from the sixth call on.
