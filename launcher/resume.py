@@ -22,12 +22,11 @@ from whale_train.checkpoint_files import (
     whole_shape,
 )
 from whale_train.config import AUTO, OptimizerOptions, Request
-from whale_train.errors import ConfigError, Fault
+from whale_train.errors import ConfigError, Fault, listed
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.validation import as_yaml
 
 KEY = "train.resume"
-_SHOWN = 3  # names of tensors in one message
 
 
 @dataclass(frozen=True)
@@ -147,10 +146,8 @@ def refuse_other_model(checkpoint: Path, profile: ModelProfile) -> None:
     faults = []
     for names, rule in ((missing, "has no"), (unlike, "has another shape of")):
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            said = f"{rule} {', '.join(names[:_SHOWN])}{more}"
             remedy = "train the model that it was saved of"
-            faults.append(Fault(KEY, str(checkpoint), said, remedy))
+            faults.append(Fault(KEY, str(checkpoint), f"{rule} {listed(names)}", remedy))
     if faults:
         raise ConfigError(faults)
 

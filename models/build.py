@@ -172,7 +172,7 @@ def _config_faults(made: Any, options: ModelOptions) -> list[Fault]:
     """Keys of `model.config` that would be stored and never read, and values that are refused."""
     config_class = made.config_class
     try:
-        config = _hugging_face_config(config_class, options.config, options.pretrained)
+        config = training_config(config_class, options.config, options.pretrained)
     except Exception as error:
         rule = f"is refused by {config_class.__name__}: {_said(error)}"
         return [Fault("model.config", str(options.config), rule, "correct the value it names")]
@@ -226,9 +226,9 @@ def given_config(config_class: Any, settings: dict[str, Any], pretrained: str | 
     return config_class.from_dict({**saved, **settings})
 
 
-def _hugging_face_config(
-    config_class: Any, settings: dict[str, Any], pretrained: str | None
-) -> Any:
+def training_config(config_class: Any, settings: dict[str, Any], pretrained: str | None) -> Any:
+    """Return the config that a model of transformers is trained with: the given one, without the
+    cache of generation."""
     config = given_config(config_class, settings, pretrained)
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
     for part in parts:
@@ -248,12 +248,16 @@ def hugging_face(
     import transformers
 
     made = getattr(transformers, architecture)
-    settings = _hugging_face_config(made.config_class, config or {}, pretrained)
+    settings = training_config(made.config_class, config or {}, pretrained)
     if pretrained is None or torch.get_default_device().type == "meta":
         model = made(settings)
     else:
         model = made.from_pretrained(
-            pretrained, config=settings, local_files_only=True, dtype=torch.float32
+            pretrained,
+            config=settings,
+            local_files_only=True,
+            use_safetensors=True,
+            dtype=torch.float32,
         )
     assert isinstance(model, nn.Module)
     return model

@@ -23,7 +23,7 @@ from whale_train.launcher.planning.emulation import bandwidths_in_use, relative_
 from whale_train.launcher.planning.emulation import paces as emulated_paces
 from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
 from whale_train.launcher.planning.machine import machine_facts, threads_asked
-from whale_train.launcher.planning.profile_cache import profile_of
+from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.limits import cores, memory_bytes
 from whale_train.strategies.grammar.nodes import Replicate, Strategy, every_node, read_strategy
 from whale_train.strategies.graph.operation_graph import ModelProfile
@@ -31,7 +31,7 @@ from whale_train.strategies.hardware.calibration import calibrated, on_cores, st
 from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster
 from whale_train.strategies.hardware.inventory import MachineFacts, read_inventory
 from whale_train.strategies.memory.malloc_headroom import THRESHOLD, said_of_holes
-from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import refuse_without_model, resolve_and_simulate
 from whale_train.strategies.search.search import search
@@ -94,7 +94,7 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
         raise ConfigError(faults)
     profile = profile_of(request, dataset)
     check_data(request, profile, dataset.num_evaluation_samples, faults)
-
+    weights = _weights(request, faults)
     if device == "cuda":
         _refuse_gpus_between(strategy, cluster, faults)
         use_all = use_all or len(cluster.kinds) > 1
@@ -114,11 +114,25 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     on_one_host = device == "cpu" and (emulated or len(cluster.nodes) == 1)
     look = on_one_host and request.mode != "plan" and THRESHOLD not in os.environ
     holes = said_of_holes(plan, memory_bytes()) if look else ()
-    plan = replace(plan, decisions=(*plan.decisions, *evaluations, *holes))
+    plan = replace(plan, decisions=(*plan.decisions, *weights, *evaluations, *holes))
     used = made.used
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
     return Resolved(plan, used, profile, device, emulated, paces, links, timeline, made.written)
+
+
+def _weights(request: Request, faults: list[Fault]) -> list[Decision]:
+    """Return what the plan says of the weights that training begins with, after adding to `faults`
+    what makes them another model's."""
+    folder = request.model.pretrained
+    if folder is None or request.mode == "plan":
+        return []
+    from whale_train.models.pretrained import compare_names  # and with it torch
+
+    with quiet_exports():
+        names = compare_names(request.model)
+    faults += names.faults(folder, request.model.class_name)
+    return names.decisions()
 
 
 @dataclass(frozen=True)

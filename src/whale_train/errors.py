@@ -62,3 +62,10 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     close = closest(name, ordered)
     listing = ", ".join(ordered)
     return f"did you mean {close}? One of: {listing}" if close else f"use one of: {listing}"
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """Return the first few names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
