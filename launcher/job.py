@@ -48,7 +48,13 @@ from whale_train.launcher.ranks.host_process import (
     Outcome,
 )
 from whale_train.launcher.ranks.rank_env import LaunchPlace
-from whale_train.launcher.ranks.run_dir import RUN_FILES, keep_steps, write_json
+from whale_train.launcher.ranks.run_dir import (
+    RUN_FILES,
+    RunDirInUse,
+    in_use,
+    keep_steps,
+    write_json,
+)
 from whale_train.launcher.ranks.run_files import (
     make_run_dir,
     start_ranks,
@@ -100,9 +106,11 @@ def run_job(
                 return export(request, run_dir, console, signals)
             if place is not None:
                 request = with_ranks(request, place)
-            return _train(request, run_dir, console, place, signals)
+            with in_use(run_dir):
+                return _train(request, run_dir, console, place, signals)
     except RequestError as error:
-        _remove_unused(run_dir)
+        if not isinstance(error, RunDirInUse):  # whose files are another's
+            _remove_unused(run_dir)
         sys.stdout.flush()
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         return JobEnd("refused", run_dir)
@@ -145,16 +153,22 @@ def _train(
     # torchrun and srun start their ranks again themselves.
     allowed = request.launcher.max_restarts if place is None else 0
     while True:
-        resumed = _resumed(wanted, run_dir, console)
-        if resumed is None and wanted is not request:  # nothing was saved since
-            resumed = _resumed(request, run_dir, console)
-        if resumed is not None and resumed.step >= request.train.steps:
-            if request.checkpoint.final and not (run_dir / MODEL).exists():
-                return export_into(make_run_dir(wanted, run_dir), resumed, console, signals)
-            return JobEnd("done", run_dir)
-        began, started = 0 if resumed is None else resumed.step, time.monotonic()
-        run_dir = make_run_dir(wanted, run_dir)
-        outcome, resolved = _attempt(wanted, run_dir, console, place, signals, resumed)
+        try:
+            resumed = _resumed(wanted, run_dir, console)
+            if resumed is None and wanted is not request:  # nothing was saved since
+                resumed = _resumed(request, run_dir, console)
+            if resumed is not None and resumed.step >= request.train.steps:
+                if request.checkpoint.final and not (run_dir / MODEL).exists():
+                    return export_into(make_run_dir(wanted, run_dir), resumed, console, signals)
+                return JobEnd("done", run_dir)
+            began, started = 0 if resumed is None else resumed.step, time.monotonic()
+            run_dir = make_run_dir(wanted, run_dir)
+            outcome, resolved = _attempt(wanted, run_dir, console, place, signals, resumed)
+        except RequestError as error:
+            if not attempts:
+                raise
+            sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
+            break  # and with the failure of the attempt before
         reached, spent = steps_done(run_dir, began), time.monotonic() - started
         ranks = resolved.plan.world_size
         attempts.append(Attempt(began, reached, spent, ranks, outcome.status, outcome.failure))

@@ -5,13 +5,15 @@ starts. The parent writes `request.json`, `environment.json`, `plan.json` (or `p
 comparison) and, where ranks wait for it, last `ready`; the ranks write the rest.
 """
 
+import fcntl
 import json
 import os
 import platform
 import shutil
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,28 @@ def create_run_dir(path: Path, *, goes_on: bool = False) -> Path:
             ]
         ) from error
     return run_dir
+
+
+class RunDirInUse(ConfigError):
+    """Another command trains in that directory now."""
+
+
+@contextmanager
+def in_use(run_dir: Path) -> Iterator[None]:
+    """Keep other commands out of a run directory meanwhile, as a queue may start one twice with
+    train.resume=auto. Raises RunDirInUse where one is there already."""
+    directory = os.open(run_dir, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            rule, remedy = "is used by another run now", "wait for its end, or name another"
+            raise RunDirInUse([Fault("hydra.run.dir", str(run_dir), rule, remedy)]) from None
+        except OSError:  # a file system that cannot say
+            pass
+        yield
+    finally:
+        os.close(directory)
 
 
 def taken_by(run_dir: Path, key: str, shown: str) -> Fault | None:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from tests.cli.command import whale_train
 
+from whale_train.launcher.ranks.run_dir import in_use
+
 NET = '''
 import os, signal
 from pathlib import Path
@@ -41,6 +43,16 @@ class Killed(Net):
     def stumble(self) -> None:
         if in_a_rank_after(4) and has_saved(4) and not Path("killed").exists():
             Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Spoils(Net):
+    """Its second rank is killed as that of Killed, and no checkpoint is whole after it."""
+
+    def stumble(self) -> None:
+        if in_a_rank_after(4) and has_saved(4):
+            for path in Path("run/checkpoints").glob("*/state.json"):
+                path.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -97,6 +109,35 @@ def test_the_same_failure_twice_ends_the_job(folder: Path) -> None:
     assert "the last two attempts failed of the same at the same step\n" in answer.stdout
     assert len(json.loads((folder / "run" / "attempts.json").read_text())) == 2
     assert answer.left_running == ()
+
+
+def test_an_attempt_that_is_refused_leaves_the_failure_before_it(folder: Path) -> None:
+    answer = whale_train([*RUN, "model._target_=net.Spoils"], folder)
+    assert answer.status == 1, answer
+    refused, failed = (
+        answer.stderr.index("finds no whole checkpoint"),
+        answer.stderr.index("rank 1"),
+    )
+    assert refused < failed
+    assert "was killed by SIGKILL" in answer.stderr
+    assert answer.left_running == ()
+
+
+def test_a_directory_in_use_is_left_alone(folder: Path) -> None:
+    """As where a queue has started the same command twice."""
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    (run_dir / "request.json").write_text("another's")
+    with in_use(run_dir):
+        answer = whale_train([*RUN, "model._target_=net.Net", "train.resume=auto"], folder)
+    assert answer.status == 2
+    assert answer.stderr == (
+        f"error: hydra.run.dir={run_dir} is used by another run now; wait for its end, or name "
+        "another\n"
+    )
+    assert (run_dir / "request.json").read_text() == "another's"
+    with in_use(run_dir):
+        pass
 
 
 def test_restarts_want_something_to_go_on_from(folder: Path) -> None:
