@@ -20,6 +20,7 @@ from rich.table import Table
 
 DEADLINE_S = 1800.0
 EVERY = 20  # steps between checkpoints
+FEATURES = 512  # that the head of the large state reads
 GPT = (
     *("model=gpt", "model.width=320", "model.depth=8", "model.heads=8"),
     f"train.steps={5 * EVERY + EVERY // 2}",
@@ -32,14 +33,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=words)
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; a temporary one")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of the large state")
-    parser.add_argument("--rounds", type=int, default=3, help="turns with checkpoints and without")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of what is compared")
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     console = Console()
     folder = Path(tempfile.mkdtemp(prefix="whale-bench-", dir=options.folder))
     try:
         console.print(beside_steps(folder, options.ranks, options.rounds))
-        console.print(large_state(folder, options.ranks, options.gigabytes))
+        console.print(large_state(folder, options.ranks, options.gigabytes, options.rounds))
     finally:
         shutil.rmtree(folder)
 
@@ -69,27 +70,34 @@ def beside_steps(folder: Path, ranks: int, rounds: int) -> Table:
     return table
 
 
-def large_state(folder: Path, ranks: int, gigabytes: float) -> Table:
+def large_state(folder: Path, ranks: int, gigabytes: float, rounds: int) -> Table:
     """A state of so many gigabytes (weights and Adam's moments) saved and gone on from, beside what
-    the disk does with a file of that size in the same run."""
-    classes = round(gigabytes * 1e9 / 12 / 1024)  # of 1,024 features, three values of 4 bytes each
+    the disk does with a file of that size in turns with it: medians of `rounds`."""
+    classes = round(gigabytes * 1e9 / 12 / FEATURES)  # three values of 4 bytes each
     head = ("model=class_head", "data=classes", f"model.num_classes={classes}")
-    shape = ("model.num_features=1024", "data.num_features=1024", "train.grad_norm=false")
-    saved, read = folder / "saved", folder / "read"
-    train(saved, ranks, *head, *shape, "train.steps=1", "checkpoint.every=1")
-    (line,) = (json.loads(text) for text in (saved / "checkpoints.jsonl").read_text().splitlines())
-    forget(saved)
-    going_on = train(read, ranks, *head, *shape, "train.steps=2", f"train.resume={saved}")
-    disk_write_s, disk_read_s = disk(folder / "file", line["bytes"])
-    table = Table("", title=f"a state of {line['bytes'] / 1e9:.2f} GB, {ranks} ranks")
+    head += ("train.grad_norm=false",)
+    size, ours, its = 0, list[tuple[float, float]](), list[tuple[float, float]]()
+    for number in range(rounds):
+        saved, read = folder / f"saved_{number}", folder / f"read_{number}"
+        train(saved, ranks, *head, "train.steps=1", "checkpoint.every=1")
+        (text,) = (saved / "checkpoints.jsonl").read_text().splitlines()
+        line = json.loads(text)
+        size = line["bytes"]
+        forget(saved)
+        going_on = train(read, ranks, *head, "train.steps=2", f"train.resume={saved}")
+        ours.append((line["seconds"], going_on["resumed_s"]))
+        its.append(disk(folder / "file", size))
+        shutil.rmtree(saved)
+        shutil.rmtree(read)
+    table = Table("", title=f"a state of {size / 1e9:.2f} GB, {ranks} ranks")
     for column in ("checkpoint", "the disk", "of the disk's speed"):
         table.add_column(column, justify="right")
-    for name, ours, its in (
-        ("written", line["seconds"], disk_write_s),
-        ("read", going_on["resumed_s"], disk_read_s),
+    for name, one, other in (
+        ("written", [x for x, _ in ours], [x for x, _ in its]),
+        ("read", [x for _, x in ours], [x for _, x in its]),
     ):
-        rates = [f"{line['bytes'] / seconds / 1e6:,.0f} MB/s" for seconds in (ours, its)]
-        table.add_row(name, *rates, f"{its / ours:.2f}")
+        rates = [f"{size / median(seconds) / 1e6:,.0f} MB/s" for seconds in (one, other)]
+        table.add_row(name, *rates, f"{median(other) / median(one):.2f}")
     return table
 
 
