@@ -1,4 +1,7 @@
-"""Modules that call losses out of sight, and such as leave something behind or change later."""
+"""Modules that call losses out of sight, and such as keep state between calls or change later."""
+
+import random
+from typing import Any
 
 import torch
 from tests.distributed.odd_models import CLASSES, WIDTH, Loss, Odd
@@ -176,6 +179,106 @@ class WideHead(Odd):
     def forward(self, points: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Loss:
         z = torch.tanh(self.inner(points)).mean(1)
         return Loss(F.cross_entropy(self.head(z.double()), labels))
+
+
+class CountsCalls(Odd):
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(logits, labels) + z.square().mean() / self.calls
+
+
+class CountsWithoutGradients(CountsCalls):
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        return F.cross_entropy(logits, labels) + z.square().mean() / self.calls
+
+
+class CountsInAPart(Odd):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(3))
+
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.seen[1:].mul_(1.5)
+        return F.cross_entropy(logits, labels) + z.square().mean() / self.seen.sum()
+
+
+class CountsInPython(Odd):
+    calls = 0
+
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(logits, labels) + min(1.0, 0.3 * self.calls) * z.square().mean()
+
+
+class FollowsTheBatch(Odd):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(0.1 * z.mean(0))
+        return F.cross_entropy(self.head(z - self.seen), labels)
+
+
+class RemembersTheLast(Odd):
+    last: Any = None
+
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        pull = z.mean() * 0 if self.last is None else (z.mean(0) * self.last).sum()
+        self.last = z.detach().mean(0)
+        return F.cross_entropy(logits, labels) + pull
+
+
+class Collects(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.seen.append(len(z))
+        return F.cross_entropy(logits, labels) + z.square().mean() / len(self.seen)
+
+
+class DropsBlocksByPython(Odd):
+    def hidden(self, points: Tensor) -> Tensor:
+        x = torch.tanh(self.inner(points))
+        for block in self.blocks:
+            if random.random() < 2:
+                x = x + random.choice([1.0, 1.0]) * torch.tanh(block(x))
+        return x.mean(1)
+
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels)
+
+
+class CountsIntoATensor(Odd):
+    calls = 0
+
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(logits, labels) * torch.tensor(1.0 + self.calls)
+
+
+class RunningInstanceNorm(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(6, track_running_stats=True)
+
+    def forward(self, points: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Loss:
+        return Loss(F.cross_entropy(self.head(self.hidden(self.norm(points))), labels))
 
 
 ODD_STATE = [

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from tests.distributed.equality import Computed, JobFailed, Jobs
 from tests.distributed.odd_models import CLASSES, ODD, TOKENS
+from tests.distributed.odd_models_layers import ODD_LAYERS
 from tests.distributed.odd_models_rows import ODD_ROWS
 from tests.distributed.odd_models_state import ODD_STATE
 from tests.pairs import covering
 
-MODULES = {made.__name__: made.__module__ for made in (*ODD, *ODD_ROWS, *ODD_STATE)}
+MODULES = {made.__name__: made.__module__ for made in (*ODD, *ODD_LAYERS, *ODD_ROWS, *ODD_STATE)}
 NAMES = list(MODULES)
 STRATEGIES = {
     "dp": ("strategy=dp",),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.distributed import odd_models
+from tests.distributed.odd_models import CLASSES, TOKENS
+from tests.distributed.test_odd_models import MODULES
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
@@ -23,14 +24,14 @@ def pool() -> dict[str, NDArray[np.generic]]:
     draw = np.random.default_rng(3)
     return {
         "points": draw.normal(size=(40, 6, 8)).astype(np.float32),
-        "labels": draw.integers(0, odd_models.CLASSES, 40),
-        "ids": draw.integers(0, odd_models.TOKENS, (40, 6)),
+        "labels": draw.integers(0, CLASSES, 40),
+        "ids": draw.integers(0, TOKENS, (40, 6)),
         "weights": draw.uniform(0.2, 2.0, 40).astype(np.float32),
     }
 
 
 def compared(name: str, *, one_copy: bool = False, loss_over: str | None = None) -> Comparison:
-    target = {"_target_": f"tests.distributed.odd_models.{name}", "loss_over": loss_over}
+    target = {"_target_": f"{MODULES[name]}.{name}", "loss_over": loss_over}
     options = ModelOptions.from_mapping(target)
     batches = list(_batches(pool(), PARTS))
     return compare_parts(options, batches, PARTS, one_copy=one_copy, seed=0)
