@@ -18,6 +18,7 @@ from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.launcher.planning.calibrations import kept
 from whale_train.launcher.planning.check_data import check_data
+from whale_train.launcher.planning.checkpoint_memory import said_of_copies
 from whale_train.launcher.planning.compare_samples import compared, must_compare
 from whale_train.launcher.planning.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.planning.emulation import paces as emulated_paces
@@ -114,7 +115,11 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     on_one_host = device == "cpu" and (emulated or len(cluster.nodes) == 1)
     look = on_one_host and request.mode != "plan" and THRESHOLD not in os.environ
     holes = said_of_holes(plan, memory_bytes()) if look else ()
-    plan = replace(plan, decisions=(*plan.decisions, *weights, *evaluations, *holes))
+    shared = memory_bytes() if on_one_host and request.mode != "plan" else None
+    copies = said_of_copies(request.checkpoint, plan, profile, training, shared, faults)
+    if faults:
+        raise ConfigError(faults)
+    plan = replace(plan, decisions=(*plan.decisions, *weights, *evaluations, *holes, *copies))
     used = made.used
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()

@@ -1,9 +1,9 @@
 """Checkpoints written beside the steps that follow them.
 
-Every rank copies the blocks it saves and goes on; a thread writes them. Rank 0's then waits until
-all ranks have said what they wrote, writes the manifest and gives the folder its name: until then
-it is no checkpoint. Between ranks there is the file system alone, so that a collective of the next
-step is never waited for by two.
+Every rank copies the blocks it saves and goes on (or waits, and copies nothing); a thread writes
+them. Rank 0's then waits until all ranks have said what they wrote, writes the manifest and gives
+the folder its name: until then it is no checkpoint. Between ranks there is the file system alone,
+so that a collective of the next step is never waited for by two.
 """
 
 import json
@@ -89,12 +89,14 @@ class Saver:
 
     def save(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Save the state after `step` steps; `scalars` are what no tensor has of it. Returns when
-        it is copied, or, if not `async`, written."""
+        it is copied, or, if not `async`, written without a copy."""
         self.wait()
-        copied = [_copy(block) for block in owned(self._state.blocks())]
+        blocks = owned(self._state.blocks())
+        if self._options.asynchronous:
+            blocks = [_copy(block) for block in blocks]
         self._writing = threading.Thread(
             target=self._write,
-            args=(step, copied, dict(scalars), self._random.read()),
+            args=(step, blocks, dict(scalars), self._random.read()),
             daemon=True,
         )
         self._writing.start()
@@ -109,14 +111,14 @@ class Saver:
             self._writing = None
 
     def _write(
-        self, step: int, copied: list[HeldBlock], scalars: dict[str, Any], random: dict[str, Any]
+        self, step: int, blocks: list[HeldBlock], scalars: dict[str, Any], random: dict[str, Any]
     ) -> None:
         started = time.monotonic()
         checkpoint = folder_of(self._run_dir, step)
         folder = unfinished(checkpoint)
         try:
             said: dict[str, Any] = {
-                "files": [asdict(file) for file in self._own_files(folder, copied, random)]
+                "files": [asdict(file) for file in self._own_files(folder, blocks, random)]
             }
         except OSError as error:
             said = {"error": f"{error.strerror or error}"}
@@ -129,9 +131,9 @@ class Saver:
             write_said(folder, self._rank, said)
 
     def _own_files(
-        self, folder: Path, copied: list[HeldBlock], random: dict[str, Any]
+        self, folder: Path, blocks: list[HeldBlock], random: dict[str, Any]
     ) -> Iterator[FileRecord]:
-        yield from write_blocks(folder, copied, self._rank)
+        yield from write_blocks(folder, blocks, self._rank)
         yield write_json(folder, f"random/rank_{self._rank}.json", random)
 
     def _finish(
@@ -179,11 +181,11 @@ def _copy(block: HeldBlock) -> HeldBlock:
     return replace(block, tensor=tensor)
 
 
-def write_blocks(folder: Path, copied: Sequence[HeldBlock], rank: int) -> Iterator[FileRecord]:
+def write_blocks(folder: Path, held: Sequence[HeldBlock], rank: int) -> Iterator[FileRecord]:
     """Write blocks to files that have a name once each; yield the files' records."""
     files: dict[tuple[str, int], list[HeldBlock]] = {}
     count: dict[tuple[str, str], int] = {}
-    for block in copied:
+    for block in held:
         number = count[block.folder, block.name] = count.get((block.folder, block.name), -1) + 1
         files.setdefault((block.folder, number), []).append(block)
     for (kind, number), blocks in files.items():
