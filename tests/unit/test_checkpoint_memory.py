@@ -16,7 +16,7 @@ from whale_train.strategies.resolver.resolve import resolve
 MODEL = classifier(batch_norm=False)
 TRAINING = Training(64, "fp32", 0.0, "adamw", {"lr": 1e-3})
 PLAN = resolve(shipped("dp"), mixed(), MODEL, TRAINING)
-ELEMENTS = sum(parameter.elements for parameter in MODEL.parameters)
+STATE = 3 * 4 * sum(x.elements for x in MODEL.parameters) + MODEL.buffer_bytes
 
 
 def said(memory: int | None = None, **options: object) -> tuple[list[Decision], list[Fault]]:
@@ -27,7 +27,7 @@ def said(memory: int | None = None, **options: object) -> tuple[list[Decision], 
 
 def test_weights_and_two_moments_are_copied() -> None:
     (decision,), faults = said()
-    assert decision.chosen == f"a copy of {in_bytes(12 * ELEMENTS)} of state"
+    assert decision.chosen == f"a copy of {in_bytes(STATE)} of state"
     assert faults == []
 
 
@@ -37,7 +37,7 @@ def test_nothing_is_said_where_nothing_is_copied(options: dict[str, object]) -> 
 
 
 def test_a_copy_without_room_is_refused() -> None:
-    enough = int(needed_bytes(PLAN, range(PLAN.world_size)) + 12 * ELEMENTS) + 1
+    enough = int(needed_bytes(PLAN, range(PLAN.world_size)) + STATE) + 1
     assert said(enough)[1] == []
     (fault,) = said(enough - 2)[1]
     assert fault.key == "checkpoint.async"
