@@ -81,8 +81,8 @@ def _shapes_in(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     zero = torch.zeros(())
     try:
         for path in _files_of(folder):
-            for name, block in stored_blocks(path):
-                yield name, zero.expand(block.shape)
+            for name, stored in stored_blocks(path):
+                yield name, zero.expand(stored.block.shape)
     except BrokenCheckpoint as error:
         raise ConfigError(
             [Fault(KEY, str(folder), f"is damaged: {error}", "copy it again")]

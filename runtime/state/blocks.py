@@ -12,35 +12,10 @@ from math import prod
 
 from torch import Tensor
 
+from whale_train.checkpoint_files import Block, Shape
 from whale_train.strategies.plan.plan import Plan
 
-Shape = tuple[int, ...]
 Intervals = tuple[tuple[int, int], ...]  # [start, stop), one after another
-
-
-@dataclass(frozen=True)
-class Block:
-    """A box of a tensor: `shape` elements from `offsets` on, per dimension."""
-
-    offsets: Shape
-    shape: Shape
-
-    def overlap(self, other: "Block") -> "Block | None":
-        """Return the elements that both have, or None where there are none."""
-        starts = tuple(map(max, self.offsets, other.offsets))
-        stops = tuple(map(min, self.stops, other.stops))
-        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-            return None
-        return Block(starts, tuple(b - a for a, b in zip(starts, stops, strict=True)))
-
-    def within(self, outer: "Block") -> tuple[slice, ...]:
-        """Return the index of this block in a tensor that has the elements of `outer`."""
-        starts = (a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
-        return tuple(slice(a, a + n) for a, n in zip(starts, self.shape, strict=True))
-
-    @property
-    def stops(self) -> Shape:
-        return tuple(a + n for a, n in zip(self.offsets, self.shape, strict=True))
 
 
 @dataclass(frozen=True)

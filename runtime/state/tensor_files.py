@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from whale_train.checkpoint_files import (
+    Block,
     BrokenCheckpoint,
     FileRecord,
     StoredBlock,
@@ -25,7 +26,6 @@ from whale_train.checkpoint_files import (
     stored_tensors,
     whole_shape,
 )
-from whale_train.runtime.state.blocks import Block
 
 # The dtypes that safetensors has, by its codes.
 CODES = {
@@ -141,8 +141,8 @@ class TensorReader:
         """
         missing = prod(wanted.shape)
         for stored in self._stored.get(name, ()):
-            block = Block(stored.offsets, stored.shape)
-            shared = block.overlap(wanted) if len(stored.shape) == len(wanted.shape) else None
+            block = stored.block
+            shared = block.overlap(wanted) if len(block.shape) == len(wanted.shape) else None
             if shared is not None:
                 found = self._slice(stored, name, shared.within(block))
                 into[shared.within(wanted)].copy_(found)

@@ -36,6 +36,8 @@ _OF_TENSOR = "saved_offsets"
 _CRC = "crc32"  # of a manifest
 _CHUNK_BYTES = 2**22
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class FileRecord:
@@ -87,18 +89,37 @@ class BrokenCheckpoint(Exception):
 
 
 @dataclass(frozen=True)
+class Block:
+    """A box of a tensor: `shape` elements from `offsets` on, per dimension."""
+
+    offsets: Shape
+    shape: Shape
+
+    def overlap(self, other: "Block") -> "Block | None":
+        """Return the elements that both have, or None where there are none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = tuple(map(min, self.stops, other.stops))
+        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+            return None
+        return Block(starts, tuple(b - a for a, b in zip(starts, stops, strict=True)))
+
+    def within(self, outer: "Block") -> tuple[slice, ...]:
+        """Return the index of this block in a tensor that has the elements of `outer`."""
+        starts = (a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
+        return tuple(slice(a, a + n) for a, n in zip(starts, self.shape, strict=True))
+
+    @property
+    def stops(self) -> Shape:
+        return tuple(a + n for a, n in zip(self.offsets, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
 class StoredBlock:
-    """A block of a tensor, in a file: `shape` elements from `offsets` on. `dtype` is the code that
-    safetensors has for it."""
+    """A block of a tensor, in a file. `dtype` is the code that safetensors has for it."""
 
     file: Path
     dtype: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def stops(self) -> tuple[int, ...]:
-        return tuple(a + n for a, n in zip(self.offsets, self.shape, strict=True))
+    block: Block
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -202,7 +223,7 @@ def stored_blocks(path: Path) -> Iterator[tuple[str, StoredBlock]]:
         for name, found in content.items():
             shape = tuple(found["shape"])
             start = offsets[name][_OF_TENSOR] if name in offsets else (0,) * len(shape)
-            yield name, StoredBlock(path, found["dtype"], tuple(start), shape)
+            yield name, StoredBlock(path, found["dtype"], Block(tuple(start), shape))
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise BrokenCheckpoint(f"{path} cannot be read as safetensors ({error})") from None
 
@@ -216,6 +237,6 @@ def stored_tensors(folder: Path) -> dict[str, list[StoredBlock]]:
     return found
 
 
-def whole_shape(blocks: Sequence[StoredBlock]) -> tuple[int, ...]:
-    """Return the shape of the tensor that `blocks` make up."""
-    return tuple(map(max, zip(*(block.stops for block in blocks), strict=True)))
+def whole_shape(stored: Sequence[StoredBlock]) -> Shape:
+    """Return the shape of the tensor that the blocks make up."""
+    return tuple(map(max, zip(*(each.block.stops for each in stored), strict=True)))

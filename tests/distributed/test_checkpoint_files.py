@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from whale_train.checkpoint_files import (
+    Block,
     BrokenCheckpoint,
     Manifest,
     check,
@@ -18,7 +19,6 @@ from whale_train.checkpoint_files import (
 )
 from whale_train.config import ConfigError
 from whale_train.launcher.resume import find_checkpoint
-from whale_train.runtime.state.blocks import Block
 from whale_train.runtime.state.held import HeldBlock
 from whale_train.runtime.state.saver import write_blocks
 from whale_train.runtime.state.tensor_files import TensorReader, write_text
