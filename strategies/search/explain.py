@@ -9,11 +9,11 @@ from math import inf
 
 from whale_train.errors import Fault
 from whale_train.quantities import in_bytes, in_seconds
+from whale_train.strategies.estimate.candidates import Candidate
 from whale_train.strategies.grammar.nodes import Strategy
 from whale_train.strategies.hardware.calibration import is_measured
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.plan.training import Training
-from whale_train.strategies.search.candidates import Candidate
 from whale_train.strategies.search.space import Space, left_out
 from whale_train.strategies.stages.analysis import Findings
 

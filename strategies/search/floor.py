@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from whale_train.strategies.estimate.block_costs import BlockCosts
 from whale_train.strategies.hardware.cluster import Cluster, Device
 from whale_train.strategies.plan.training import Training
-from whale_train.strategies.search.block_costs import BlockCosts
 
 
 def floor_s(costs: BlockCosts, cluster: Cluster, training: Training) -> float:

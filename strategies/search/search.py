@@ -15,15 +15,15 @@ from time import monotonic
 from typing import Any
 
 from whale_train.errors import Fault, PlanError
+from whale_train.strategies.estimate.block_costs import BlockCosts
+from whale_train.strategies.estimate.candidates import Candidate, Estimate
+from whale_train.strategies.estimate.estimate import Estimator
 from whale_train.strategies.grammar.nodes import Strategy, read_strategy
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.evaluated import Considered
 from whale_train.strategies.resolver.resolve import consider, refuse_precision
-from whale_train.strategies.search.block_costs import BlockCosts
-from whale_train.strategies.search.candidates import Candidate, Estimate
-from whale_train.strategies.search.estimate import Estimator
 from whale_train.strategies.search.explain import Family, decisions, nothing_fits
 from whale_train.strategies.search.floor import floor_s
 from whale_train.strategies.search.shipped import shipped

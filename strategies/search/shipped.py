@@ -14,11 +14,11 @@ from typing import Any
 import yaml
 
 from whale_train.errors import Fault
+from whale_train.strategies.estimate.candidates import Candidate, Mesh, Part
 from whale_train.strategies.grammar.form import needs_graph
 from whale_train.strategies.grammar.nodes import Replicate, Split, Strategy, read_strategy
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.training import Training
-from whale_train.strategies.search.candidates import Candidate, Mesh, Part
 from whale_train.strategies.stages.micro_batches import PER_STAGE
 from whale_train.strategies.stages.placement import form_of, seats
 

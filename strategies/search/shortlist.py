@@ -13,8 +13,8 @@ from heapq import nsmallest
 from math import inf
 
 from whale_train.errors import PlanError
-from whale_train.strategies.search.candidates import Candidate, Estimate, Mesh
-from whale_train.strategies.search.estimate import Estimator
+from whale_train.strategies.estimate.candidates import Candidate, Estimate, Mesh
+from whale_train.strategies.estimate.estimate import Estimator
 from whale_train.strategies.search.space import Devices, Space
 
 _ROUGHLY = 14  # pipelines of a kind that are estimated as if they could be cut anywhere,

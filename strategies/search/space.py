@@ -11,11 +11,11 @@ from itertools import combinations, pairwise, permutations, product
 from math import gcd, inf, prod
 
 from whale_train.errors import Fault
+from whale_train.strategies.estimate.candidates import Candidate, Mesh, Part
 from whale_train.strategies.hardware.calibration import is_measured
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.shared_batch import refuse_shared_batch
-from whale_train.strategies.search.candidates import Candidate, Mesh, Part
 from whale_train.strategies.stages.analysis import Findings
 from whale_train.strategies.stages.placement import VIRTUAL_STAGES
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from whale_train.strategies.estimate.candidates import Candidate
 from whale_train.strategies.partition.pipeline_partition import Sequenced, is_inside
-from whale_train.strategies.search.candidates import Candidate
 
 
 def written(candidate: Candidate, devices: Mapping[str, Any], balance: str) -> Mapping[str, Any]:

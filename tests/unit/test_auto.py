@@ -16,6 +16,7 @@ from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
 from whale_train.strategies.cost.op_work import KernelKind
+from whale_train.strategies.estimate.candidates import Candidate
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.calibration import Calibration, on_cores
 from whale_train.strategies.hardware.cluster import (
@@ -31,7 +32,6 @@ from whale_train.strategies.hardware.cluster import (
 from whale_train.strategies.memory.host_memory import host_bytes
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import consider, resolve
-from whale_train.strategies.search.candidates import Candidate
 from whale_train.strategies.search.search import Found, search
 from whale_train.strategies.search.space import space_of
 from whale_train.strategies.stages.analysis import Findings

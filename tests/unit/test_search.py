@@ -15,6 +15,7 @@ from tests.unit.test_auto import AUTO, FAST, NAMES, SLOW, cluster, found_for
 from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
+from whale_train.strategies.estimate.stage_dp import Hop, StageCosts, cut
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
@@ -22,7 +23,6 @@ from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.resolve import consider, resolve
 from whale_train.strategies.search.search import search
 from whale_train.strategies.search.shipped import strategy_files
-from whale_train.strategies.search.stage_dp import Hop, StageCosts, cut
 from whale_train.strategies.stages.analysis import Findings
 
 PROFILES = (model([1e5, 3e5, 1e5, 2e5]), gpt())

@@ -17,10 +17,10 @@ from whale_train.strategies.cost.roofline import (
     offloaded_update_time_s,
     update_time_s,
 )
+from whale_train.strategies.estimate.candidates import Candidate, Part
+from whale_train.strategies.estimate.transfers import Group, Transfers
 from whale_train.strategies.hardware.cluster import Cluster, Device
 from whale_train.strategies.plan.training import Training
-from whale_train.strategies.search.candidates import Candidate, Part
-from whale_train.strategies.search.transfers import Group, Transfers
 from whale_train.strategies.simulate.tasks import sum_pieces
 from whale_train.strategies.stages.analysis import Findings
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from math import inf
 
+from whale_train.strategies.estimate.candidates import Candidate
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.memory.engine_memory import precision_bytes, weights_bytes
 from whale_train.strategies.memory.host_memory import host_bytes
 from whale_train.strategies.plan.training import Training
-from whale_train.strategies.search.candidates import Candidate
 from whale_train.strategies.stages.analysis import Findings
 
 _OFFLOADED = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "parameters")}

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from whale_train.strategies.cost.collectives import all_reduce_time_s, group_link
+from whale_train.strategies.estimate.candidates import Mesh, Part
+from whale_train.strategies.estimate.stage_dp import Hop
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link
-from whale_train.strategies.search.candidates import Mesh, Part
-from whale_train.strategies.search.stage_dp import Hop
 
 
 @dataclass(frozen=True)

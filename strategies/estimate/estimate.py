@@ -15,17 +15,17 @@ from whale_train.errors import PlanError
 from whale_train.strategies.cost.roofline import (
     flops_rate,
 )
+from whale_train.strategies.estimate.block_costs import BlockCosts, Holding, Seconds
+from whale_train.strategies.estimate.candidates import Candidate, Estimate, Mesh, Part
+from whale_train.strategies.estimate.gradient_times import GradientTimes
+from whale_train.strategies.estimate.needs import Needs
+from whale_train.strategies.estimate.pipeline_times import in_flight_of, pipeline_s
+from whale_train.strategies.estimate.stage_dp import Cut, Hop, StageCosts, cut
+from whale_train.strategies.estimate.transfers import Transfers
+from whale_train.strategies.estimate.whole_copies import beside_split_head, unexported
 from whale_train.strategies.hardware.cluster import Cluster, Device
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
 from whale_train.strategies.plan.training import Training
-from whale_train.strategies.search.block_costs import BlockCosts, Holding, Seconds
-from whale_train.strategies.search.candidates import Candidate, Estimate, Mesh, Part
-from whale_train.strategies.search.gradient_times import GradientTimes
-from whale_train.strategies.search.needs import Needs
-from whale_train.strategies.search.pipeline_times import in_flight_of, pipeline_s
-from whale_train.strategies.search.stage_dp import Cut, Hop, StageCosts, cut
-from whale_train.strategies.search.transfers import Transfers
-from whale_train.strategies.search.whole_copies import beside_split_head, unexported
 from whale_train.strategies.simulate.tasks import PIECES
 
 _UNHIDDEN = 1 - 1 / PIECES  # of a backward, the part in which there are gradients to sum

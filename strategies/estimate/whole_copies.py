@@ -4,11 +4,11 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from whale_train.strategies.cost.collectives import gather_time_s, group_link
+from whale_train.strategies.estimate.candidates import Candidate, Estimate
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
-from whale_train.strategies.search.candidates import Candidate, Estimate
 
 if TYPE_CHECKING:
-    from whale_train.strategies.search.estimate import Estimator
+    from whale_train.strategies.estimate.estimate import Estimator
 
 
 def unexported(of: "Estimator", candidate: Candidate) -> Estimate:
