@@ -132,7 +132,7 @@ def _weights(request: Request, faults: list[Fault]) -> list[Decision]:
     folder = request.model.pretrained
     if folder is None or request.mode == "plan":
         return []
-    from whale_train.models.pretrained import compare_names  # and with it torch
+    from whale_train.launcher.planning.pretrained import compare_names  # and with it torch
 
     with quiet_exports():
         names = compare_names(request.model)

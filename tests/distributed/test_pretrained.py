@@ -11,8 +11,8 @@ from tests.distributed.test_final_weights import LLAMA
 from tests.distributed.test_parallel_strategies import MODELS, Case
 
 from whale_train.errors import ConfigError
+from whale_train.launcher.planning.pretrained import LoadedNames, compare_names
 from whale_train.models.options import ModelOptions
-from whale_train.models.pretrained import LoadedNames, compare_names
 
 HF = "whale_train.models.build.hugging_face"
 
