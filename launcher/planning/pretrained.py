@@ -57,14 +57,20 @@ def compare_names(options: ModelOptions) -> LoadedNames:
     assert options.pretrained is not None
     made: Any = load_class(options)
     config = training_config(made.config_class, options.config, options.pretrained)
-    model, said = made.from_pretrained(
-        None,
-        config=config,
-        state_dict=dict(_shapes_in(Path(options.pretrained))),
-        dtype=torch.float32,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    shapes = dict(_shapes_in(Path(options.pretrained)))
+    try:
+        model, said = made.from_pretrained(
+            None,
+            config=config,
+            state_dict=shapes,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of names and shapes that it cannot join
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        rule, remedy = f"cannot be loaded ({said})", "use weights that from_pretrained opens"
+        raise ConfigError([Fault(KEY, options.pretrained, rule, remedy)]) from error
     base = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
     missing = tuple(sorted(said["missing_keys"]))
@@ -84,17 +90,20 @@ def _shapes_in(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             for name, stored in stored_blocks(path):
                 yield name, zero.expand(stored.block.shape)
     except BrokenCheckpoint as error:
-        raise ConfigError(
-            [Fault(KEY, str(folder), f"is damaged: {error}", "copy it again")]
-        ) from None
+        fault = Fault(KEY, str(folder), f"is damaged: {error}", "copy it again")
+        raise ConfigError([fault]) from None
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the files that transformers reads weights from. Raises ConfigError for none."""
+    """Return the files that transformers reads weights from. Raises ConfigError for none, and
+    BrokenCheckpoint where the list of them is damaged."""
     if (folder / _WEIGHTS).exists():
         return [folder / _WEIGHTS]
     if (folder / _INDEX).exists():
-        where = json.loads((folder / _INDEX).read_text())["weight_map"]
-        return [folder / name for name in sorted(set(where.values()))]
+        try:
+            where = json.loads((folder / _INDEX).read_text())["weight_map"]
+            return [folder / name for name in sorted(set(where.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BrokenCheckpoint(f"{folder / _INDEX} cannot be read ({error})") from None
     remedy = "write them so, with save_pretrained: files of pickles may run code"
     raise ConfigError([Fault(KEY, str(folder), "has no weights in safetensors", remedy)])

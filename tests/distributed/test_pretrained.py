@@ -73,6 +73,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         names(folder)
 
 
+def test_a_damaged_list_of_files_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path, max_shard_size="20KB")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
+    with pytest.raises(ConfigError, match=r"is damaged: \S+index.json cannot be read"):
+        names(folder)
+
+
 def test_a_run_is_refused_before_it_starts(arrays: Path, jobs: Jobs, tmp_path: Path) -> None:
     """GPT-2's weights for a Llama: transformers would train random ones."""
     folder = saved(tmp_path)
