@@ -116,8 +116,8 @@ def coarsened(units: int, extents: Iterable[int]) -> int:
 
 
 class Fineness:
-    """Whether so many units are enough for a group of `members`, who get one at the least; and
-    which other groups would have been given the same answers so far: those in `alike`."""
+    """Answers whether an axis has units enough for a group of `members`, each of whom gets one, and
+    records for which other sizes of group all its answers would have been the same (`alike`)."""
 
     def __init__(self, members: int) -> None:
         self.members = members

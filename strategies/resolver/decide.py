@@ -163,7 +163,7 @@ def _owned(job: Staging, cut: Chunked) -> Sequence[float]:
         copy, position = job.place_of(rank)
         stage = job.seats.stage_of[position]
         member = job.seats.positions[copy][position].index(rank)
-        found.append(held[stage][member] / len(job.copies_of_rest(stage)[0]))
+        found.append(held[stage][member] / len(job.copies_of_rest[stage][0]))
     return found
 
 

@@ -74,15 +74,15 @@ def written(
         for number in numbers:
             name = task_graphs[number].name
             if form.stages[stage].body and number == numbers[0]:  # beside a split head
-                groups[f"{name}.data_parallel"] = job.copies_of_rest(stage)
+                groups[f"{name}.data_parallel"] = job.copies_of_rest[stage]
                 continue
             is_head = form.stages[stage].body is not None
             if not is_head or form.copies * form.stages[stage].copies > 1:
-                groups[f"{name}.data_parallel"] = job.data_parallel(stage)
+                groups[f"{name}.data_parallel"] = job.data_parallel[stage]
             if not job.as_is:
-                groups[f"{name}.model_parallel"] = job.replicas(stage)
+                groups[f"{name}.model_parallel"] = job.replicas[stage]
     for path, stages in decided.shared.items():
-        members = sorted(r for s in stages for ranks in job.replicas(s) for r in ranks)
+        members = sorted(r for s in stages for ranks in job.replicas[s] for r in ranks)
         groups[f"shared.{path}"] = (tuple(members),)
     plan = Plan(
         cluster=job.cluster.name,
@@ -181,7 +181,7 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
         flops=sum(chunk.slice.flops for chunk in mine),
         zero=job.zero,
         offload=_offload(job.form.keeper),
-        replicas=job.replicas(stage),
+        replicas=job.replicas[stage],
         shares=_shares(job, stage, decided.batches),
     )
     shards = {path: shard for chunk in mine for path, shard in chunk.shards.items()}
@@ -283,7 +283,7 @@ def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
     samples = _own_samples(job, rank, decided.batches)
     largest = max((stop - start for start, stop in samples), default=0)
     keeper, config = job.form.keeper, None
-    if keeper is not None and keeper.zero and len(job.copies_of_rest(stage)[0]) > 1:
+    if keeper is not None and keeper.zero and len(job.copies_of_rest[stage][0]) > 1:
         offloaded = keeper.offload_optimizer == "cpu"
         config = deepspeed_config(
             keeper,

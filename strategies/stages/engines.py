@@ -30,10 +30,10 @@ def engines_of_stages(
         members = [_held(job, stage_chunks, axes, member) for member in range(form.shards)]
         of_head = {path for chunk in stage_chunks if chunk.head for path in chunk.shards}
         rest = [sum(n for path, n in held.items() if path not in of_head) for held in members]
-        engines = [StageEngine(tuple(rest), job.copies_of_rest(stage))]
+        engines = [StageEngine(tuple(rest), job.copies_of_rest[stage])]
         if form.body:
             head = [sum(n for path, n in held.items() if path in of_head) for held in members]
-            engines.append(StageEngine(tuple(head), job.data_parallel(stage)))
+            engines.append(StageEngine(tuple(head), job.data_parallel[stage]))
         engines_by_stage.append(engines)
     return engines_by_stage
 

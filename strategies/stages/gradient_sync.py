@@ -55,7 +55,7 @@ def _of_tied(
     """Yield the sum of each tied weight, which all its holders have whole (docs/adr/009), over
     them, due after their last backwards."""
     for path, stages in shared.items():
-        holders = sorted(rank for s in stages for ranks in job.replicas(s) for rank in ranks)
+        holders = sorted(rank for s in stages for ranks in job.replicas[s] for rank in ranks)
         seconds = sum_time_s(job.cluster, holders, 4 * _elements(job, path), crowd)
         members = _members(job, stages, actors)
         yield Sync(members, seconds, 1, False)

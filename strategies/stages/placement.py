@@ -163,7 +163,7 @@ class Staging:
     def member_speeds(self, stage: int) -> list[float]:
         """Return the FLOP/s of each index in the stage's shard groups, summed over its copies."""
         speeds = [0.0] * self.form.stages[stage].shards
-        for group in self.replicas(stage):
+        for group in self.replicas[stage]:
             for index, rank in enumerate(group):
                 device = self.cluster.devices[rank]
                 speeds[index] += flops_rate(device, self.training.precision)
@@ -186,18 +186,30 @@ class Staging:
         chunks = range(self.chunk_count)
         return tuple(tuple(chunks[stage::stages]) for stage in self.seats.stage_of)
 
-    def replicas(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shard groups that hold a stage."""
-        return self._replicas[stage]
+    @cached_property
+    def replicas(self) -> Sequence[tuple[tuple[int, ...], ...]]:
+        """The shard groups that hold each stage."""
+        found: list[list[tuple[int, ...]]] = [[] for _ in self.form.stages]
+        for of_copy in self.seats.positions:
+            for stage, ranks in zip(self.seats.stage_of, of_copy, strict=True):
+                found[stage].append(ranks)
+        return [tuple(groups) for groups in found]
 
-    def data_parallel(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each shard of a stage, the ranks that hold it."""
-        return self._data_parallel[stage]
+    @cached_property
+    def data_parallel(self) -> Sequence[tuple[tuple[int, ...], ...]]:
+        """For each stage and each shard of it, the ranks that hold it."""
+        return [tuple(zip(*groups, strict=True)) for groups in self.replicas]
 
-    def copies_of_rest(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that hold the same parameters of a stage outside a split
+    @cached_property
+    def copies_of_rest(self) -> Sequence[tuple[tuple[int, ...], ...]]:
+        """For each stage, the groups of ranks that hold the same parameters of it outside a split
         head; beside one, every member of every shard group holds the whole rest."""
-        return self._copies_of_rest[stage]
+        return [
+            of_shards if stage.body is None else (tuple(sorted(chain.from_iterable(groups))),)
+            for stage, of_shards, groups in zip(
+                self.form.stages, self.data_parallel, self.replicas, strict=True
+            )
+        ]
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the (copy, position) of a rank."""
@@ -206,28 +218,6 @@ class Staging:
     def stage_of_rank(self, rank: int) -> int:
         """Return the stage that a rank holds a part of."""
         return self.seats.stage_of[self._places[rank][1]]
-
-    @cached_property
-    def _replicas(self) -> Sequence[tuple[tuple[int, ...], ...]]:
-        """What `replicas` returns, by stage: each of thousands of ranks asks for it."""
-        found: list[list[tuple[int, ...]]] = [[] for _ in self.form.stages]
-        for of_copy in self.seats.positions:
-            for stage, ranks in zip(self.seats.stage_of, of_copy, strict=True):
-                found[stage].append(ranks)
-        return [tuple(groups) for groups in found]
-
-    @cached_property
-    def _data_parallel(self) -> Sequence[tuple[tuple[int, ...], ...]]:
-        return [tuple(zip(*groups, strict=True)) for groups in self._replicas]
-
-    @cached_property
-    def _copies_of_rest(self) -> Sequence[tuple[tuple[int, ...], ...]]:
-        return [
-            self._data_parallel[stage]
-            if spec.body is None
-            else (tuple(sorted(chain.from_iterable(self._replicas[stage]))),)
-            for stage, spec in enumerate(self.form.stages)
-        ]
 
     @cached_property
     def _places(self) -> Mapping[int, tuple[int, int]]:

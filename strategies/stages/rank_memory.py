@@ -299,7 +299,7 @@ class Held:
         head = next(chunk.head for chunk in self._chunks.values() if chunk.head)
         kinds = [x.kind for x in order if x.kind in (Kind.FORWARD, *ENDS)]
         steps = (1 if kind is Kind.FORWARD else -1 for kind in kinds)
-        stay = kinds.count(Kind.FORWARD) > 1 or len(job.replicas(stage)) > 1
+        stay = kinds.count(Kind.FORWARD) > 1 or len(job.replicas[stage]) > 1
         return head_memory(
             head, job.profile, part, job.training.optimizer_states,
             job.training.precision, samples, stay, max(accumulate(steps)),
@@ -313,7 +313,7 @@ class Held:
         """Return the need of everything but a split head, for micro-batches of `samples`."""
         job, held = self._job, sum(self._elements.values())
         keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
-        copies = len(job.copies_of_rest(self._stage)[0])
+        copies = len(job.copies_of_rest[self._stage][0])
         offloads = keeper is not None and keeper.offload_optimizer == "cpu"
         apart = keeper is not None and keeper.offload_parameters == "cpu"
         sizes = weights_bytes(self._elements, job.profile, precision, job.zero, apart)

@@ -224,7 +224,7 @@ class StagedStep:
         chunk = self.times.chunks[number]
         if self.job.profile.graph is None:
             return Times()
-        groups = self.job.copies_of_rest(chunk.stage)
+        groups = self.job.copies_of_rest[chunk.stage]
         assignment = chunk.sharded.assignment if chunk.sharded else None
         norms = batch_norm_times(
             self.job.graph,

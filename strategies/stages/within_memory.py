@@ -65,7 +65,7 @@ class Room:
         stages = [chunk.stage for chunk in self.cut.chunks if chunk.head]
         if not stages:
             return ()
-        groups = self.job.replicas(stages[0])
+        groups = self.job.replicas[stages[0]]
         return tuple(
             min(self.memory.most_classes(rank, self.batches) for rank in ranks)
             for ranks in zip(*groups, strict=True)
@@ -196,7 +196,7 @@ def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set
     `auto` of which some rank does not fit its device by `memory`."""
     recomputed = set()
     for stage, form in enumerate(job.form.stages):
-        ranks = [rank for group in job.replicas(stage) for rank in group]
+        ranks = [rank for group in job.replicas[stage] for rank in group]
         over = any(memory[r].total > job.cluster.devices[r].memory_bytes for r in ranks)
         if form.recompute == "full" or (form.recompute == "auto" and over):
             recomputed.add(stage)

@@ -21,8 +21,8 @@ _SMALL = 100  # a weight of less than 1/100 of its block may stay whole without 
 
 @dataclass(frozen=True)
 class Region:
-    """The operations `operations` of `graph`, in order, to be laid over as many ranks
-    as `fineness` has.
+    """The operations `operations` of `graph`, in order, to be laid over the ranks that
+    `fineness` counts.
 
     `parameters` maps its parameter operations to canonical paths (a tied parameter has one),
     `held` those paths to their elements. `given` are the layouts of values from outside, `wanted`
