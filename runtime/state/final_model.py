@@ -22,9 +22,16 @@ from whale_train.runtime.state.saver import owned, said_by, write_blocks, write_
 from whale_train.runtime.state.tensor_files import TensorReader, write_json, write_tensors
 
 _FILE_BYTES = 5 * 10**9
-# What tokenizers and processors of transformers are saved as.
-_OF_INPUTS = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+# What transformers saves beside weights and config: tokenizers, processors, how to generate.
+_KEPT = (
+    *(
+        "generation_config.json",
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.*",
+        "merges.txt",
+    ),
     *("*.model", "chat_template*", "*processor_config.json"),
 )
 
@@ -103,8 +110,8 @@ def join(parts: Path, folder: Path, renamed: Mapping[str, str]) -> None:
 
 
 def describe(model: Any, options: ModelOptions, folder: Path) -> None:
-    """Write what `from_pretrained` wants beside the weights, for a model of transformers, and what
-    reads its inputs, where the folder that it came from has that."""
+    """Write what `from_pretrained` wants beside the weights, for a model of transformers; what the
+    folder that it came from has of it, tokenizers included, is copied."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
@@ -116,8 +123,10 @@ def describe(model: Any, options: ModelOptions, folder: Path) -> None:
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
         generation.save_pretrained(folder)
-    for pattern in _OF_INPUTS if options.pretrained else ():
-        for path in sorted(Path(options.pretrained or "").glob(pattern)):
+    if options.pretrained is None:
+        return
+    for path in (path for pattern in _KEPT for path in Path(options.pretrained).glob(pattern)):
+        if path.is_file():
             shutil.copy(path, folder / path.name)
 
 
