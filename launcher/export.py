@@ -8,13 +8,12 @@ from rich.console import Console
 from rich.text import Text
 
 from whale_train.checkpoint_files import MODEL
-from whale_train.config import AUTO, Request
-from whale_train.errors import ConfigError, Fault
+from whale_train.config import Request
 from whale_train.launcher.job_end import JobEnd, interrupted, model_line
 from whale_train.launcher.ranks.host_process import EXPORT_PROGRAM, HostProcess, describe_failure
 from whale_train.launcher.ranks.run_files import make_run_dir
 from whale_train.launcher.ranks.stop_signals import StopSignals
-from whale_train.launcher.resume import Resumed, find_checkpoint
+from whale_train.launcher.resume import Resumed, checkpoint_at, say_passed_over
 from whale_train.launcher.ui.terminal import Portable
 
 
@@ -22,13 +21,8 @@ def export(request: Request, run_dir: Path, console: Console, signals: StopSigna
     """Export the checkpoint that the request names into its own run directory. Raises ConfigError
     for one that is not whole, or a model that cannot be built here."""
     assert request.checkpoint.path is not None
-    found = find_checkpoint(request.checkpoint.path, run_dir, "checkpoint")
-    if found is None:
-        remedy = "name a run directory or a checkpoint in one"
-        raise ConfigError([Fault("checkpoint", AUTO, "is no path", remedy)])
-    for said in found.broken:
-        said = f"warning: a checkpoint is passed over: {said}"
-        console.print(Text(said, style="yellow"), soft_wrap=True)
+    found = checkpoint_at(request.checkpoint.path, "checkpoint")
+    say_passed_over(found, console)
     run_dir = make_run_dir(request, run_dir)
     return export_into(run_dir, found, console, signals)
 

@@ -42,13 +42,19 @@ class Resumed:
         return self.manifest.step
 
 
-def find_checkpoint(wanted: str, run_dir: Path, key: str = KEY) -> Resumed | None:
-    """Return the checkpoint that `wanted`, the value of `key`, names: of `auto` the newest whole
-    one of this run directory, None where it has none; of a run directory or a folder of checkpoints
-    the newest whole one; else the checkpoint of that path. Raises ConfigError where there is
-    none."""
-    if wanted == AUTO:
-        return _newest(checkpoints_in(run_dir / CHECKPOINTS), "this run's directory", wanted, key)
+def find_checkpoint(wanted: str, run_dir: Path) -> Resumed | None:
+    """Return the checkpoint that `train.resume` asks for: of `auto` the newest whole one of this
+    run directory, None where it has none; else `checkpoint_at` that path. Raises ConfigError where
+    there is none."""
+    if wanted != AUTO:
+        return checkpoint_at(wanted, KEY)
+    there = checkpoints_in(run_dir / CHECKPOINTS)
+    return _newest(there, "this run's directory", wanted, KEY) if there else None
+
+
+def checkpoint_at(wanted: str, key: str) -> Resumed:
+    """Return the newest whole checkpoint of a run directory or a folder of checkpoints, or the
+    checkpoint of that path; `key` has asked for it. Raises ConfigError where there is none."""
     path = Path(wanted)
     if not path.is_dir():
         remedy = "name a run directory or a checkpoint in one, as runs/MY_RUN/checkpoints/step_100"
@@ -63,17 +69,15 @@ def find_checkpoint(wanted: str, run_dir: Path, key: str = KEY) -> Resumed | Non
         raise ConfigError([Fault(key, wanted, rule, "name another")]) from None
 
 
-def _newest(checkpoints: Sequence[Path], where: str, wanted: str, key: str) -> Resumed | None:
-    """Return the first of `checkpoints` that is whole. Raises ConfigError where none is, though
-    there are some."""
+def _newest(checkpoints: Sequence[Path], where: str, wanted: str, key: str) -> Resumed:
+    """Return the first of `checkpoints`, of which there are some, that is whole. Raises ConfigError
+    where none is."""
     broken: list[str] = []
     for path in checkpoints:
         try:
             return Resumed(path, check(path), tuple(broken))
         except BrokenCheckpoint as error:
             broken.append(str(error))
-    if not broken:
-        return None
     faults = [
         Fault(key, wanted, f"finds no whole checkpoint in {where}: {said}", "remove it")
         for said in broken
@@ -81,14 +85,19 @@ def _newest(checkpoints: Sequence[Path], where: str, wanted: str, key: str) -> R
     raise ConfigError(faults)
 
 
+def say_passed_over(found: Resumed, console: Console) -> None:
+    """Warn of the checkpoints that are newer than the one found, and not whole."""
+    for why in found.broken:
+        said = f"warning: a checkpoint is passed over: {why}"
+        console.print(Text(said, style="yellow"), soft_wrap=True)
+
+
 def say_resumed(found: Resumed | None, request: Request, console: Console) -> None:
     """Tell the user where the run goes on, and which checkpoints were passed over."""
     if found is None:
         console.print(f"{KEY}={request.train.resume}: there is no checkpoint yet; from step 0")
         return
-    for said in found.broken:
-        said = f"warning: a checkpoint is passed over: {said}"
-        console.print(Text(said, style="yellow"), soft_wrap=True)
+    say_passed_over(found, console)
     ending = ", which is the end" if found.step >= request.train.steps else ""
     said = f"going on after step {found.step}, from {found.path}{ending}"
     console.print(Text(said), soft_wrap=True)

@@ -135,8 +135,7 @@ def name_of_start(store: Store, rank: int) -> str:
     if rank:
         word = token_hex(8)
         store.set(f"asks/{rank}", word)
-        store.wait([f"answer/{word}"])
-        heard = store.get(f"answer/{word}").decode()
+        heard = store.get(f"answer/{word}").decode()  # waits for it
         store.set(f"heard/{word}", heard)
         return heard
     chosen, deaf = token_hex(8), list(range(1, int(os.environ["WORLD_SIZE"])))
