@@ -105,6 +105,9 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     except PlanError as error:
         raise PlanError([*faults, *error.faults]) from None
     refuse_uncounted(request, made.plan, profile, faults)
+    on_one_host = device == "cpu" and (emulated or len(cluster.nodes) == 1)
+    shared = memory_bytes() if on_one_host and request.mode != "plan" else None
+    copies = said_of_copies(request.checkpoint, made.plan, profile, training, shared, faults)
     if faults:
         raise ConfigError(faults)
     if must_compare(request, made.plan):
@@ -112,13 +115,7 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
         made = planned(profile) if profile.unequal_parts else replace(made, plan=plan)
     plan = made.plan
     evaluations = said_of_evaluations(request, plan, dataset)
-    on_one_host = device == "cpu" and (emulated or len(cluster.nodes) == 1)
-    look = on_one_host and request.mode != "plan" and THRESHOLD not in os.environ
-    holes = said_of_holes(plan, memory_bytes()) if look else ()
-    shared = memory_bytes() if on_one_host and request.mode != "plan" else None
-    copies = said_of_copies(request.checkpoint, plan, profile, training, shared, faults)
-    if faults:
-        raise ConfigError(faults)
+    holes = said_of_holes(plan, shared) if shared and THRESHOLD not in os.environ else ()
     plan = replace(plan, decisions=(*plan.decisions, *weights, *evaluations, *holes, *copies))
     used = made.used
     paces, links = _paces(request, used), _links(request, used)

@@ -68,8 +68,8 @@ def compare_names(options: ModelOptions) -> LoadedNames:
             output_loading_info=True,
         )
     except Exception as error:  # of names and shapes that it cannot join
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        rule, remedy = f"cannot be loaded ({said})", "use weights that from_pretrained opens"
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        rule, remedy = f"cannot be loaded ({why})", "use weights that from_pretrained opens"
         raise ConfigError([Fault(KEY, options.pretrained, rule, remedy)]) from error
     base = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."

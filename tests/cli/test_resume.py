@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from safetensors.numpy import load_file
 from tests.cli.command import Answer, environment_for, processes_of, whale_train
 from tests.pairs import IS_FULL
 
-from whale_train.checkpoint_files import check
+from whale_train.checkpoint_files import check, stored_tensors, whole_shape
+from whale_train.quantities import in_bytes
 
 RUN = ("experiment=smoke", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=2")
 
@@ -54,6 +56,13 @@ def test_checkpoints_are_told_of_and_kept(run: Path) -> None:
     for step in (2, 4, 6):
         assert f"checkpoint: {run}/told/checkpoints/step_{step} (" in answer.stdout
     assert f"the trained model: {run}/told/model (" in answer.stdout
+    tensors = [
+        found
+        for folder in ("model", "optimizer")
+        for found in stored_tensors(run / "told" / "checkpoints" / "step_6" / folder).values()
+    ]
+    copied = sum(4 * prod(whole_shape(found)) for found in tensors)
+    assert f"checkpoint.async: a copy of {in_bytes(copied)} of state: " in answer.stdout
 
 
 def test_the_same_command_goes_on_where_it_was(copied: Path) -> None:
