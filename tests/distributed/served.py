@@ -108,8 +108,8 @@ def ask_once() -> None:
 
 
 def _said(argument: Any) -> Any:
-    """What an argument says; a function of a number of samples (`profile.Samples`), by those it
-    returns, as it is another object for each job."""
+    """Return what stands for an argument in a key: for a function that returns so many samples
+    (`profile.Samples`), which is another object for each job, the samples themselves."""
     if not inspect.isfunction(argument):
         return argument
     return {name: array.tobytes() for name, array in argument(EXPORT_BATCH).items()}
