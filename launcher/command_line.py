@@ -101,7 +101,7 @@ def check(arguments: Sequence[str]) -> None:
             if config is None or options.cfg:
                 continue
             if config.get("mode") == "export":
-                faults += [x for x in _faults_of_export(overrides) if x not in faults]
+                faults += [x for x in _faults_of_export(overrides, wrong) if x not in faults]
             if not multirun:
                 faults += _request_faults(config, wrong)
             if not faults:
@@ -341,10 +341,12 @@ def _request_faults(config: DictConfig, wrong: Sequence[Fault]) -> list[Fault]:
     return []
 
 
-def _faults_of_export(overrides: Sequence[str]) -> list[Fault]:
-    """Return a fault for every override that says of an export what its checkpoint says."""
+def _faults_of_export(overrides: Sequence[str], wrong: Sequence[Fault]) -> list[Fault]:
+    """Return a fault for every override, but those that are `wrong` already, that says of an export
+    what its checkpoint says."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    others = [o for o in parsed if o.key_or_group not in ("mode", "checkpoint", "checkpoint.path")]
+    known = {"mode", "checkpoint", "checkpoint.path", *(fault.key for fault in wrong)}
+    others = [o for o in parsed if o.key_or_group not in known]
     rule, remedy = "has no effect on mode=export", "leave it out: the checkpoint has it"
     return [
         Fault(o.key_or_group, _value(o), rule, remedy)

@@ -41,6 +41,13 @@ COMMAND_LINE = (
         "checkpoint=runs/MY_RUN",
     ),
     Case(
+        "export_near_key",
+        "mode=export checkpiont=runs/mine",
+        "checkpiont=runs/mine is not a key of the config; did you mean checkpoint?",
+        "checkpoint must be given to mode=export; name a run directory or a checkpoint in one, as "
+        "checkpoint=runs/MY_RUN",
+    ),
+    Case(
         "export_of_another_model",
         "mode=export checkpoint=runs/mine model=moe_gpt train.steps=5",
         "model=moe_gpt has no effect on mode=export; leave it out: the checkpoint has it",
