@@ -129,7 +129,10 @@ class _PlanView:
         measured = is_measured(self.cluster, plan.precision)
         nodes = len({rank.node for rank in plan.ranks})
         batch = f"{plan.global_batch:,} samples a step, {plan.precision}"
+        frozen = in_count(sum(each.elements for each in self.profile.frozen))
+        held = f"{frozen} parameters ({in_bytes(self.profile.frozen_bytes)}), which are not trained"
         return [
+            *([("frozen", held)] if self.profile.frozen else []),
             ("ranks", f"{plan.world_size:,} on {nodes:,} {'node' if nodes == 1 else 'nodes'}"),
             ("batch", batch + (f", schedule {plan.schedule}" if plan.schedule else "")),
             (

@@ -26,10 +26,7 @@ def operation_graph(
 ) -> OperationGraph:
     """Return the torch-free image of `module.graph`; `flops` and the bytes `saved` by the
     operations are for the export batch, those of others nothing."""
-    # One that is frozen is a constant to all planning.
-    parameters = {
-        path: p for path, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
-    }
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     changes, writes = _changes_in_place(module.graph), _buffers_written(module.graph)
     return OperationGraph(
         tuple(
@@ -60,7 +57,9 @@ def _target(node: fx.Node, parameters: dict[str, nn.Parameter]) -> str:
     if node.op == "get_attr":
         if isinstance(node.meta.get("val"), nn.Module) or _is_graph(node):
             return "graph"
-        return "parameter" if node.target in parameters else "buffer"
+        if node.target not in parameters:
+            return "buffer"
+        return "parameter" if parameters[str(node.target)].requires_grad else "frozen"
     if node.op == "output":
         return "output"
     if isinstance(node.target, FunctionType):  # printed, its address would be in the name

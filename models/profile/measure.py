@@ -93,6 +93,7 @@ def profile_model(
     return ModelProfile(
         name=name,
         parameters=_parameters(model),
+        frozen=_parameters(model, trained=False),
         inputs=inputs,
         forward_flops=flops,
         activation_bytes=activation_bytes,
@@ -342,7 +343,8 @@ def _memories(value: Any) -> set[int]:
     return {_memory(x) for x in tree_leaves(value) if isinstance(x, Tensor)}
 
 
-def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+def _parameters(model: nn.Module, trained: bool = True) -> tuple[Parameter, ...]:
+    """Return the parameters that are trained, or those that are not."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for path, tensor in model.named_parameters(remove_duplicate=False):
@@ -351,7 +353,7 @@ def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
     return tuple(
         Parameter(paths[0], tuple(tensors[i].shape), tensors[i].element_size(), tuple(paths[1:]))
         for i, paths in names.items()
-        if tensors[i].requires_grad
+        if tensors[i].requires_grad == trained
     )
 
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from whale_train.strategies.graph.operation_graph import (
     DTYPE_BYTES,
+    HELD,
     Operation,
     OperationGraph,
     Ref,
@@ -267,7 +268,7 @@ def _names(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-_NO_WORK = frozenset(("input", "parameter", "buffer", "graph", "output"))
+_NO_WORK = frozenset(("input", *HELD, "graph", "output"))
 _TURNING = _names("transpose permute t numpy_T mT mH movedim")
 _CASTS = _names("to _to_copy type_as float")
 _SPREADING = _names("expand expand_as broadcast_to")

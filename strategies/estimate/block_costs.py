@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from whale_train.strategies.cost.op_work import Work
 from whale_train.strategies.cost.resharding import cast_times
 from whale_train.strategies.cost.roofline import Times, whole_times, work_times
-from whale_train.strategies.graph.operation_graph import is_repeated
+from whale_train.strategies.graph.operation_graph import WEIGHTS, is_repeated
 from whale_train.strategies.graph.saved_tensors import kept
 from whale_train.strategies.hardware.cluster import Device, Link
 from whale_train.strategies.layouts.propagation import Assignment, Layout, R, Shard
@@ -271,18 +271,18 @@ class BlockCosts:
         return _Region(own, operations, sorted(takes), gives)
 
     def _sharded(self, part: _Region, shards: int, dim: str) -> Sharded:
-        graph, by_path = self.findings.graph, self.findings.profile.parameter_by_path
+        graph, profile = self.findings.graph, self.findings.profile
         given: dict[str, Layout] = dict.fromkeys(part.takes, R)
         wanted: dict[str, Layout] = dict.fromkeys(part.gives, R)
         return choose_patterns(
             graph,
             part.operations,
             parameters={
-                name: by_path[graph[name].path].path
+                name: profile.weight_by_path[graph[name].path].path
                 for name in part.operations
-                if graph[name].target == "parameter"
+                if graph[name].target in WEIGHTS
             },
-            held={p.path: p.elements for p in self.findings.profile.parameters},
+            held={p.path: p.elements for p in (*profile.parameters, *profile.frozen)},
             group_size=shards,
             given=given,
             wanted=wanted,

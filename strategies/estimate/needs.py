@@ -34,17 +34,21 @@ class Needs:
             weights = 0.0
         return weights * (part if zero == 3 else 1.0) + casts + optimizer + gradients
 
-    def gathered_bytes(self, candidate: Candidate) -> float:
-        """Return the bytes that ZeRO 3 gathers at the least: the largest parameter, and its
-        gradient, of those that are no head's, which may be split."""
-        if candidate.zero < 3 or candidate.mesh.copies == 1:
-            return 0.0
-        profile = self.findings.profile
+    def standing_bytes(self, candidate: Candidate) -> float:
+        """Return the bytes that do not follow the trained parameters, at the least: of frozen
+        weights, as if they were shared evenly, and of what ZeRO 3 gathers: the largest parameter,
+        and its gradient, of those that are no head's, which may be split."""
+        mesh, profile = candidate.mesh, self.findings.profile
+        frozen = 0.0 if candidate.offload == "all" else float(profile.frozen_bytes)
+        frozen /= mesh.stages * mesh.shards
+        if candidate.zero < 3 or mesh.copies == 1:
+            return frozen
         heads = self.findings.heads if profile.graph else ()
         apart = {head.weight for head in heads}
         largest = max((p.elements for p in profile.parameters if p.path not in apart), default=0)
         least = precision_bytes(self.training.precision, candidate.zero, narrow=True)
-        return (least.weights + least.gradients) * largest / candidate.mesh.shards
+        gathered = (least.weights + least.gradients) * largest / mesh.shards
+        return frozen / mesh.copies + gathered
 
     def _sizes(self, zero: int, apart: bool) -> tuple[float, float, float]:
         """Return the mean bytes of an element: weights, master copy, copies that autocast makes."""

@@ -16,7 +16,7 @@ def unexported(of: "Estimator", candidate: Candidate) -> Estimate:
     profile, mesh, part = of.costs.findings.profile, candidate.mesh, candidate.mesh.parts[0]
     halved = 1.0 if of.training.precision == "fp32" else 0.5
     elements, slowest = of.costs.findings.trained_elements, 0.0
-    need = of.needs.element_bytes(candidate, mesh.copies) * elements + of.needs.gathered_bytes(
+    need = of.needs.element_bytes(candidate, mesh.copies) * elements + of.needs.standing_bytes(
         candidate
     )
     for alike in of.copies_of(mesh):
@@ -38,7 +38,7 @@ def beside_split_head(of: "Estimator", candidate: Candidate) -> Estimate:
     count, batch = len(of.cluster.devices), of.training.global_batch
     elements, head = findings.copied_elements(split_head=True), float(findings.head_elements)
     need = of.needs.element_bytes(candidate, count) * elements
-    need += of.needs.gathered_bytes(candidate)
+    need += of.needs.standing_bytes(candidate)
     need += of.needs.element_bytes(Candidate(mesh), 1) * head / count
     crossing = of.crossing(1, batch)[-2]
     bridge = gather_time_s(crossing, count, group_link(of.cluster, range(count)))

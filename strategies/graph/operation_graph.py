@@ -6,7 +6,7 @@ that follow the batch are multiples of it (`Size(0, 16)` is 16 x batch); everyth
 sample* unless its name says otherwise.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +30,11 @@ class Size:
 
 
 Shape = tuple[Size, ...]
+
+# The targets of parameters, of which those that are frozen are not trained, and of all that a model
+# holds.
+WEIGHTS = ("parameter", "frozen")
+HELD = (*WEIGHTS, "buffer")
 
 # Instead of the place of an input: the operation's own value, and what is no operation's value,
 # such as statistics and masks.
@@ -61,10 +66,10 @@ Argument = Ref | Size | int | float | bool | str | None | tuple["Argument", ...]
 class Operation:
     """One node of the exported graph.
 
-    `target` is the ATen overload (`aten.linear.default`), or `input`, `parameter`, `buffer`,
-    `graph` (one that a higher-order operation runs) or `output`; for a parameter or buffer `path`
-    is its name in the model. `module` is the path of the module whose forward it belongs to.
-    `shape` is None for values that are not tensors.
+    `target` is the ATen overload (`aten.linear.default`), or `input`, `parameter`, `frozen` (a
+    parameter that is not trained), `buffer`, `graph` (one that a higher-order operation runs) or
+    `output`; of what the model holds, `path` is its name there. `module` is the path of the module
+    whose forward it belongs to. `shape` is None for values that are not tensors.
     `flops` are the forward's, per sample. `saved` is what it has autograd keep for its backward:
     which of `inputs` by its place, its own value (`OWN`) or what it makes on the way to it
     (`INSIDE`), and how many bytes, per sample in fp32. `memory` is the place of the input in whose
@@ -184,7 +189,7 @@ class OperationGraph:
         16 bits, and whether some other does. A view of a parameter is the parameter."""
         found: dict[str, tuple[bool, bool]] = {}
         for operation in self.operations:
-            if operation.target != "parameter":
+            if operation.target not in WEIGHTS:
                 continue
             lowered, other = found.get(operation.path, (False, False))
             views = [operation.name]
@@ -250,7 +255,7 @@ class OperationGraph:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trainable tensor. `aliases` are the further names of a tied one."""
+    """A learned tensor. `aliases` are the further names of a tied one."""
 
     path: str
     shape: tuple[int, ...]
@@ -280,6 +285,7 @@ class InputField:
 class ModelProfile:
     """What a model is and what it costs, measured without its weights.
 
+    `parameters` are trained, and `frozen` are the others, which have no gradient.
     `graph` is None when the model cannot be exported; `export_error` then says why, and only
     strategies that run the model as it is can use it. `forward_flops` and `activation_bytes` are
     per sample in fp32 (2 FLOPs a multiply-add; bytes autograd keeps between forward and
@@ -302,12 +308,17 @@ class ModelProfile:
     perhaps_unused: tuple[str, ...] = ()
     unequal_parts: str = ""
     unequal_remedy: str = ""
+    frozen: tuple[Parameter, ...] = ()
 
     @cached_property
     def parameter_by_path(self) -> dict[str, Parameter]:
-        """Parameters by every name they have, aliases included."""
-        names = ((name, p) for p in self.parameters for name in (p.path, *p.aliases))
-        return dict(names)
+        """Trained parameters by every name they have, aliases included."""
+        return _by_path(self.parameters)
+
+    @cached_property
+    def weight_by_path(self) -> dict[str, Parameter]:
+        """The same, of frozen ones too."""
+        return _by_path((*self.parameters, *self.frozen))
 
     @cached_property
     def narrow(self) -> frozenset[str]:
@@ -320,15 +331,15 @@ class ModelProfile:
         """The paths of the parameters of which autocast makes 16-bit copies where they are whole;
         all of a model whose operations are not known."""
         if self.graph is None:
-            return frozenset(parameter.path for parameter in self.parameters)
+            return frozenset(each.path for each in (*self.parameters, *self.frozen))
         return frozenset(path for path, read in self._readers.items() if read[0])
 
     @cached_property
     def _readers(self) -> dict[str, tuple[bool, bool]]:
         found: dict[str, tuple[bool, bool]] = {}
         for name, read in (self.graph.lowered_readers if self.graph else {}).items():
-            if name in self.parameter_by_path:
-                path = self.parameter_by_path[name].path
+            if name in self.weight_by_path:
+                path = self.weight_by_path[name].path
                 before = found.get(path, (False, False))
                 found[path] = (before[0] or read[0], before[1] or read[1])
         return found
@@ -336,3 +347,11 @@ class ModelProfile:
     @property
     def parameter_elements(self) -> int:
         return sum(parameter.elements for parameter in self.parameters)
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        return sum(each.elements * each.bytes_per_element for each in self.frozen)
+
+
+def _by_path(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
+    return {name: p for p in parameters for name in (p.path, *p.aliases)}

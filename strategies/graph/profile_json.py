@@ -5,6 +5,7 @@ no word for, and a list a tuple.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from whale_train.strategies.graph.operation_graph import (
@@ -23,9 +24,8 @@ def profile_to_json(profile: ModelProfile) -> str:
     """Return the profile as JSON, in one line."""
     mapping = {
         "name": profile.name,
-        "parameters": [
-            [p.path, p.shape, p.bytes_per_element, p.aliases] for p in profile.parameters
-        ],
+        "parameters": _listed(profile.parameters),
+        "frozen": _listed(profile.frozen),
         "inputs": [[f.name, f.shape, f.dtype, f.upper_bound] for f in profile.inputs],
         "forward_flops": profile.forward_flops,
         "activation_bytes": profile.activation_bytes,
@@ -43,16 +43,16 @@ def profile_from_json(text: str) -> ModelProfile:
     """Raises ValueError for what `profile_to_json` did not write."""
     try:
         mapping: dict[str, Any] = json.loads(text)
-        parameters, inputs, graph = (mapping.pop(x) for x in ("parameters", "inputs", "graph"))
+        parameters, frozen, inputs, graph = (
+            mapping.pop(x) for x in ("parameters", "frozen", "inputs", "graph")
+        )
         rest: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in mapping.items()
         }
         return ModelProfile(
-            parameters=tuple(
-                Parameter(path, tuple(shape), size, tuple(aliases))
-                for path, shape, size, aliases in parameters
-            ),
+            parameters=_parameters(parameters),
+            frozen=_parameters(frozen),
             inputs=tuple(
                 InputField(name, tuple(shape), dtype, bound) for name, shape, dtype, bound in inputs
             ),
@@ -61,6 +61,16 @@ def profile_from_json(text: str) -> ModelProfile:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"is no profile ({type(error).__name__}: {error})") from error
+
+
+def _listed(parameters: Iterable[Parameter]) -> list[Any]:
+    return [[p.path, p.shape, p.bytes_per_element, p.aliases] for p in parameters]
+
+
+def _parameters(listed: list[Any]) -> tuple[Parameter, ...]:
+    return tuple(
+        Parameter(path, tuple(shape), size, tuple(aliases)) for path, shape, size, aliases in listed
+    )
 
 
 def _written(operation: Operation) -> list[Any]:

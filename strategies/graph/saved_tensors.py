@@ -12,6 +12,7 @@ from whale_train.strategies.graph.operation_graph import (
     INSIDE,
     LOWERED,
     OWN,
+    WEIGHTS,
     Operation,
     OperationGraph,
     kind_of,
@@ -93,9 +94,7 @@ def joined_norms(graph: OperationGraph) -> frozenset[str]:
     it runs as one (`runtime/kernels/rms_norm.py`)."""
     found: set[str] = set()
     for operation in graph:
-        if operation.target == _TIMES and any(
-            graph[x].target == "parameter" for x in operation.inputs
-        ):
+        if operation.target == _TIMES and any(graph[x].target in WEIGHTS for x in operation.inputs):
             normed = (graph[memory_of(graph, x)] for x in operation.inputs)
             found |= {
                 each.name

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from whale_train.strategies.graph.operation_graph import Operation, OperationGraph
+from whale_train.strategies.graph.operation_graph import HELD, Operation, OperationGraph
 from whale_train.strategies.independence.call import Call, Refused
 from whale_train.strategies.independence.rules import rule_of
 from whale_train.strategies.independence.states import (
@@ -106,7 +106,7 @@ def _state(call: Call) -> State:
     operation, states = call.operation, call.states
     if operation.target == "input":
         return PerSample(0)
-    if operation.target in ("parameter", "buffer", "graph", "output"):
+    if operation.target in (*HELD, "graph", "output"):
         return FIXED
     shapes_alone = ("_like", "sym_size", "new_")
     if not any(mark in operation.target for mark in shapes_alone):

@@ -103,28 +103,40 @@ def engine_of(
     on_cpu: bool,
     offloads: bool,
     by_block: bool,
+    frozen: Mapping[str, float],
 ) -> "Gradients":
     """Return what an engine of so many `elements` of each parameter, by its path, makes of their
-    gradients; `by_block` is as in `gathered_at_once`."""
+    gradients; `by_block` and `frozen` are as in `gathered_at_once`."""
     width = weights_bytes(elements, profile, precision, zero, apart=False).weights
     width /= max(1.0, sum(elements.values()))
     gathered = 0.0
     if zero == 3:
-        gathered = gathered_at_once(elements, profile, precision, by_block)
+        gathered = gathered_at_once(elements, frozen, profile, precision, by_block)
     return Gradients(zero, copies, sum(elements.values()), gathered, width, on_cpu, offloads)
 
 
 def gathered_at_once(
-    elements: Mapping[str, float], profile: ModelProfile, precision: str, by_block: bool
+    elements: Mapping[str, float],
+    frozen: Mapping[str, float],
+    profile: ModelProfile,
+    precision: str,
+    by_block: bool,
 ) -> float:
     """Return the bytes of weights that ZeRO 3 gathers at once, and of their gradients, of a rank's
-    `elements`, by parameter: those of a module, of which one parameter is nearly all, or,
-    `by_block`, of a block that a rewritten graph runs as one (runtime/graph/block_modules.py)."""
+    `elements`, by parameter, and of the bytes of those that are `frozen`: those of a module, of
+    which one parameter is nearly all, or, `by_block`, of a block that a rewritten graph runs as one
+    (runtime/graph/block_modules.py)."""
     found: dict[str, float] = {}
-    for path, count in elements.items():
+
+    def add(path: str, size: float) -> None:
         module = block_of(path.rpartition(".")[0]) if by_block else path
+        found[module] = found.get(module, 0.0) + size
+
+    for path, count in elements.items():
         sizes = precision_bytes(precision, 3, narrow=path in profile.narrow)
-        found[module] = found.get(module, 0.0) + (sizes.weights + sizes.gradients) * count
+        add(path, (sizes.weights + sizes.gradients) * count)
+    for path, size in frozen.items():
+        add(path, size)
     return max(found.values(), default=0)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from whale_train.strategies.graph.operation_graph import (
+    HELD,
     INSIDE,
     LOOKUP,
     OWN,
@@ -128,7 +129,7 @@ def _runs(graph: OperationGraph, listed: Sequence[str]) -> list[tuple[str, list[
     return [(block, list(names)) for block, names in found]
 
 
-_GIVEN = ("parameter", "buffer", "input", "output", "graph")
+_GIVEN = (*HELD, "input", "output", "graph")
 # What hands a gradient on as it is, to all it adds.
 _HANDS_ON = ("aten.add.Tensor", "aten.add_.Tensor")
 

@@ -10,6 +10,8 @@ from functools import cached_property
 
 from whale_train.strategies.cost.op_work import Works
 from whale_train.strategies.graph.operation_graph import (
+    HELD,
+    WEIGHTS,
     Argument,
     ModelProfile,
     Operation,
@@ -52,7 +54,7 @@ class Likeness:
             if self._blocks[name] != block:
                 run, block = run + 1, self._blocks[name]
             path = ""
-            if operation.target == "parameter":
+            if operation.target in WEIGHTS:
                 path = self.paths[operation.path]
             rows.append(
                 (
@@ -86,7 +88,7 @@ class Likeness:
         paths = {
             self.paths[self.graph[a].path]: self.paths[self.graph[b].path]
             for a, b in names.items()
-            if self.graph[a].target in ("parameter", "buffer")
+            if self.graph[a].target in HELD
         }
         return _Renaming(names, paths).sharded(found)
 
@@ -95,8 +97,8 @@ class Likeness:
     @cached_property
     def paths(self) -> Mapping[str, str]:
         """The path by which a parameter or buffer is known, by every path it has."""
-        held = {op.path: op.path for op in self.graph if op.target in ("parameter", "buffer")}
-        return held | {name: p.path for name, p in self.profile.parameter_by_path.items()}
+        held = {op.path: op.path for op in self.graph if op.target in HELD}
+        return held | {name: p.path for name, p in self.profile.weight_by_path.items()}
 
     @cached_property
     def _blocks(self) -> Mapping[str, str]:
@@ -111,7 +113,7 @@ class Likeness:
     @cached_property
     def cuts(self) -> Mapping[str, tuple[WeightSharding, ...]]:
         """The ways to cut the weight that an operation reads."""
-        listed = {op.name: op.path for op in self.graph if op.target == "parameter"}
+        listed = {op.name: op.path for op in self.graph if op.target in WEIGHTS}
         return {op.name: tuple(cuts_of(self.graph, op, listed)) for op in self.graph}
 
     def _own_number(self, operation: Operation) -> int:

@@ -1,6 +1,6 @@
 """The head: a model's output projection, found in its graph and not configured.
 
-The head is a product with a weight after which no parameter but an elementwise one (a bias, a
+The head is a product with a trained weight after which no weight but an elementwise one (a bias, a
 scale) is met on the way to the loss. Names of modules play no part in finding it.
 """
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from whale_train.strategies.graph.operation_graph import (
+    WEIGHTS,
     ModelProfile,
     Operation,
     OperationGraph,
@@ -46,9 +47,8 @@ def find_heads(profile: ModelProfile) -> tuple[Head, ...]:
     graph = profile.graph
     assert graph is not None
     projections = [head for op in graph if (head := _projection(op, graph, profile))]
-    parameters = {op.name for op in graph if op.target == "parameter"}
-    of_parameters = graph.descendants(parameters)
-    mixing = [op for op in graph if _takes_parameter_as_more_than_scale(op, graph, of_parameters)]
+    of_weights = graph.descendants({op.name for op in graph if op.target in WEIGHTS})
+    mixing = [op for op in graph if _takes_weight_as_more_than_scale(op, graph, of_weights)]
     mixed = graph.ancestors({name for op in mixing for name in (*op.inputs, *op.after)})
     heads = [head for head in projections if head.operation not in mixed]
     return tuple(sorted(heads, key=lambda h: -profile.parameter_by_path[h.weight].elements))
@@ -81,13 +81,12 @@ def _projection(op: Operation, graph: OperationGraph, profile: ModelProfile) -> 
     return Head(op.name, parameter.path, dim, parameter.shape[dim], op.module)
 
 
-def _takes_parameter_as_more_than_scale(
-    op: Operation, graph: OperationGraph, of_parameters: Set[str]
+def _takes_weight_as_more_than_scale(
+    op: Operation, graph: OperationGraph, of_weights: Set[str]
 ) -> bool:
-    """Return whether `op` mixes elements with a parameter: a product, convolution, norm or
-    lookup."""
+    """Return whether `op` mixes elements with a weight: a product, convolution, norm or lookup."""
     if RULES.get(op.target) is pointwise:
         return False
     if op.target in PRODUCTS:  # its weight may come through a transpose
-        return any(name in of_parameters for name in op.inputs[1:])
-    return any(graph[name].target == "parameter" for name in op.inputs)
+        return any(name in of_weights for name in op.inputs[1:])
+    return any(graph[name].target in WEIGHTS for name in op.inputs)

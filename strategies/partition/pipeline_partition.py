@@ -15,6 +15,7 @@ from math import inf
 
 from whale_train.errors import Fault
 from whale_train.strategies.graph.operation_graph import (
+    WEIGHTS,
     ModelProfile,
     OperationGraph,
     block_of,
@@ -27,19 +28,26 @@ from whale_train.strategies.graph.saved_tensors import View, saved_by
 class Slice:
     """What one stage runs of the graph, in order: its own operations, the parameters, buffers and
     inputs they read, and what it computes again. `takes` come from earlier stages, `gives` go to
-    later ones; the last stage gives the loss. `parameters` are canonical paths. Per sample: the
-    forward's `flops`; `activation_bytes`, all that backward wants; `entering_bytes`, what enters
-    its blocks, which is kept where they are computed again, one block's `block_bytes` at a time."""
+    later ones; the last stage gives the loss. `parameters`, which are trained, and `frozen` weights
+    are canonical paths. Per sample: the forward's `flops`; `activation_bytes`, all that backward
+    wants; `entering_bytes`, what enters its blocks, which is kept where they are computed again,
+    one block's `block_bytes` at a time."""
 
     operations: tuple[str, ...]
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     parameters: tuple[str, ...]
+    frozen: tuple[str, ...]
     modules: tuple[str, ...]
     flops: float
     activation_bytes: float
     entering_bytes: float
     block_bytes: float
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """All that were learned, here or before."""
+        return (*self.parameters, *self.frozen)
 
 
 @dataclass(frozen=True)
@@ -236,7 +244,7 @@ def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tupl
     """Return the stages between consecutive `ends` (positions in `order.operations`)."""
     graph = profile.graph
     assert graph is not None
-    canonical = {name: p.path for name, p in profile.parameter_by_path.items()}
+    canonical = {name: p.path for name, p in profile.weight_by_path.items()}
     loss = graph.operations[-1].inputs[0]
     owner = {
         name: stage
@@ -259,13 +267,14 @@ def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tupl
         gives = [op.name for op in graph if owner.get(op.name) == stage and op.name in crossing]
         if stage == len(parts) - 1:
             gives.append(loss)
-        held = {canonical[graph[n].path] for n in inside if graph[n].target == "parameter"}
+        held = {canonical[graph[n].path] for n in inside if graph[n].target in WEIGHTS}
         slices.append(
             Slice(
                 operations=tuple(op.name for op in graph if op.name in inside),
                 takes=tuple(op.name for op in graph if op.name in takes),
                 gives=tuple(gives),
                 parameters=tuple(p.path for p in profile.parameters if p.path in held),
+                frozen=tuple(p.path for p in profile.frozen if p.path in held),
                 modules=modules_of(graph, own),
                 flops=sum(graph[name].flops for name in own),
                 activation_bytes=sum(inside_bytes.values()),

@@ -10,7 +10,12 @@ from itertools import pairwise
 from math import inf
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph, Size
+from whale_train.strategies.graph.operation_graph import (
+    WEIGHTS,
+    ModelProfile,
+    OperationGraph,
+    Size,
+)
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.shape_check import shape_check
 from whale_train.strategies.partition.head_partition import CutRefused, HeadCut, cut_head
@@ -73,6 +78,7 @@ def _whole(profile: ModelProfile) -> Slice:
         takes=(),
         gives=(),
         parameters=tuple(parameter.path for parameter in profile.parameters),
+        frozen=tuple(parameter.path for parameter in profile.frozen),
         modules=("*",),
         flops=profile.forward_flops,
         activation_bytes=profile.activation_bytes,
@@ -92,14 +98,15 @@ def _chunked(
     decisions = list(_explained(job, places, moved is not None))
     ends = tuple(findings.order.places[place] for place in places)
     slices = findings.once(("slices", ends), lambda: sliced(job.profile, findings.order, ends))
-    shared = _shared_parameters(slices, stages)
+    shared = _shared_weights(slices, stages)
     chunks = tuple(
         _chunk(job, i % stages, part, ends[i : i + 2], shared) for i, part in enumerate(slices)
     )
     edges = findings.once(("edges", ends), lambda: _edges(job, slices))
     axes = _axes(job, chunks, class_caps)
     _check_shapes(job, chunks, axes)
-    return Chunked(places, chunks, edges, axes, shared, tuple(decisions))
+    trained = {path: at for path, at in shared.items() if path in job.profile.parameter_by_path}
+    return Chunked(places, chunks, edges, axes, trained, tuple(decisions))
 
 
 def _speeds(job: Staging) -> tuple[float, ...]:
@@ -204,7 +211,7 @@ def _chunk(
     shared: Mapping[str, tuple[int, ...]],
 ) -> StageChunk:
     form, findings = job.form.stages[stage], job.findings
-    held_elsewhere = tuple(path for path in part.parameters if path in shared)
+    held_elsewhere = tuple(path for path in part.weights if path in shared)
     alike = findings.once(
         ("alike", interval, held_elsewhere),
         lambda: findings.likeness.number(part, held_elsewhere),
@@ -297,22 +304,22 @@ def _sharded(
     named = set(form.split.modules)
     if "head" in named:
         named |= {head.module for head in find_heads(job.profile)}
-    # Parameters that several stages hold stay whole, so that their gradients can be added, and so
-    # do those that the strategy does not name.
+    # Weights that several stages hold stay whole, so that their gradients can be added, and so do
+    # those that the strategy does not name.
     whole = [
         (path, "replicate")
-        for path in part.parameters
+        for path in part.weights
         if path in shared or not any(is_inside(path.rpartition(".")[0], p) for p in named)
     ]
     return choose_patterns(
         job.graph,
         part.operations,
         parameters={
-            name: job.profile.parameter_by_path[job.graph[name].path].path
+            name: job.profile.weight_by_path[job.graph[name].path].path
             for name in part.operations
-            if job.graph[name].target == "parameter"
+            if job.graph[name].target in WEIGHTS
         },
-        held={p.path: p.elements for p in job.profile.parameters},
+        held={p.path: p.elements for p in (*job.profile.parameters, *job.profile.frozen)},
         group_size=form.shards,
         given=dict.fromkeys(part.takes, R),
         wanted=dict.fromkeys(part.gives, R),
@@ -329,7 +336,7 @@ def _refuse_whole(
     form = job.form.stages[stage]
     assert form.split is not None
     rule = f"finds nothing to cut over {form.shards} devices in {_span(part.modules)}"
-    if any(path in shared for path in part.parameters):
+    if any(path in shared for path in part.weights):
         rule += ", beside what another stage holds as well"
     remedy = "use fewer devices, patterns for its weights, or another primitive"
     raise PlanError([Fault(form.split.path, "", rule, remedy)])
@@ -383,11 +390,11 @@ def _check_shapes(job: Staging, chunks: Sequence[StageChunk], axes: AxisInterval
             raise PlanError([Fault(form.split.path, "", rule, remedy)])
 
 
-def _shared_parameters(slices: Sequence[Slice], stages: int) -> dict[str, tuple[int, ...]]:
-    """Return the stages of every parameter that several stages hold (tied weights)."""
+def _shared_weights(slices: Sequence[Slice], stages: int) -> dict[str, tuple[int, ...]]:
+    """Return the stages of every weight that several stages hold (tied weights)."""
     holders: dict[str, set[int]] = {}
     for chunk, part in enumerate(slices):
-        for path in part.parameters:
+        for path in part.weights:
             holders.setdefault(path, set()).add(chunk % stages)
     return {path: tuple(sorted(held_by)) for path, held_by in holders.items() if len(held_by) > 1}
 

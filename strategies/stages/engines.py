@@ -65,6 +65,20 @@ def held_elements(
     return whole | cut
 
 
+def frozen_bytes(
+    job: Staging, chunk: StageChunk, axes: AxisIntervals, member: int
+) -> dict[str, float]:
+    """Return how many bytes of each of a chunk's frozen weights one member of its shard group has,
+    by path."""
+    held = {path: job.profile.weight_by_path[path] for path in chunk.slice.frozen}
+    return {
+        path: each.elements
+        * each.bytes_per_element
+        * fraction(chunk.shards.get(path), axes, member)
+        for path, each in held.items()
+    }
+
+
 def fraction(layout: Layout | None, axes: AxisIntervals, index: int) -> float:
     """Return the fraction of a tensor of `layout` that member `index` of a shard group has."""
     if not isinstance(layout, Shard) or layout.axis not in axes:

@@ -24,7 +24,7 @@ from whale_train.strategies.memory.engine_memory import (
 from whale_train.strategies.memory.liveness import Passing, passing, passing_again
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind
-from whale_train.strategies.stages.engines import fraction, held_elements
+from whale_train.strategies.stages.engines import fraction, frozen_bytes, held_elements
 from whale_train.strategies.stages.fused_accumulation import added_in_place, named_in_place
 from whale_train.strategies.stages.micro_batches import Batches
 from whale_train.strategies.stages.placement import (
@@ -205,6 +205,7 @@ class Held:
         self._job, self._chunks = job, chunks
         self._accumulates = accumulates
         self._elements: dict[str, float] = {}
+        self._frozen: dict[str, float] = {}  # their bytes
         self._head_part = 0.0
         self._passing: dict[int, Passing] = {}
         for number, chunk in chunks.items():
@@ -213,6 +214,7 @@ class Held:
                 self._head_part = fraction(next(iter(chunk.shards.values())), axes, member)
                 local = {path: n for path, n in local.items() if path not in chunk.shards}
             self._elements |= local
+            self._frozen |= frozen_bytes(job, chunk, axes, member)
             dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
             self._passing[number] = job.findings.once(
                 ("passing", chunk.key, dealt, again, accumulates),
@@ -320,10 +322,12 @@ class Held:
         engine = engine_of(
             *(job.profile, self._elements, precision, job.zero, copies, on_cpu, offloads),
             by_block=not job.as_is,
+            frozen=self._frozen,
         )
         steps = self._steps(order, engine)
         worst = engine.worst((come, added, values * samples) for come, added, values in steps)
-        parameters = sizes.weights / (copies if job.zero == 3 else 1)
+        frozen = sum(self._frozen.values())
+        parameters = (sizes.weights + frozen) / (copies if job.zero == 3 else 1)
         if apart and not on_cpu:
             parameters = 0.0
         optimizer = 4 * job.training.optimizer_states * held + sizes.master

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from whale_train.strategies.graph.operation_graph import Operation
+from whale_train.strategies.graph.operation_graph import HELD, Operation
 from whale_train.strategies.layouts.propagation import (
     Axes,
     Cast,
@@ -61,7 +61,7 @@ class _Search:
         first = {name: x for name, x in self.region.given.items() if x != R}
         states = [State(first, {}, {}, Axes(fineness=self.region.fineness), (0, 0.0, 0), None)]
         for position, operation in enumerate(self.region.operations):
-            if operation.target in ("input", "parameter", "buffer", "output"):
+            if operation.target in ("input", *HELD, "output"):
                 continue
             if operation.name in self.region.given:
                 continue

@@ -209,7 +209,7 @@ def test_gradients_come_as_activations_go() -> None:
     """On one device, that neither has buckets nor adds to gradients of another backward."""
     moments = (Moment(0.0, 900.0), Moment(300.0, 500.0), Moment(400.0, 100.0))
     elements = {"table": 80e6, "rest": 20e6}
-    engine = engine_of(BIG, elements, "fp32", 0, 1, False, False, by_block=False)
+    engine = engine_of(BIG, elements, "fp32", 0, 1, False, False, by_block=False, frozen={})
     for samples, held in ((1e6, (0.0, 900e6)), (0.1e6, (400e6, 0.0))):
         # With a tenth of the samples, all of 400 MB of gradients in the update are more.
         worst = engine.worst((m.gradients, 0.0, m.values * samples) for m in moments)

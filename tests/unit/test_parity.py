@@ -193,7 +193,7 @@ def test_zero_3_gathers_a_rewritten_graph_by_blocks(precision: str, width: int) 
     profile = model(weights=3, classes=600)
     elements = {p.path: float(p.elements) for p in profile.parameters}
     by_module, by_block = (
-        gathered_at_once(elements, profile, precision, by_block) for by_block in (False, True)
+        gathered_at_once(elements, {}, profile, precision, by_block) for by_block in (False, True)
     )
     block, module = 3 * WIDTH * WIDTH, 600 * WIDTH
     # With their gradients, in fp32.

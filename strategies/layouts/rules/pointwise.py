@@ -1,6 +1,6 @@
 """Rules for operations on one element at a time: how cuts and partial sums pass through them."""
 
-from whale_train.strategies.graph.operation_graph import Shape
+from whale_train.strategies.graph.operation_graph import WEIGHTS, Shape
 from whale_train.strategies.layouts.types import (
     ENTERED,
     Layout,
@@ -83,7 +83,7 @@ def _partial(typed: Typed) -> Typing | None:
     if kind in _SUMS and len(typed.shapes) == len(typed.operation.args):
         if not others:
             return passes
-        if all(typed.graph[name].target == "parameter" for name in others):
+        if all(typed.graph[name].target in WEIGHTS for name in others):
             return Typing(dict.fromkeys(others, P), P)
     if kind in _SCALES and sums == {typed.value(0)} and typed.value(1) != typed.value(0):
         small = all(_fewer(typed, name, typed.value(0)) for name in others)
