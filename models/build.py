@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.models.adapters import adapter_faults, add_adapters
 from whale_train.models.batch_parts.targets import REMEDY, no_module
 from whale_train.models.loss_module import by_keyword
 from whale_train.models.options import RULES, ModelOptions
@@ -163,6 +164,8 @@ def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
         faults.append(Fault("model.pretrained", folder, rule, remedy))
     if not faults:
         faults = _config_faults(made, options)
+    if options.adapters is not None:
+        faults += adapter_faults(options.adapters)
     if faults:
         raise ConfigError(faults)
     return made  # type: ignore[return-value]
@@ -238,12 +241,15 @@ def training_config(config_class: Any, settings: dict[str, Any], pretrained: str
 
 
 def hugging_face(
-    architecture: str, config: dict[str, Any] | None = None, pretrained: str | None = None
+    architecture: str,
+    config: dict[str, Any] | None = None,
+    pretrained: str | None = None,
+    adapters: dict[str, Any] | None = None,
 ) -> nn.Module:
     """Return the class `architecture` of transformers, with `config` over its config's defaults.
 
-    Random weights from torch's global generator, or those in the folder `pretrained`, in fp32. On
-    the meta device no weights are read.
+    Random weights from torch's global generator, or those in the folder `pretrained`, in fp32; with
+    `adapters`, they are frozen and have additions. On the meta device no weights are read.
     """
     import transformers
 
@@ -260,7 +266,7 @@ def hugging_face(
             dtype=torch.float32,
         )
     assert isinstance(model, nn.Module)
-    return model
+    return model if adapters is None else add_adapters(model, adapters)
 
 
 def build_model(options: ModelOptions) -> nn.Module:
@@ -276,9 +282,12 @@ def build_model(options: ModelOptions) -> nn.Module:
         key, value, remedy = "model.architecture", options.class_name, "correct model.config"
     try:
         if options.is_hugging_face:
-            model = hugging_face(options.class_name, options.config, options.pretrained)
+            given = (options.config, options.pretrained, options.adapters)
+            model = hugging_face(options.class_name, *given)
         else:
             model = made(**options.arguments)
+    except ConfigError:
+        raise
     except Exception as error:
         rule = f"cannot be built: {options.class_name} raised {_said(error)}"
         raise _refusal(key, value, rule, remedy) from error

@@ -8,10 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from whale_train.errors import ConfigError, Fault, nearest
 
 HUGGING_FACE = "whale_train.models.build.hugging_face"  # the _target_ of conf/model/hf.yaml
+ADAPTERS = "model.adapters"
 MISSING = "???"  # how a config says that a value must be given
 
 _OWN_KEYS = ("_target_", "loss", "sync_batchnorm", "loss_over", "samples_are_independent")
-_HUGGING_FACE_KEYS = ("architecture", "config", "pretrained")
+_HUGGING_FACE_KEYS = ("architecture", "config", "pretrained", "adapters")
 # What the model group itself defines; every other key under model is an argument of its class.
 MODEL_KEYS = (*_OWN_KEYS, *_HUGGING_FACE_KEYS)
 RULES = {
@@ -23,6 +24,7 @@ RULES = {
     "architecture": ("is not a name", "write model.architecture=LlamaForCausalLM or the like"),
     "config": ("is not a mapping", "write 'model.config={hidden_size: 64}' or the like"),
     "pretrained": ("is not a folder", "name a folder written by save_pretrained()"),
+    "adapters": ("is not a mapping", "write 'model.adapters={r: 8, target_modules: [q_proj]}'"),
 }
 # Names in transformers that look like a model's. Auto classes pick a class; they are none.
 
@@ -30,10 +32,11 @@ RULES = {
 class ModelOptions(BaseModel):
     """What the `model` group of a config says.
 
-    `architecture`, `config` and `pretrained` are the options of Hugging Face models; `arguments`
-    are the constructor arguments of every other class. `loss_over` says what a batch's loss is of
-    its samples' losses, where the model's graph does not; `samples_are_independent` vouches for a
-    model that nothing has proven to be trained equally in parts.
+    `architecture`, `config`, `pretrained` and `adapters`, the settings of low-rank additions that
+    alone are trained (None: all of the model is), are the options of Hugging Face models;
+    `arguments` are the constructor arguments of every other class. `loss_over` says what a batch's
+    loss is of its samples' losses, where the model's graph does not; `samples_are_independent`
+    vouches for a model that nothing has proven to be trained equally in parts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -46,6 +49,7 @@ class ModelOptions(BaseModel):
     architecture: str | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     pretrained: str | None = None
+    adapters: dict[str, Any] | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("config", mode="before")
@@ -56,6 +60,11 @@ class ModelOptions(BaseModel):
     @property
     def is_hugging_face(self) -> bool:
         return self.target == HUGGING_FACE
+
+    @property
+    def adds_to_a_folder(self) -> bool:
+        """Whether what is frozen is the weights of a folder, which any run reads there."""
+        return self.adapters is not None and self.pretrained is not None
 
     @property
     def class_name(self) -> str:

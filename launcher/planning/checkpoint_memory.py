@@ -11,11 +11,11 @@ from whale_train.strategies.plan.training import Training
 KEY = "checkpoint.async"
 
 
-def state_bytes(profile: ModelProfile, training: Training) -> float:
+def state_bytes(profile: ModelProfile, training: Training, keeps_frozen: bool) -> float:
     """Return the bytes of a checkpoint's tensors: weights and the optimizer's states in fp32, and
-    buffers."""
-    elements = sum(parameter.elements for parameter in profile.parameters)
-    return elements * 4 * (1 + training.optimizer_states) + profile.buffer_bytes
+    buffers; where it `keeps_frozen` weights, these too."""
+    trained = 4 * profile.parameter_elements * (1 + training.optimizer_states)
+    return float(trained + profile.buffer_bytes + keeps_frozen * profile.frozen_bytes)
 
 
 def said_of_copies(
@@ -25,12 +25,13 @@ def said_of_copies(
     training: Training,
     memory_bytes: int | None,
     faults: list[Fault],
+    keeps_frozen: bool = True,
 ) -> list[Decision]:
     """Return what the plan says of the copy that its ranks make of what they save. Where all of
     them share `memory_bytes`, a copy without room is added to `faults`."""
     if options.every is None or not options.asynchronous:
         return []
-    copied = state_bytes(profile, training)
+    copied = state_bytes(profile, training, keeps_frozen)
     needed = needed_bytes(plan, range(plan.world_size))
     if memory_bytes is not None and needed + copied > memory_bytes:
         rule = (

@@ -26,6 +26,7 @@ from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_
 from whale_train.launcher.planning.machine import machine_facts, threads_asked
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.limits import cores, memory_bytes
+from whale_train.models.options import ADAPTERS
 from whale_train.strategies.grammar.nodes import Replicate, Strategy, every_node, read_strategy
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.calibration import calibrated, on_cores, stand_ins
@@ -107,7 +108,10 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     refuse_uncounted(request, made.plan, profile, faults)
     on_one_host = device == "cpu" and (emulated or len(cluster.nodes) == 1)
     shared = memory_bytes() if on_one_host and request.mode != "plan" else None
-    copies = said_of_copies(request.checkpoint, made.plan, profile, training, shared, faults)
+    copies = said_of_copies(
+        *(request.checkpoint, made.plan, profile, training, shared, faults),
+        keeps_frozen=not request.model.adds_to_a_folder,
+    )
     if faults:
         raise ConfigError(faults)
     if must_compare(request, made.plan):
@@ -127,8 +131,12 @@ def _weights(request: Request, faults: list[Fault]) -> list[Decision]:
     """Return what the plan says of the weights that training begins with, after adding to `faults`
     what makes them another model's."""
     folder = request.model.pretrained
-    if folder is None or request.mode == "plan":
+    if request.mode == "plan":
         return []
+    if folder is None:
+        why = "there is no model.pretrained, and model/ has the additions alone"
+        said = Decision(ADAPTERS, "added to weights that begin at random", "", why)
+        return [] if request.model.adapters is None else [said]
     from whale_train.launcher.planning.pretrained import compare_names  # and with it torch
 
     with quiet_exports():

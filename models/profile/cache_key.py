@@ -44,7 +44,8 @@ def profile_key(
     """Return the key of `profile_model`'s answer in this environment; None for a model whose
     profile may depend on more than is looked at."""
     ours = options.target.startswith(_OWN_MODELS)
-    if not ours or not _is_plain(options.arguments) or not _is_plain(options.config):
+    given = (options.arguments, options.config, options.adapters)
+    if not ours or not all(map(_is_plain, given)):
         return None
     search = [os.getcwd(), *sys.path]  # where a model's class is looked for
     try:
@@ -59,6 +60,7 @@ def profile_key(
             [sha256(path.read_bytes()).hexdigest() for path in OWN_SOURCES],
             _files_of("torch", sys.path),
             _files_of("transformers", search) if options.is_hugging_face else [],
+            _files_of("peft", search) if options.adapters is not None else [],
             _importable(search),
             sys.version,
             _environment(),

@@ -41,7 +41,7 @@ from whale_train.runtime.process.fork_server import num_threads
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.runtime.process.shared_init import build_shared, let_go
 from whale_train.runtime.state.final_model import write_final
-from whale_train.runtime.state.held import RankState, kept_tensors
+from whale_train.runtime.state.held import RankState, saved_names
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.restore import restore
 from whale_train.runtime.state.saver import Saver
@@ -171,7 +171,7 @@ def train_as_planned(
     )
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
-    names = frozenset(kept_tensors(prepared.module))
+    names = saved_names(prepared.module, request.model)
     program = assemble(request, plan, prepared.module, prepared.graph, seat)
     state = RankState(program.engines, plan, rank, names, prepared.module)
     forget(prepared)

@@ -1,7 +1,8 @@
 """What a run has learned, as a folder of weights that others can open.
 
 Whole tensors under the names the user's model has for them, in files of at most 5 GB. For a model
-of transformers the folder is one that `from_pretrained` opens. Tensor by tensor: no process has
+of transformers the folder is one that `from_pretrained` opens, and for low-rank additions to one
+what peft's does. Tensor by tensor: no process has
 the whole model.
 """
 
@@ -15,7 +16,10 @@ from typing import Any
 from torch import nn
 
 from whale_train.checkpoint_files import MODEL, PARTS_OF_MODEL, UNFINISHED_MODEL
+from whale_train.models.adapters import WEIGHTS_FILE as ADAPTERS
+from whale_train.models.adapters import adapter_names, describe_adapters, has_adapters
 from whale_train.models.build import given_config
+from whale_train.models.export.export import model_on_meta
 from whale_train.models.options import ModelOptions
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.saver import owned, said_by, write_blocks, write_said
@@ -62,6 +66,8 @@ def write_final(
             said_by(parts, range(1, ranks), timeout_s)
     if rank:
         return None
+    if has_adapters(model):  # peft asks its modules what they hold, which ranks took out of them
+        model = model_on_meta(options)
     target = export_weights(saved, run_dir, model, options)
     shutil.rmtree(parts, ignore_errors=True)
     return target
@@ -73,8 +79,12 @@ def export_weights(saved: Path, run_dir: Path, model: nn.Module, options: ModelO
     made = run_dir / UNFINISHED_MODEL
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
-    describe(model, options, made)
-    join(saved, made, _names_of(model))
+    if has_adapters(model):
+        describe_adapters(model, options.pretrained, made)
+        _write_adapters(saved, made, model)
+    else:
+        describe(model, options, made)
+        join(saved, made, _names_of(model))
     target = run_dir / MODEL
     shutil.rmtree(target, ignore_errors=True)
     made.rename(target)
@@ -107,6 +117,15 @@ def join(parts: Path, folder: Path, renamed: Mapping[str, str]) -> None:
         total = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         write_json(folder, "model.safetensors.index.json", index)
+
+
+def _write_adapters(parts: Path, folder: Path, model: nn.Module) -> None:
+    """Write the additions of `model`, whose blocks lie in `parts`, whole into `folder`."""
+    reader = TensorReader(parts)
+    shapes = reader.shapes()
+    names = adapter_names(model, shapes)
+    described = {name: shapes[path] for path, name in names.items()}
+    write_tensors(folder, ADAPTERS, described, (tensor for _, tensor in reader.whole(names)))
 
 
 def describe(model: Any, options: ModelOptions, folder: Path) -> None:

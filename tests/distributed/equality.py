@@ -337,6 +337,10 @@ def _model(request: Request) -> nn.Module:
         model: nn.Module
         if options.pretrained:
             model = made.from_pretrained(options.pretrained, dtype=torch.float32)
+            if options.adapters is not None:
+                import peft
+
+                model = peft.get_peft_model(model, peft.LoraConfig(**options.adapters))
         else:
             model = made(made.config_class(**options.config))
     else:

@@ -1,0 +1,101 @@
+"""Low-rank additions to a model's weights (LoRA, arXiv 2106.09685), made and named by peft.
+
+The weights that they are added to are frozen, and the additions alone are trained. Here is what is
+asked of peft: which settings it knows, the model with the additions in it, and the folder that
+`PeftModel.from_pretrained` opens.
+"""
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.models.options import ADAPTERS as KEY
+
+WEIGHTS_FILE = "adapter_model.safetensors"  # where peft looks for them
+# Of the ways to begin, those that leave the weights alone to which the additions are made. From
+# others the additions are of no use without what became of the weights.
+_STARTS = (True, False, "gaussian", "orthogonal")
+# What peft itself keeps there: what it is, and what of other libraries' models.
+_NOT_SET_HERE = ("peft_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config")
+
+
+def adapter_faults(settings: Mapping[str, Any]) -> list[Fault]:
+    """Return what is wrong with the settings of a LoraConfig, as far as no model is needed."""
+    if find_spec("peft") is None:
+        remedy = "install whale-train[peft]"
+        return [Fault(KEY, str(settings), "needs peft, which is not installed", remedy)]
+    from peft import LoraConfig
+
+    known = [field.name for field in fields(LoraConfig) if field.name not in _NOT_SET_HERE]
+    faults = [
+        Fault(f"{KEY}.{key}", str(value), "is not a setting of LoraConfig", nearest(key, known))
+        for key, value in settings.items()
+        if key not in known
+    ]
+    start = settings.get("init_lora_weights", True)
+    if start not in _STARTS:
+        rule = "changes the weights that it adds to, which are not exported with the additions"
+        remedy = f"use one of: {', '.join(str(x).lower() for x in _STARTS)}"
+        faults.append(Fault(f"{KEY}.init_lora_weights", str(start), rule, remedy))
+    return faults
+
+
+def add_adapters(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
+    """Return `model` with additions to the weights that `settings`, those of a LoraConfig, name;
+    nothing else in it is trained. Drawn from torch's global generator. Raises ConfigError with what
+    peft refuses."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    try:
+        made: nn.Module = inject_adapter_in_model(LoraConfig(**settings), model)
+    except Exception as error:
+        rule = f"is refused by peft: {' '.join(str(error).split())}"
+        raise ConfigError([Fault(KEY, str(dict(settings)), rule, "correct it")]) from error
+    return made
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether `model` has additions of peft's, whoever made them."""
+    return isinstance(getattr(model, "peft_config", None), dict)
+
+
+def adapter_names(model: nn.Module, paths: Iterable[str]) -> dict[str, str]:
+    """Return, by their path in `model`, the names that peft has in its files for those of the
+    tensors `paths` that are additions."""
+    from peft import get_peft_model_state_dict
+
+    held = {path: torch.empty(0) for path in paths}  # it looks at names alone
+    path_of = {id(tensor): path for path, tensor in held.items()}
+    named: dict[str, torch.Tensor] = get_peft_model_state_dict(
+        model, state_dict=held, save_embedding_layers=False
+    )
+    prefix = "base_model.model."  # where a PeftModel has the model
+    return {
+        path_of[id(tensor)]: name if name.startswith(prefix) else prefix + name
+        for name, tensor in named.items()
+    }
+
+
+def describe_adapters(model: Any, pretrained: str | None, folder: Path) -> None:
+    """Write what peft wants beside the additions of `model`, which are to weights of the folder
+    `pretrained`."""
+    (config,) = model.peft_config.values()
+    config = copy(config)
+    config.inference_mode = True  # as peft saves it
+    config.base_model_name_or_path = pretrained
+    if config.task_type is None:  # it says to peft which class the weights are opened by
+        made = type(model)
+        config.auto_mapping = {
+            "base_model_class": made.__name__,
+            "parent_library": made.__module__,
+        }
+    if isinstance(config.target_modules, set):  # whose order changes from run to run
+        config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(folder)
