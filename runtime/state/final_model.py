@@ -8,7 +8,6 @@ the whole model.
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from whale_train.models.build import given_config
 from whale_train.models.export.export import model_on_meta
 from whale_train.models.options import ModelOptions
 from whale_train.runtime.state.held import RankState
-from whale_train.runtime.state.saver import owned, said_by, write_blocks, write_said
+from whale_train.runtime.state.parts import gathered, hand_over, write_blocks, written
+from whale_train.runtime.state.saver import owned
 from whale_train.runtime.state.tensor_files import TensorReader, write_json, write_tensors
 
 _FILE_BYTES = 5 * 10**9
@@ -52,25 +52,30 @@ def write_final(
 ) -> Path | None:
     """Write the trained weights, every rank what it saves of them, and return the folder that rank
     0 makes of it (None to the others). Where a `checkpoint` was saved after the last step, that is
-    read instead. Raises OSError where files cannot be written."""
+    read instead. Raises OSError where files cannot be written, which leaves none."""
     parts = run_dir / PARTS_OF_MODEL
-    if checkpoint is not None:
-        saved = checkpoint / "model"
-    else:
-        saved = parts / "model"
-        blocks = [x for x in owned(state.blocks()) if x.folder == "model"]
-        written = [asdict(file) for file in write_blocks(parts, blocks, rank)]
-        if rank:
-            write_said(parts, rank, {"files": written})
+    try:
+        if checkpoint is not None:
+            saved = checkpoint / "model"
         else:
-            said_by(parts, range(1, ranks), timeout_s)
-    if rank:
-        return None
-    if has_adapters(model):  # peft asks its modules what they hold, which ranks took out of them
-        model = model_on_meta(options)
-    target = export_weights(saved, run_dir, model, options)
-    shutil.rmtree(parts, ignore_errors=True)
-    return target
+            saved = parts / "model"
+            blocks = [x for x in owned(state.blocks()) if x.folder == "model"]
+            own = written(parts, rank, lambda: write_blocks(parts, blocks, rank))
+            if rank:
+                hand_over(parts, own)
+            else:
+                gathered(parts, own, ranks, timeout_s)
+        if rank:
+            return None
+        if has_adapters(model):  # peft asks its modules what they hold, which ranks took from them
+            model = model_on_meta(options)
+        return export_weights(saved, run_dir, model, options)
+    except OSError as error:
+        why = error.strerror or error
+        raise OSError(f"the trained model could not be written: {why}") from error
+    finally:
+        if not rank:
+            shutil.rmtree(parts, ignore_errors=True)
 
 
 def export_weights(saved: Path, run_dir: Path, model: nn.Module, options: ModelOptions) -> Path:
@@ -79,12 +84,16 @@ def export_weights(saved: Path, run_dir: Path, model: nn.Module, options: ModelO
     made = run_dir / UNFINISHED_MODEL
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
-    if has_adapters(model):
-        describe_adapters(model, options.pretrained, made)
-        _write_adapters(saved, made, model)
-    else:
-        describe(model, options, made)
-        join(saved, made, _names_of(model))
+    try:
+        if has_adapters(model):
+            describe_adapters(model, options.pretrained, made)
+            _write_adapters(saved, made, model)
+        else:
+            describe(model, options, made)
+            join(saved, made, _names_of(model))
+    except OSError:  # on a full disk there is no room to say so beside it
+        shutil.rmtree(made, ignore_errors=True)
+        raise
     target = run_dir / MODEL
     shutil.rmtree(target, ignore_errors=True)
     made.rename(target)

@@ -2,17 +2,15 @@
 
 Every rank copies the blocks it saves and goes on (or waits, and copies nothing); a thread writes
 them. Rank 0's then waits until all ranks have said what they wrote, writes the manifest and gives
-the folder its name: until then it is no checkpoint. Between ranks there is the file system alone,
-so that a collective of the next step is never waited for by two.
+the folder its name: until then it is no checkpoint.
 """
 
 import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +26,15 @@ from whale_train.checkpoint_files import (
     checkpoints_in,
     folder_of,
     unfinished,
+    unfinished_checkpoints,
 )
 from whale_train.config import CheckpointOptions
 from whale_train.runtime.state.held import HeldBlock, RankState
+from whale_train.runtime.state.parts import Part, gathered, hand_over, write_blocks, written
 from whale_train.runtime.state.random_states import RandomStates
-from whale_train.runtime.state.tensor_files import write_json, write_tensors, write_text
+from whale_train.runtime.state.tensor_files import write_json, write_text
 from whale_train.runtime.state.votes import Votes, Wish
 
-_POLL_S = 0.05
 _COPIED = ("plan.json", "request.json")
 
 
@@ -116,19 +115,11 @@ class Saver:
         started = time.monotonic()
         checkpoint = folder_of(self._run_dir, step)
         folder = unfinished(checkpoint)
-        try:
-            said: dict[str, Any] = {
-                "files": [asdict(file) for file in self._own_files(folder, blocks, random)]
-            }
-        except OSError as error:
-            said = {"error": f"{error.strerror or error}"}
-        except Exception as error:  # or rank 0 would wait for a word of it
-            said = {"error": f"{type(error).__name__}: {error}"}
+        own = written(folder, self._rank, lambda: self._own_files(folder, blocks, random))
         if self._rank == 0:
-            self._finish(step, folder, checkpoint, scalars, started, said)
-            return
-        with suppress(OSError):  # where not even that can be written, rank 0 cannot write either
-            write_said(folder, self._rank, said)
+            self._finish(step, folder, checkpoint, scalars, started, own)
+        else:
+            hand_over(folder, own)
 
     def _own_files(
         self, folder: Path, blocks: list[HeldBlock], random: dict[str, Any]
@@ -143,13 +134,13 @@ class Saver:
         checkpoint: Path,
         scalars: dict[str, Any],
         started: float,
-        said: dict[str, Any],
+        own: Part,
     ) -> None:
-        """Make a checkpoint of what the ranks wrote to `folder`, rank 0 what it `said`, and say so,
+        """Make a checkpoint of what the ranks wrote to `folder`, rank 0 its `own` part, and say so,
         or why not."""
         line: dict[str, Any] = {"step": step, "path": str(checkpoint)}
         try:
-            files = [*files_of(0, said), *said_by(folder, range(1, self._ranks), self._timeout_s)]
+            files = gathered(folder, own, self._ranks, self._timeout_s)
             files.append(write_json(folder, "state.json", {"step": step, **scalars}))
             files += [
                 write_text(folder, name, (self._run_dir / name).read_text()) for name in _COPIED
@@ -163,6 +154,8 @@ class Saver:
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             line["error"] = error.strerror or str(error)
+        for left in (x for x in unfinished_checkpoints(self._run_dir) if x != folder):
+            shutil.rmtree(left, ignore_errors=True)  # of a rank that was late with its part
         with (self._run_dir / SAVED).open("a") as file:
             file.write(json.dumps(line) + "\n")
         if "error" not in line and self._options.keep is not None:
@@ -179,52 +172,3 @@ def _copy(block: HeldBlock) -> HeldBlock:
     """Return the block with a tensor of its own, on the host."""
     tensor = block.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return replace(block, tensor=tensor)
-
-
-def write_blocks(folder: Path, held: Sequence[HeldBlock], rank: int) -> Iterator[FileRecord]:
-    """Write blocks to files that have a name once each; yield the files' records."""
-    files: dict[tuple[str, int], list[HeldBlock]] = {}
-    count: dict[tuple[str, str], int] = {}
-    for block in held:
-        number = count[block.folder, block.name] = count.get((block.folder, block.name), -1) + 1
-        files.setdefault((block.folder, number), []).append(block)
-    for (kind, number), blocks in files.items():
-        yield write_tensors(
-            folder,
-            f"{kind}/rank_{rank}_{number}.safetensors",
-            {x.name: (x.tensor.dtype, x.block.shape) for x in blocks},
-            (x.tensor for x in blocks),
-            {x.name: x.block.offsets for x in blocks},
-        )
-
-
-def write_said(folder: Path, rank: int, said: dict[str, Any]) -> None:
-    """Tell rank 0 what `rank` wrote, or what kept it from it: all of it or no file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".said_{rank}.partial"
-    partial.write_text(json.dumps(said))
-    partial.replace(folder / f".said_{rank}")
-
-
-def said_by(folder: Path, ranks: Iterable[int], timeout_s: float) -> list[FileRecord]:
-    """Return the records of the files that `ranks` wrote, once they have. Raises OSError when one
-    could not, or said nothing within `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    files: list[FileRecord] = []
-    for rank in ranks:
-        path = folder / f".said_{rank}"
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise OSError(f"rank {rank} had not written its part after {timeout_s:g} s")
-            time.sleep(_POLL_S)
-        files += files_of(rank, json.loads(path.read_text()))
-        path.unlink()
-    return files
-
-
-def files_of(rank: int, said: dict[str, Any]) -> list[FileRecord]:
-    """Return the records of the files that `rank` says it wrote. Raises OSError where it says that
-    it could not."""
-    if "error" in said:
-        raise OSError(f"rank {rank}: {said['error']}")
-    return [FileRecord(**file) for file in said["files"]]

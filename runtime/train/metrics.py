@@ -3,9 +3,10 @@
 import json
 import math
 import resource
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ class Metrics:
     """`metrics.jsonl`, and TensorBoard beside it: written by rank 0, a line a step."""
 
     def __init__(self, run_dir: Path, tensorboard: bool, device: torch.device) -> None:
-        self._file: IO[str] = (run_dir / "metrics.jsonl").open("a", buffering=1)
+        self._file = (run_dir / "metrics.jsonl").open("ab", buffering=0)
+        self._waiting = b""
         self._device = device
         self._board = None
         if tensorboard:
@@ -40,7 +42,7 @@ class Metrics:
             self._board = SummaryWriter(str(run_dir / "tensorboard"))
 
     def write(self, step: StepMetrics, loss: float, samples: int, tokens: int) -> None:
-        """Write the line of a step, whose `loss` has come."""
+        """Write the line of a step, whose `loss` has come, or keep it while it cannot be."""
         norm = None if step.grad_norm is None else float(step.grad_norm)
         line: dict[str, Any] = {
             "step": step.number,
@@ -60,13 +62,20 @@ class Metrics:
         finite = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
         }
-        self._file.write(json.dumps(finite) + "\n")
+        self._waiting += json.dumps(finite).encode() + b"\n"
+        with suppress(OSError):  # of a full disk: it is written with what follows
+            self._append()
         if self._board is not None:
             for name in ("loss", "grad_norm", "lr", "samples_per_s", *step.evaluation):
                 if line[name] is not None:
                     self._board.add_scalar(f"train/{name}", line[name], step.number)
 
+    def _append(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
     def close(self) -> None:
+        self._append()
         self._file.close()
         if self._board is not None:
             self._board.close()

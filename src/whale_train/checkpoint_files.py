@@ -135,8 +135,12 @@ def unfinished(checkpoint: Path) -> Path:
 def unfinished_in(run_dir: Path) -> list[Path]:
     """Return what is left of checkpoints and of trained weights that were never finished."""
     model = [run_dir / name for name in (PARTS_OF_MODEL, UNFINISHED_MODEL)]
-    checkpoints = (run_dir / CHECKPOINTS).glob(f"{_UNFINISHED}*")
-    return [*sorted(checkpoints), *(path for path in model if path.exists())]
+    return [*unfinished_checkpoints(run_dir), *(path for path in model if path.exists())]
+
+
+def unfinished_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the folders in which checkpoints are written, or were when the writing ended."""
+    return sorted((run_dir / CHECKPOINTS).glob(f"{_UNFINISHED}*"))
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
