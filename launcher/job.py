@@ -67,6 +67,7 @@ from whale_train.launcher.resume import (
     find_checkpoint,
     refuse_other_model,
     refuse_other_run,
+    refuse_other_size,
     say_resumed,
 )
 from whale_train.launcher.ui.progress import Progress
@@ -223,6 +224,7 @@ def _attempt(
             check_world(place, resolved.plan)
         if resumed is not None:
             refuse_other_model(resumed.path, resolved.profile)
+            refuse_other_size(resumed.path, resolved.num_samples)
         start_ranks(run_dir, resolved, request, None if resumed is None else resumed.path)
         _show(resolved, request, console)
         if _offloads_adam(request, resolved.plan) and not is_compiled(CPU_ADAM):

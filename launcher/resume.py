@@ -4,6 +4,7 @@ Files are checked here, every byte, and what they hold is compared with the requ
 that cannot go on is refused before any rank starts.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,16 @@ def _kind(options: OptimizerOptions) -> str:
     if options.name == "sgd":
         return "sgd with momentum" if options.momentum else "sgd without momentum"
     return "adam, adamw or lamb"
+
+
+def refuse_other_size(checkpoint: Path, num_samples: int) -> None:
+    """Raise ConfigError where the data has another number of samples than the checkpoint's run had:
+    which of them it has seen is not known."""
+    before = json.loads((checkpoint / "state.json").read_text())["num_samples"]
+    if before != num_samples:
+        rule = f"has seen a part of {before:,} samples, and the data has {num_samples:,}"
+        remedy = "use the data as it was, or begin anew with the weights of mode=export"
+        raise ConfigError([Fault(KEY, str(checkpoint), rule, remedy)])
 
 
 def refuse_other_model(checkpoint: Path, profile: ModelProfile) -> None:

@@ -47,14 +47,16 @@ class Resolved:
     """A request's plan and what it was made of. `emulated`: CPU processes stand for devices this
     machine does not have, each of which takes `paces` seconds for a second of computing, and any
     two of which are joined by `links` of the fastest link's bandwidth (None: all are as fast as
-    they can). `timeline` is the predicted step's, of the stand-ins where these were measured.
-    `found` is the strategy that `graph: auto` came to, as a file has it."""
+    they can). `num_samples` are what the data has to train on. `timeline` is the predicted step's,
+    of the stand-ins where these were measured. `found` is the strategy that `graph: auto` came to,
+    as a file has it."""
 
     plan: Plan
     cluster: Cluster
     profile: ModelProfile
     device: Literal["cpu", "cuda"]
     emulated: bool
+    num_samples: int
     paces: tuple[float, ...] | None = None
     links: tuple[tuple[float, ...], ...] | None = None
     timeline: tuple[Event, ...] = ()
@@ -124,7 +126,8 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     used = made.used
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
-    return Resolved(plan, used, profile, device, emulated, paces, links, timeline, made.written)
+    made_of = (plan, used, profile, device, emulated, dataset.num_samples)
+    return Resolved(*made_of, paces, links, timeline, made.written)
 
 
 def _weights(request: Request, faults: list[Fault]) -> list[Decision]:
@@ -210,7 +213,7 @@ def resolve_each(
                 strategy = search(strategy, cluster, findings, training).strategy
             plan, _ = resolve_and_simulate(strategy, cluster, findings, training)
             used = cluster.chosen(strategy.devices)
-            found[name] = Resolved(plan, used, profile, device, emulated)
+            found[name] = Resolved(*(plan, used, profile, device, emulated, dataset.num_samples))
         except RequestError as error:
             found[name] = error
     return found

@@ -34,6 +34,7 @@ class RankBatches:
     ) -> None:
         self._request, self._plan, self._dataset = request, plan, dataset
         self._device = device
+        self.num_samples = dataset.num_samples
         self._mine = [slice(*interval) for interval in plan.ranks[rank].samples]
         self._names = {field.name for field in dataset.fields}
         self._first_step = self._first_sample = 0
@@ -43,13 +44,14 @@ class RankBatches:
         self._first_step, self._first_sample = step, samples
 
     def seen(self, step: int) -> int:
-        """Return how many samples the run has seen after `step` steps."""
+        """Return how many samples the run has seen after `step` steps, of the `num_samples` there
+        are, as often as it takes."""
         return self._first_sample + (step - self._first_step) * self._plan.global_batch
 
     def training(self, step: int) -> list[dict[str, Tensor]]:
         seed, shuffle = self._request.seed, self._request.data.shuffle
-        total, batch = self._dataset.num_samples, self._plan.global_batch
-        indices = indices_from(self.seen(step), total, batch, seed, shuffle)
+        batch = self._plan.global_batch
+        indices = indices_from(self.seen(step), self.num_samples, batch, seed, shuffle)
         return [self._tensors(self._dataset.samples(indices[mine])) for mine in self._mine]
 
     def evaluation(self) -> EvaluationBatches:

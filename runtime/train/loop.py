@@ -161,7 +161,8 @@ def train(
         if saver is not None and (wanted or done == request.train.steps):
             loop.settle()  # a loss that is no number is not saved
             scale = loop.loss_scale and asdict(loop.loss_scale)
-            saver.save(done, {"samples": batches.seen(done), "loss_scale": scale})
+            seen = {"samples": batches.seen(done), "num_samples": batches.num_samples}
+            saver.save(done, {**seen, "loss_scale": scale})
         if wanted is Wish.SAVE_AND_STOP:
             break
     loop.settle()

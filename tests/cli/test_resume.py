@@ -215,12 +215,21 @@ def test_a_run_that_has_no_checkpoint_begins(tmp_path: Path) -> None:
             ),
         ),
         (
+            ("data.path=more", "train.steps=9"),
+            (
+                "train.resume=whole/checkpoints/step_6 has seen a part of 112,500 samples, and the "
+                "data has 281; use the data as it was, or begin anew with the weights of "
+                "mode=export",
+            ),
+        ),
+        (
             ("checkpoint.evry=3",),
             ("checkpoint.evry=3 is not a key of the config; did you mean checkpoint.every?",),
         ),
     ],
 )
 def test_what_cannot_go_on_is_refused(run: Path, more: tuple[str, ...], said: tuple[str]) -> None:
+    (run / "more").write_text(20_000 * "x")
     answer = train(run, "refused", "strategy=dp", "train.resume=whole", *more)
     assert answer.status == 2, answer
     for fault in said:
