@@ -77,6 +77,7 @@ from whale_train.launcher.ui.show_plan import banner_emulated, plan_view
 from whale_train.launcher.ui.show_verify import verdict_line, verification_view
 from whale_train.launcher.ui.terminal import Portable, open_console
 from whale_train.limits import cores, memory_bytes
+from whale_train.models.hub import fetch
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.resolver.resolve import resolve
 
@@ -96,6 +97,8 @@ def run_job(
             rule = f"starts {what}, and some were started from outside"
             remedy = "run it without torchrun or srun"
             raise ConfigError([Fault("mode", request.mode, rule, remedy)])
+        if request.model.pretrained is not None:
+            fetch(request.model.pretrained, weights=request.mode != "plan")
         if request.mode == "plan":
             return _plan(request, run_dir, console)
         with stop_signals() as signals:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.models.hub import is_on_hub
 from whale_train.models.options import ADAPTERS as KEY
 
 WEIGHTS_FILE = "adapter_model.safetensors"  # where peft looks for them
@@ -84,12 +85,15 @@ def adapter_names(model: nn.Module, paths: Iterable[str]) -> dict[str, str]:
 
 
 def describe_adapters(model: Any, pretrained: str | None, folder: Path) -> None:
-    """Write what peft wants beside the additions of `model`, which are to weights of the folder
-    `pretrained`."""
+    """Write what peft wants beside the additions of `model`, which are to the weights that
+    `pretrained` names."""
     (config,) = model.peft_config.values()
     config = copy(config)
     config.inference_mode = True  # as peft saves it
     config.base_model_name_or_path = pretrained
+    if pretrained is not None and is_on_hub(pretrained):
+        name, _, revision = pretrained.partition("@")
+        config.base_model_name_or_path, config.revision = name, revision or None
     if config.task_type is None:  # it says to peft which class the weights are opened by
         made = type(model)
         config.auto_mapping = {

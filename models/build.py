@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.adapters import adapter_faults, add_adapters
 from whale_train.models.batch_parts.targets import REMEDY, no_module
+from whale_train.models.hub import folder_of
 from whale_train.models.loss_module import by_keyword
 from whale_train.models.options import RULES, ModelOptions
 
@@ -158,10 +158,11 @@ def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
         faults.append(
             Fault("model.architecture", name, "is not a model class of transformers", like)
         )
-    folder, (rule, remedy) = options.pretrained, RULES["pretrained"]
-    if folder is not None and not (Path(folder) / "config.json").is_file():
-        rule = "is a folder without a config.json" if Path(folder).is_dir() else rule
-        faults.append(Fault("model.pretrained", folder, rule, remedy))
+    named, (rule, remedy) = options.pretrained, RULES["pretrained"]
+    folder = None if named is None else folder_of(named)
+    if folder is not None and not (folder / "config.json").is_file():
+        rule = "is a folder without a config.json" if folder.is_dir() else rule
+        faults.append(Fault("model.pretrained", str(named), rule, remedy))
     if not faults:
         faults = _config_faults(made, options)
     if options.adapters is not None:
@@ -224,7 +225,8 @@ def given_config(config_class: Any, settings: dict[str, Any], pretrained: str | 
     """Return the config that a request gives a model of transformers."""
     saved = {}
     if pretrained is not None:
-        saved = config_class.from_pretrained(pretrained, local_files_only=True).to_dict()
+        folder = folder_of(pretrained)
+        saved = config_class.from_pretrained(folder, local_files_only=True).to_dict()
     # Not from_pretrained(**settings): it drops the settings it does not know, silently.
     return config_class.from_dict({**saved, **settings})
 
@@ -248,7 +250,7 @@ def hugging_face(
 ) -> nn.Module:
     """Return the class `architecture` of transformers, with `config` over its config's defaults.
 
-    Random weights from torch's global generator, or those in the folder `pretrained`, in fp32; with
+    Random weights from torch's global generator, or those that `pretrained` names, in fp32; with
     `adapters`, they are frozen and have additions. On the meta device no weights are read.
     """
     import transformers
@@ -259,7 +261,7 @@ def hugging_face(
         model = made(settings)
     else:
         model = made.from_pretrained(
-            pretrained,
+            folder_of(pretrained),
             config=settings,
             local_files_only=True,
             use_safetensors=True,

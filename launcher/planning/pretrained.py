@@ -15,10 +15,10 @@ import torch
 from whale_train.checkpoint_files import BrokenCheckpoint, stored_blocks
 from whale_train.errors import ConfigError, Fault, listed
 from whale_train.models.build import load_class, training_config
+from whale_train.models.hub import KEY, folder_of
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.plan.plan import Decision
 
-KEY = "model.pretrained"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -57,7 +57,7 @@ def compare_names(options: ModelOptions) -> LoadedNames:
     assert options.pretrained is not None
     made: Any = load_class(options)
     config = training_config(made.config_class, options.config, options.pretrained)
-    shapes = dict(_shapes_in(Path(options.pretrained)))
+    shapes = dict(_shapes_in(folder_of(options.pretrained)))
     try:
         model, said = made.from_pretrained(
             None,

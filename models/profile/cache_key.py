@@ -13,6 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from whale_train.models.hub import folder_of
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.graph.operation_graph import InputField
 
@@ -91,7 +92,7 @@ def _is_plain(value: Any) -> bool:
 def _saved_config(folder: str | None) -> dict[str, Any]:
     """Return what `from_pretrained` may read of a folder for a config. Raises OSError and
     ValueError."""
-    found = sorted(Path(folder).glob("config*.json")) if folder else []
+    found = sorted(folder_of(folder).glob("config*.json")) if folder else []
     return {path.name: json.loads(path.read_bytes()) for path in found}
 
 

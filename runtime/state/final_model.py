@@ -19,6 +19,7 @@ from whale_train.models.adapters import WEIGHTS_FILE as ADAPTERS
 from whale_train.models.adapters import adapter_names, describe_adapters, has_adapters
 from whale_train.models.build import given_config
 from whale_train.models.export.export import model_on_meta
+from whale_train.models.hub import folder_of
 from whale_train.models.options import ModelOptions
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.parts import gathered, hand_over, write_blocks, written
@@ -153,7 +154,8 @@ def describe(model: Any, options: ModelOptions, folder: Path) -> None:
         generation.save_pretrained(folder)
     if options.pretrained is None:
         return
-    for path in (path for pattern in _KEPT for path in Path(options.pretrained).glob(pattern)):
+    came_from = folder_of(options.pretrained)
+    for path in (path for pattern in _KEPT for path in came_from.glob(pattern)):
         if path.is_file():
             shutil.copy(path, folder / path.name)
 
