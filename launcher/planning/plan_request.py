@@ -16,14 +16,16 @@ from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
+from whale_train.launcher.planning.architectures import refused_architectures
 from whale_train.launcher.planning.calibrations import kept
 from whale_train.launcher.planning.check_data import check_data
 from whale_train.launcher.planning.checkpoint_memory import said_of_copies
 from whale_train.launcher.planning.compare_samples import compared, must_compare
+from whale_train.launcher.planning.devices_here import cards_of, said_of_figures, seated, where
 from whale_train.launcher.planning.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.planning.emulation import paces as emulated_paces
 from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
-from whale_train.launcher.planning.machine import machine_facts, threads_asked
+from whale_train.launcher.planning.machine import facts_of, this_machine, threads_asked
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
@@ -83,7 +85,9 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     ConfigError or PlanError with all faults of a stage."""
     faults: list[Fault] = []
     strategy, training = request.strategy_graph(), training_of(request)
-    cluster, device, emulated = _devices(request, faults)
+    # Of GPUs that nobody asks for, nothing is looked at.
+    machine = this_machine() if _looks_at_machine(request) else facts_of(())
+    cluster, device, emulated = _devices(request, machine, faults)
     if cluster is not None:
         if not strategy.is_auto:
             refuse_without_model(strategy, cluster, training, faults)
@@ -99,15 +103,15 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     profile = profile_of(request, dataset)
     check_data(request, profile, dataset.num_evaluation_samples, faults)
     weights = _weights(request, faults)
-    if device == "cuda":
-        _refuse_gpus_between(strategy, cluster, faults)
-        use_all = use_all or len(cluster.kinds) > 1
     planned = partial(_planned, request, strategy, cluster, emulated, use_all)
     try:
         made = planned(profile)
     except PlanError as error:
         raise PlanError([*faults, *error.faults]) from None
     refuse_uncounted(request, made.plan, profile, faults)
+    on_cards = device == "cuda" and request.mode == "train"
+    if on_cards:
+        faults += refused_architectures(cards_of(made.used, machine))
     on_one_host = device == "cpu" and (emulated or len(cluster.nodes) == 1)
     shared = memory_bytes() if on_one_host and request.mode != "plan" else None
     copies = said_of_copies(
@@ -122,8 +126,12 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     plan = made.plan
     evaluations = said_of_evaluations(request, plan, dataset)
     holes = said_of_holes(plan, shared) if shared and THRESHOLD not in os.environ else ()
-    plan = replace(plan, decisions=(*plan.decisions, *weights, *evaluations, *holes, *copies))
+    figures = said_of_figures(made.used) if device == "cuda" else ()
+    said = (*weights, *evaluations, *figures, *holes, *copies)
+    plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used
+    if on_cards:
+        plan = seated(plan, used, machine)
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
     made_of = (plan, used, profile, device, emulated, dataset.num_samples)
@@ -193,7 +201,8 @@ def resolve_each(
     Raises ConfigError where the request is wrong under all of them."""
     faults: list[Fault] = []
     training = training_of(request)
-    cluster, device, emulated = _devices(request, faults)
+    machine = this_machine() if _looks_at_machine(request) else facts_of(())
+    cluster, device, emulated = _devices(request, machine, faults)
     dataset = _dataset(request, faults)
     if faults or cluster is None or dataset is None:
         raise ConfigError(faults)
@@ -220,18 +229,15 @@ def resolve_each(
 
 
 def _devices(
-    request: Request, faults: list[Fault]
+    request: Request, machine: MachineFacts, faults: list[Fault]
 ) -> tuple[Cluster | None, Literal["cpu", "cuda"], bool]:
     """Return the inventory, the kind of device its ranks run on, and whether that is a stand-in."""
-    own = request.hardware.get("kind") == "local"  # GPUs nobody asks for may be unknown ones
-    seen: list[Fault] = faults if own else []
-    machine = machine_facts(seen) if _looks_at_machine(request) else _machine_without_gpus()
     name = request.names.get("hardware", "hardware")
     cluster = read_inventory(request.hardware, name, faults, machine)
     if cluster is None:
         return None, "cpu", False
     try:
-        device, emulated = _where(request, cluster, machine)
+        device, emulated = where(request, cluster, machine)
         return _as_measured(cluster, request, machine), device, emulated
     except ConfigError as error:
         faults += error.faults
@@ -298,29 +304,6 @@ def _looks_at_machine(request: Request) -> bool:
     return request.mode == "train" or "kind" in request.hardware
 
 
-def _machine_without_gpus() -> MachineFacts:
-    """For a plan that needs none of the devices: only the host's memory is looked at."""
-    return MachineFacts(cores(), memory_bytes(), (), None)
-
-
-def _where(
-    request: Request, cluster: Cluster, machine: MachineFacts
-) -> tuple[Literal["cpu", "cuda"], bool]:
-    """Return the kind of device that the ranks run on, and whether that stands for another one."""
-    wanted = [device.name for device in cluster.devices]
-    have = [gpu.name for gpu in machine.gpus]
-    local = cluster.on_cpu or (len(cluster.nodes) == 1 and wanted == have[: len(wanted)])
-    kind = request.launcher.kind
-    if kind == "local" and not local and request.mode == "train":
-        there = f"{len(have)} GPUs ({', '.join(sorted(set(have)))})" if have else "no GPU"
-        rule = f"needs the devices of hardware={cluster.name}, and this machine has {there}"
-        remedy = "use launcher=emulate, or hardware=local"
-        raise ConfigError([Fault("launcher", "local", rule, remedy)])
-    if kind == "emulate" or not local:
-        return "cpu", not cluster.on_cpu
-    return ("cpu" if cluster.on_cpu else "cuda"), False
-
-
 def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluster | None:
     """Return the CPU processes that stand for the devices `strategy` uses, where they were measured
     at its precision and nothing else slows them."""
@@ -335,17 +318,6 @@ def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluste
     if not measured or request.launcher.link_speed:
         return None
     return stand_ins(used, measured[0], _paces(request, used), cores() / threads)
-
-
-def _refuse_gpus_between(strategy: Strategy, cluster: Cluster, faults: list[Fault]) -> None:
-    """Refuse a strategy whose ranks are not this machine's first GPUs, in their order: a rank runs
-    on the GPU of its number."""
-    used = cluster.chosen(strategy.devices).devices
-    if used != cluster.devices[: len(used)]:
-        rule = "leaves GPUs idle between those it uses, or numbers them otherwise than this machine"
-        remedy = "hide the others with CUDA_VISIBLE_DEVICES, and use a number of devices, or auto"
-        value = ", ".join(f"{kind}: {count}" for kind, count in cluster.kinds.items())
-        faults.append(Fault("strategy.devices", value, rule, remedy))
 
 
 def _refuse_device_speed(

@@ -140,7 +140,7 @@ def _joined(
     """This rank's device and the links it emulates, if it does, once all ranks have met."""
     if request.launcher.threads is not None:
         torch.set_num_threads(request.launcher.threads)
-    device = _device(run_dir)
+    device = _device(run_dir, rank)
     timeout = timedelta(seconds=request.launcher.timeout_s)
     links = _links(run_dir)
     join(rendezvous, rank, world_size, device, timeout, _pace(run_dir, rank), links)
@@ -244,15 +244,19 @@ def _links(run_dir: Path) -> EmulatedLinks | None:
     return None if relative is None else EmulatedLinks(relative)
 
 
-def _device(run_dir: Path) -> torch.device:
-    """Return the device the launcher gave this rank. Raises RuntimeError when it is not there."""
-    kind = json.loads((run_dir / "launch.json").read_text())["device"]
-    if kind == "cpu":
+def _device(run_dir: Path, rank: int) -> torch.device:
+    """Return the device that the plan puts `rank` on. Raises RuntimeError where it is not here."""
+    if json.loads((run_dir / "launch.json").read_text())["device"] == "cpu":
         return torch.device("cpu")
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if local_rank >= torch.cuda.device_count():
-        there = torch.cuda.device_count()
-        raise RuntimeError(f"the plan puts a rank on GPU {local_rank}, and this host has {there}")
-    device = torch.device("cuda", local_rank)
+    planned = Plan.from_json((run_dir / "plan.json").read_text()).ranks[rank]
+    assert planned.uuid is not None
+    # CUDA has started in no process that forks, and numbers what this one sees of it.
+    os.environ["CUDA_VISIBLE_DEVICES"] = planned.uuid
+    # DeepSpeed opens the GPU of this number, whatever device is set (0.19.8).
+    os.environ["LOCAL_RANK"] = "0"
+    if torch.cuda.device_count() != 1:
+        there = f"{planned.uuid} ({planned.device}), which is not on this host"
+        raise RuntimeError(f"the plan puts rank {rank} on {there}")
+    device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device

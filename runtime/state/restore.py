@@ -5,6 +5,7 @@ since.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,16 @@ def restore(
             _set_count(block.counter, float(block.tensor))
     state.read()
     drawn = checkpoint / "random" / f"rank_{rank}.json"
-    if saved_under == plan.to_json() and drawn.is_file():
+    if _on_any_host(Plan.from_json(saved_under)) == _on_any_host(plan) and drawn.is_file():
         random.write(json.loads(drawn.read_text()))
     else:
         torch.manual_seed(torch.initial_seed() + 7_368_787 * scalars["step"])
     return scalars
+
+
+def _on_any_host(plan: Plan) -> Plan:
+    """Return the plan without the cards it was for, on which nothing that is computed depends."""
+    return replace(plan, ranks=tuple(replace(rank, uuid=None) for rank in plan.ranks))
 
 
 def _set_count(counter: dict[str, Any], count: float) -> None:

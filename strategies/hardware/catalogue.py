@@ -18,6 +18,7 @@ _DEVICES = (
     Device("p100_pcie_16gb", {"fp32": 9.3e12, "fp16": 18.7e12}, 16e9, 732e9),
     # NVIDIA V100 Tensor Core GPU datasheet, PCIe and SXM2 columns. Volta has no bf16.
     Device("v100_pcie_16gb", {"fp32": 14e12, "fp16": 112e12}, 16e9, 900e9),
+    Device("v100_pcie_32gb", {"fp32": 14e12, "fp16": 112e12}, 32e9, 900e9),
     Device("v100_sxm2_16gb", {"fp32": 15.7e12, "fp16": 125e12}, 16e9, 900e9),
     Device("v100_sxm2_32gb", {"fp32": 15.7e12, "fp16": 125e12}, 32e9, 900e9),
     # NVIDIA T4 Tensor Core GPU product brief. Turing has no bf16.
@@ -27,10 +28,17 @@ _DEVICES = (
     Device("rtx_3090_24gb", {"fp32": 35.6e12, "fp16": 71e12, "bf16": 71e12}, 24e9, 936e9),
     # NVIDIA Ada GPU Architecture whitepaper, appendix A. As above for fp16 accumulation.
     Device("rtx_4090_24gb", {"fp32": 82.6e12, "fp16": 165.2e12, "bf16": 165.2e12}, 24e9, 1008e9),
+    # NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A. As above.
+    Device("rtx_5090_32gb", {"fp32": 104.8e12, "fp16": 209.5e12, "bf16": 209.5e12}, 32e9, 1792e9),
+    # NVIDIA RTX A6000 datasheet (309.7 TFLOPS with sparsity).
+    Device("rtx_a6000_48gb", {"fp32": 38.7e12, "fp16": 154.8e12, "bf16": 154.8e12}, 48e9, 768e9),
     # NVIDIA A10 Tensor Core GPU datasheet.
     Device("a10_24gb", {"fp32": 31.2e12, "fp16": 125e12, "bf16": 125e12}, 24e9, 600e9),
+    # NVIDIA A30 Tensor Core GPU datasheet.
+    Device("a30_24gb", {"fp32": 10.3e12, "fp16": 165e12, "bf16": 165e12}, 24e9, 933e9),
     # NVIDIA A100 Tensor Core GPU datasheet, 40 GB and 80 GB editions.
     Device("a100_pcie_40gb", {"fp32": 19.5e12, "fp16": 312e12, "bf16": 312e12}, 40e9, 1555e9),
+    Device("a100_pcie_80gb", {"fp32": 19.5e12, "fp16": 312e12, "bf16": 312e12}, 80e9, 1935e9),
     Device("a100_sxm_40gb", {"fp32": 19.5e12, "fp16": 312e12, "bf16": 312e12}, 40e9, 1555e9),
     Device("a100_sxm_80gb", {"fp32": 19.5e12, "fp16": 312e12, "bf16": 312e12}, 80e9, 2039e9),
     # NVIDIA L4 Tensor Core GPU datasheet (242 TFLOPS with sparsity).
@@ -41,8 +49,14 @@ _DEVICES = (
     # sparsity).
     Device("h100_pcie_80gb", {"fp32": 51e12, "fp16": 756e12, "bf16": 756e12}, 80e9, 2e12),
     Device("h100_sxm_80gb", {"fp32": 67e12, "fp16": 989e12, "bf16": 989e12}, 80e9, 3.35e12),
+    # NVIDIA H100 NVL datasheet (1,671 TFLOPS with sparsity).
+    Device("h100_nvl_94gb", {"fp32": 60e12, "fp16": 835e12, "bf16": 835e12}, 94e9, 3.9e12),
+    # NVIDIA GH200 Grace Hopper Superchip datasheet: its GPU, of 96 GB HBM3.
+    Device("gh200_96gb", {"fp32": 67e12, "fp16": 990e12, "bf16": 990e12}, 96e9, 4e12),
     # NVIDIA H200 Tensor Core GPU datasheet: an H100 SXM with more and faster memory.
     Device("h200_sxm_141gb", {"fp32": 67e12, "fp16": 989e12, "bf16": 989e12}, 141e9, 4.8e12),
+    # NVIDIA DGX B200 datasheet, an eighth of it (36 PFLOPS of 16 bits with sparsity in all).
+    Device("b200_180gb", {"fp32": 75e12, "fp16": 2.25e15, "bf16": 2.25e15}, 180e9, 8e12),
     # Nominal, not measured and from no datasheet: one process on one core of an unknown CPU. One
     # AVX2 core with two fused multiply-add units does 32 FLOP a cycle, about 1e11 a second near
     # 3 GHz; 16-bit types are computed as fp32; 25.6e9 is one channel of DDR4-3200. Processes of
@@ -63,6 +77,7 @@ _LINKS = (
     Link("nvlink2", 6 * 25e9, _NVLINK_LATENCY_S),  # V100 SXM2
     Link("nvlink3", 12 * 25e9, _NVLINK_LATENCY_S),  # A100 SXM
     Link("nvlink4", 18 * 25e9, _NVLINK_LATENCY_S),  # H100 SXM, H200
+    Link("nvlink5", 18 * 50e9, _NVLINK_LATENCY_S),  # B200
     # PCI Express base specification: 16 lanes x 8, 16, 32 GT/s, 128 of 130 bits payload.
     Link("pcie3_x16", 15.75e9, _PCIE_LATENCY_S),
     Link("pcie4_x16", 31.5e9, _PCIE_LATENCY_S),

