@@ -63,7 +63,7 @@ def main() -> None:
         console = open_console(sys.stdout)
         console.print(sweep_table([_row(*end) for end in ends], console.width))
     sys.stdout.flush()
-    if place is not None and any(end.status == "refused" for _, end in ends):
+    if place is not None and any(end.status == "refused" and not end.is_told for _, end in ends):
         tell_refused()
     sys.exit(_status(ends))
 

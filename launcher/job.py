@@ -14,6 +14,7 @@ from rich.text import Text
 from whale_train.checkpoint_files import MODEL, STOP
 from whale_train.config import AUTO, Request, read_request
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
+from whale_train.hosts import HOSTS, REFUSED
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
 from whale_train.launcher.attempts import (
     Attempt,
@@ -41,11 +42,19 @@ from whale_train.launcher.planning.plan_request import (
     threads_of,
     training_of,
 )
-from whale_train.launcher.ranks.external_ranks import MEMBER_PROGRAM, check_world, with_ranks
+from whale_train.launcher.ranks.external_ranks import (
+    MEMBER_PROGRAM,
+    NeverMet,
+    check_world,
+    hosts_met,
+    refuse,
+    with_ranks,
+)
 from whale_train.launcher.ranks.host_process import (
     HOST_PROGRAM,
     HostProcess,
     Outcome,
+    describe_failure,
 )
 from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import (
@@ -113,11 +122,12 @@ def run_job(
             with in_use(run_dir):
                 return _train(request, run_dir, console, place, signals)
     except RequestError as error:
+        is_told = (run_dir / REFUSED).exists()
         if not isinstance(error, RunDirInUse):  # whose files are another's
             _remove_unused(run_dir)
         sys.stdout.flush()
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
-        return JobEnd("refused", run_dir)
+        return JobEnd("refused", run_dir, is_told=is_told)
     except KeyboardInterrupt:
         return interrupted(run_dir)
 
@@ -173,6 +183,11 @@ def _train(
                 raise
             sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
             break  # and with the failure of the attempt before
+        except NeverMet as error:
+            if error.outcome.failure is None:
+                return interrupted(run_dir)
+            sys.stderr.write(f"error: {describe_failure(error.outcome.failure, '')}\n")
+            return JobEnd("failed", run_dir)
         reached, spent = steps_done(run_dir, began), time.monotonic() - started
         ranks = resolved.plan.world_size
         attempts.append(Attempt(began, reached, spent, ranks, outcome.status, outcome.failure))
@@ -221,13 +236,18 @@ def _attempt(
     # The host, or this rank's member, prepares while the plan is resolved.
     host = HostProcess.start(run_dir, HOST_PROGRAM if place is None else MEMBER_PROGRAM)
     try:
-        # Ranks that somebody else started are all there to be used.
-        resolved = resolve_request(request, use_all=place is not None)
-        if place is not None:
-            check_world(place, resolved.plan)
-        if resumed is not None:
-            refuse_other_model(resumed.path, resolved.profile)
-            refuse_other_size(resumed.path, resolved.num_samples)
+        hosts = None if place is None else hosts_met(run_dir, host, signals.poll)
+        try:
+            resolved = resolve_request(request, hosts=hosts)
+            if place is not None:
+                check_world(place, resolved.plan)
+            if resumed is not None:
+                refuse_other_model(resumed.path, resolved.profile)
+                refuse_other_size(resumed.path, resolved.num_samples)
+        except RequestError:
+            if place is not None:
+                refuse(run_dir, host)
+            raise
         start_ranks(run_dir, resolved, request, None if resumed is None else resumed.path)
         _show(resolved, request, console)
         if _offloads_adam(request, resolved.plan) and not is_compiled(CPU_ADAM):
@@ -387,5 +407,5 @@ def _remove_unused(run_dir: Path) -> None:
 # host says, which prepares in the meantime and may stumble over the same fault.
 _MADE_BEFORE_A_PLAN = (
     *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")),
-    *("request.json", "failure.json", "logs/host.log"),
+    *("request.json", "failure.json", "logs/host.log", HOSTS, REFUSED),
 )

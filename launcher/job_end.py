@@ -23,11 +23,13 @@ EXIT_STATUS = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended, and what it measured (empty unless it is done)."""
+    """How a job ended, and what it measured (empty unless it is done). `is_told` says that ranks
+    started by others know of it."""
 
     status: Literal["done", "failed", "refused", "interrupted"]
     run_dir: Path
     summary: dict[str, Any] = field(default_factory=dict)
+    is_told: bool = False
 
 
 def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:

@@ -1,54 +1,103 @@
-"""Whether the devices of an inventory are here, and which card each rank is to open."""
+"""Whether the devices of an inventory are here, on which host each of its nodes is, and which card
+each rank is to open."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault
+from whale_train.hosts import Host
 from whale_train.quantities import in_bytes
-from whale_train.strategies.hardware.catalogue import DEVICES
-from whale_train.strategies.hardware.cluster import Cluster, Device
-from whale_train.strategies.hardware.gpu_facts import GpuFacts, is_catalogued
-from whale_train.strategies.hardware.inventory import MachineFacts
+from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
+from whale_train.strategies.hardware.cluster import Cluster, Device, Node
+from whale_train.strategies.hardware.gpu_facts import GpuFacts, device_of, is_catalogued, link_of
 from whale_train.strategies.plan.plan import Decision, Plan
 
-_EMULATE = "use launcher=emulate"
+_REMEDY = "use launcher=emulate, or hardware=local"
+# What joins hosts of which nobody says what does: the slowest that clusters of GPUs are sold with.
+_UNKNOWN_NETWORK = LINKS["ethernet_10g"]
 
 
-def where(
-    request: Request, cluster: Cluster, machine: MachineFacts
-) -> tuple[Literal["cpu", "cuda"], bool]:
-    """Return the kind of device that the ranks run on, and whether that stands for another one.
+@dataclass(frozen=True)
+class Place:
+    """Where a plan's ranks are to run: on the devices of `cluster`, whose nodes are in the order of
+    the hosts. `device` is what they run on, which stands for another where they are `emulated`."""
 
-    Raises ConfigError where devices are wanted that are not here, or GPUs are here and are not the
-    inventory's: to train on CPUs beside them has to be asked for.
+    cluster: Cluster
+    device: Literal["cpu", "cuda"]
+    emulated: bool
+
+
+def joined_cluster(name: str, hosts: Sequence[Host]) -> Cluster:
+    """Return the GPUs of the hosts, as many of each as it has ranks. Raises ConfigError where a
+    host has fewer."""
+    faults, nodes = [], []
+    for host in hosts:
+        cards = host.cards[: len(host.ranks)]
+        if len(cards) < len(host.ranks):
+            rule = f"has {_has(host)} on {host.name}: every rank wants a GPU of its own"
+            remedy = "start as many ranks on a host as it has GPUs"
+            faults.append(Fault("hardware", "local", rule, remedy))
+        else:
+            nodes.append(Node(tuple(map(device_of, cards)), link_of(cards), at=host.node))
+    if faults:
+        raise ConfigError(faults)
+    network = nodes[0].link if len(nodes) == 1 else _UNKNOWN_NETWORK
+    return Cluster(name, tuple(nodes), network)
+
+
+def where(request: Request, cluster: Cluster, hosts: Sequence[Host]) -> Place:
+    """Return where the ranks run.
+
+    Raises ConfigError where devices are wanted that are not on the hosts, or GPUs are there and are
+    not the inventory's: to train on CPUs beside them has to be asked for.
     """
     kind, in_earnest = request.launcher.kind, request.mode == "train"
     if cluster.on_cpu:
-        return "cpu", False
-    if kind == "emulate" or (kind == "auto" and not machine.gpus):
-        return "cpu", True
-    faults = _not_here(cluster, machine)
-    if not faults:
-        return "cuda", False
+        return Place(cluster, "cpu", False)
+    has_gpus = any(host.cards for host in hosts)
+    if kind == "emulate" or (kind == "auto" and not has_gpus):
+        return Place(cluster, "cpu", True)
+    if not has_gpus:
+        rule = f"needs the devices of hardware={cluster.name}, and this machine has no GPU"
+        found: Cluster | list[Fault] = [Fault("launcher", "local", rule, _REMEDY)]
+    else:
+        found = _on_hosts(cluster, hosts)
+    if isinstance(found, Cluster):
+        return Place(found, "cuda", False)
     if in_earnest:
-        raise ConfigError(faults)
-    return "cpu", True
+        raise ConfigError(found)
+    return Place(cluster, "cpu", True)
 
 
-def seated(plan: Plan, used: Cluster, machine: MachineFacts) -> Plan:
+def seated(plan: Plan, used: Cluster, hosts: Sequence[Host]) -> Plan:
     """Return the plan with the card that each rank opens, for devices `used` that are here."""
-    cards = cards_of(used, machine)
+    cards = cards_of(used, hosts)
     ranks = (replace(rank, uuid=card.uuid) for rank, card in zip(plan.ranks, cards, strict=True))
     return replace(plan, ranks=tuple(ranks))
 
 
-def cards_of(used: Cluster, machine: MachineFacts) -> list[GpuFacts]:
-    """Return the cards that the devices `used`, which are here, are."""
-    found = _numbers_of(used.devices, machine.gpus)
-    return [machine.cards[card] for card in found if card is not None]
+def cards_of(used: Cluster, hosts: Sequence[Host]) -> list[GpuFacts]:
+    """Return the cards that the devices `used`, which are on the hosts, are."""
+    by_node = {host.node: host for host in hosts}
+    found = []
+    for node in used.nodes:
+        host = by_node[node.at]
+        numbers = _numbers_of(node.devices, host)
+        found += [host.cards[number] for number in numbers if number is not None]
+    return found
+
+
+def refuse_other_order(used: Cluster, hosts: Sequence[Host], faults: list[Fault]) -> None:
+    """Refuse devices whose ranks are not in the order in which ranks were started on the hosts."""
+    planned = [node.at for node in used.nodes for _ in node.devices]
+    started = {rank: host.node for host in hosts for rank in host.ranks}
+    if started and planned != [started.get(rank) for rank in range(len(planned))]:
+        value = ", ".join(f"{kind}: {count}" for kind, count in used.kinds.items())
+        rule = "numbers the ranks otherwise than they were started on the hosts"
+        faults.append(Fault("strategy.devices", value, rule, "use a number of devices, or null"))
 
 
 def said_of_figures(used: Cluster) -> list[Decision]:
@@ -65,16 +114,67 @@ def said_of_figures(used: Cluster) -> list[Decision]:
     ]
 
 
-def _numbers_of(wanted: Sequence[Device], have: Sequence[Device]) -> list[int | None]:
-    """Return, for each device wanted, the number of a card that is one, each card once; None where
-    there is none left."""
-    left = list(enumerate(have))
+def _on_hosts(cluster: Cluster, hosts: Sequence[Host]) -> Cluster | list[Fault]:
+    """Return the inventory with its nodes in the order of the hosts that they are; or, for each
+    node that none of the hosts is, and each host that is none, what it is."""
+    left = list(cluster.nodes)
+    nodes: list[Node] = []
+    strangers = []
+    for host in hosts:
+        node = next((node for node in left if _is_on(node, host, len(hosts))), None)
+        if node is None:
+            strangers.append(host)
+        else:
+            left.remove(node)
+            nodes.append(replace(node, at=host.node))
+    if not left and not strangers:
+        return replace(cluster, nodes=tuple(nodes), fewer={})
+    if len(cluster.nodes) == len(hosts) == 1:
+        return [_not_here(cluster, hosts[0])]
+    has = "; ".join(f"{host.name} has {_has(host)}" for host in strangers) or "no host is left"
+    if not left:
+        rule = f"has {len(cluster.nodes)} hosts, and ranks are on {len(hosts)}: {has}"
+        return [Fault("hardware", cluster.name, rule, "start ranks on its hosts alone")]
+    return [
+        Fault(
+            f"hardware.nodes[{_number(cluster, node)}]",
+            _listed(node.devices),
+            f"is none of the hosts: {has}",
+            _REMEDY,
+        )
+        for node in left
+    ]
+
+
+def _number(cluster: Cluster, node: Node) -> int:
+    return next(number for number, each in enumerate(cluster.nodes) if each is node)
+
+
+def _is_on(node: Node, host: Host, hosts: int) -> bool:
+    """Return whether a host has the devices of a node, and, of several, as many ranks."""
+    fits = None not in _numbers_of(node.devices, host)
+    return fits and (hosts == 1 or len(node.devices) == len(host.ranks))
+
+
+def _numbers_of(wanted: Sequence[Device], host: Host) -> list[int | None]:
+    """Return, for each device wanted, the number of a card of the host that is one, each card once;
+    None where there is none left. Of a host whose ranks see one card each, a rank's is its own."""
+    have = list(enumerate(map(device_of, host.cards)))
+    visible = host.visible if len(host.visible) == len(wanted) else ()
     found: list[int | None] = []
-    for device in wanted:
-        card = next((card for card in left if _is(device, card[1])), None)
+    for place, device in enumerate(wanted):
+        seen = visible[place] if visible else {card.uuid for card in host.cards}
+        card = next(
+            (
+                (number, each)
+                for number, each in have
+                if _is(device, each) and host.cards[number].uuid in seen
+            ),
+            None,
+        )
         found.append(None if card is None else card[0])
         if card is not None:
-            left.remove(card)
+            have.remove(card)
     return found
 
 
@@ -87,35 +187,24 @@ def _is(wanted: Device, have: Device) -> bool:
     return is_own and have.memory_bytes >= wanted.memory_bytes
 
 
-def _not_here(cluster: Cluster, machine: MachineFacts) -> list[Fault]:
-    """Return, for each node of an inventory that this host is not, what it has instead."""
-    name = cluster.name
-    if not machine.gpus:
-        rule = f"needs the devices of hardware={name}, and this machine has no GPU"
-        return [Fault("launcher", "local", rule, f"{_EMULATE}, or hardware=local")]
-    has = f"this host has {_listed(machine.gpus)}"
-    if len(cluster.nodes) > 1:
-        rule = f"has {len(cluster.nodes)} hosts, and {has}"
-        return [Fault("hardware", name, rule, f"{_EMULATE}, or hardware=local")]
+def _not_here(cluster: Cluster, host: Host) -> Fault:
+    """Return what this host, the only one, has instead of the inventory's only node."""
     (node,) = cluster.nodes
-    cards = _numbers_of(node.devices, machine.gpus)
-    missing = [device for device, card in zip(node.devices, cards, strict=True) if card is None]
-    if not missing:
-        return []
-    rule = f"is {_listed(node.devices)}, and {has}"
-    small = _smaller(missing[0], machine.gpus)
+    numbers = _numbers_of(node.devices, host)
+    missing = next(x for x, number in zip(node.devices, numbers, strict=True) if number is None)
+    rule = f"is {_listed(node.devices)}, and this host has {_has(host)}"
+    own = (device_of(card) for card in host.cards) if missing.name not in DEVICES else ()
+    small = next((device for device in own if not is_catalogued(device)), None)
     if small is not None:
-        need, there = in_bytes(missing[0].memory_bytes), in_bytes(small.memory_bytes)
-        rule = f"has {missing[0].name} of {need}, and this host's {small.name} has {there}"
-    return [Fault("hardware", name, rule, f"{_EMULATE}, or hardware=local")]
+        need, there = in_bytes(missing.memory_bytes), in_bytes(small.memory_bytes)
+        rule = f"has {missing.name} of {need}, and this host's {small.name} has {there}"
+    return Fault("hardware", cluster.name, rule, _REMEDY)
 
 
-def _smaller(wanted: Device, have: Iterable[Device]) -> Device | None:
-    """Return a card that lacks nothing but memory to be the device of an inventory's own figures,
-    None where there is none."""
-    if wanted.name in DEVICES:
-        return None
-    return next((card for card in have if not is_catalogued(card)), None)
+def _has(host: Host) -> str:
+    """Return `8 x t4_16gb`, and how many ranks are there."""
+    ranks = f" and {len(host.ranks)} ranks" if len(host.ranks) > 1 else ""
+    return f"{_listed(map(device_of, host.cards)) or 'no GPU'}{ranks}"
 
 
 def _listed(devices: Iterable[Device]) -> str:

@@ -2,26 +2,15 @@
 
 import os
 
-from whale_train.launcher.planning.nvml import visible_gpus
-from whale_train.limits import cores, memory_bytes
-from whale_train.strategies.hardware.gpu_facts import GpuFacts, device_of, link_of
+from whale_train.hosts import Host
+from whale_train.strategies.hardware.gpu_facts import device_of, link_of
 from whale_train.strategies.hardware.inventory import MachineFacts
 
 
-def this_machine() -> MachineFacts:
-    """Return what there is here, with the GPUs that this process may use."""
-    return facts_of(visible_gpus())
-
-
-def facts_of(cards: tuple[GpuFacts, ...]) -> MachineFacts:
-    """Return this machine, with `cards`; none where nobody asks for its GPUs."""
-    return MachineFacts(
-        cores(),
-        memory_bytes(),
-        tuple(map(device_of, cards)),
-        link_of(cards) if cards else None,
-        cards,
-    )
+def facts_of(host: Host) -> MachineFacts:
+    """Return what an inventory wants to know of a host."""
+    link = link_of(host.cards) if host.cards else None
+    return MachineFacts(host.cores, host.memory_bytes, tuple(map(device_of, host.cards)), link)
 
 
 def threads_asked() -> int | None:

@@ -5,7 +5,7 @@ Every fault that can be found without the model is found before torch is importe
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -16,19 +16,29 @@ from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
+from whale_train.hosts import Host, this_host
 from whale_train.launcher.planning.architectures import refused_architectures
 from whale_train.launcher.planning.calibrations import kept
 from whale_train.launcher.planning.check_data import check_data
 from whale_train.launcher.planning.checkpoint_memory import said_of_copies
 from whale_train.launcher.planning.compare_samples import compared, must_compare
-from whale_train.launcher.planning.devices_here import cards_of, said_of_figures, seated, where
+from whale_train.launcher.planning.devices_here import (
+    Place,
+    cards_of,
+    joined_cluster,
+    refuse_other_order,
+    said_of_figures,
+    seated,
+    where,
+)
 from whale_train.launcher.planning.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.planning.emulation import paces as emulated_paces
 from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
-from whale_train.launcher.planning.machine import facts_of, this_machine, threads_asked
+from whale_train.launcher.planning.machine import facts_of, threads_asked
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
+from whale_train.nvml import visible_gpus
 from whale_train.strategies.grammar.nodes import Replicate, Strategy, every_node, read_strategy
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.calibration import calibrated, on_cores, stand_ins
@@ -80,26 +90,27 @@ def training_of(request: Request) -> Training:
     )
 
 
-def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
-    """Return the plan for a request; what `graph: auto` finds may have to `use_all` devices. Raises
-    ConfigError or PlanError with all faults of a stage."""
+def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Resolved:
+    """Return the plan for a request, on this host, or on all devices of the `hosts` on which ranks
+    were started. Raises ConfigError or PlanError with all faults of a stage."""
     faults: list[Fault] = []
     strategy, training = request.strategy_graph(), training_of(request)
-    # Of GPUs that nobody asks for, nothing is looked at.
-    machine = this_machine() if _looks_at_machine(request) else facts_of(())
-    cluster, device, emulated = _devices(request, machine, faults)
-    if cluster is not None:
+    use_all = hosts is not None
+    hosts = hosts or _this_host(request)
+    place = _place(request, hosts, faults)
+    if place is not None:
         if not strategy.is_auto:
-            refuse_without_model(strategy, cluster, training, faults)
-        _refuse_device_speed(request, cluster, emulated, faults)
-        used = cluster.chosen(strategy.devices)
+            refuse_without_model(strategy, place.cluster, training, faults)
+        _refuse_device_speed(request, place.cluster, place.emulated, faults)
+        used = place.cluster.chosen(strategy.devices)
         if used.devices:
-            _refuse_link_speed(request, used, emulated, faults)
+            _refuse_link_speed(request, used, place.emulated, faults)
     dataset = _dataset(request, faults)
     if request.mode == "train":
         _refuse_without_compiler(request, faults)
-    if faults or cluster is None or dataset is None:
+    if faults or place is None or dataset is None:
         raise ConfigError(faults)
+    cluster, device, emulated = place.cluster, place.device, place.emulated
     profile = profile_of(request, dataset)
     check_data(request, profile, dataset.num_evaluation_samples, faults)
     weights = _weights(request, faults)
@@ -111,7 +122,8 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     refuse_uncounted(request, made.plan, profile, faults)
     on_cards = device == "cuda" and request.mode == "train"
     if on_cards:
-        faults += refused_architectures(cards_of(made.used, machine))
+        faults += refused_architectures(cards_of(made.used, hosts))
+        refuse_other_order(made.used, hosts, faults)
     on_one_host = device == "cpu" and (emulated or len(cluster.nodes) == 1)
     shared = memory_bytes() if on_one_host and request.mode != "plan" else None
     copies = said_of_copies(
@@ -131,7 +143,7 @@ def resolve_request(request: Request, *, use_all: bool = False) -> Resolved:
     plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used
     if on_cards:
-        plan = seated(plan, used, machine)
+        plan = seated(plan, used, hosts)
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
     made_of = (plan, used, profile, device, emulated, dataset.num_samples)
@@ -201,11 +213,10 @@ def resolve_each(
     Raises ConfigError where the request is wrong under all of them."""
     faults: list[Fault] = []
     training = training_of(request)
-    machine = this_machine() if _looks_at_machine(request) else facts_of(())
-    cluster, device, emulated = _devices(request, machine, faults)
-    dataset = _dataset(request, faults)
-    if faults or cluster is None or dataset is None:
+    place, dataset = _place(request, _this_host(request), faults), _dataset(request, faults)
+    if faults or place is None or dataset is None:
         raise ConfigError(faults)
+    cluster, device, emulated = place.cluster, place.device, place.emulated
     profile = profile_of(request, dataset)
     check_data(request, profile, dataset.num_evaluation_samples, faults)
     if faults:
@@ -228,20 +239,34 @@ def resolve_each(
     return found
 
 
-def _devices(
-    request: Request, machine: MachineFacts, faults: list[Fault]
-) -> tuple[Cluster | None, Literal["cpu", "cuda"], bool]:
-    """Return the inventory, the kind of device its ranks run on, and whether that is a stand-in."""
+def _this_host(request: Request) -> tuple[Host, ...]:
+    """Return the host that this is; GPUs that nobody asks for are not looked for."""
+    looks = request.mode == "train" or "kind" in request.hardware
+    return (this_host(visible_gpus() if looks else ()),)
+
+
+def _place(request: Request, hosts: Sequence[Host], faults: list[Fault]) -> Place | None:
+    """Return where the ranks run, on the devices of the inventory, or of the hosts where that is
+    asked for."""
     name = request.names.get("hardware", "hardware")
-    cluster = read_inventory(request.hardware, name, faults, machine)
-    if cluster is None:
-        return None, "cpu", False
+    machine = facts_of(hosts[0])
     try:
-        device, emulated = where(request, cluster, machine)
-        return _as_measured(cluster, request, machine), device, emulated
+        cluster: Cluster | None
+        if request.hardware.get("kind") == "local" and _has_ranks_on_gpus(hosts):
+            cluster = joined_cluster(name, hosts)
+        else:
+            cluster = read_inventory(request.hardware, name, faults, machine)
+        if cluster is None:
+            return None
+        place = where(request, cluster, hosts)
+        return replace(place, cluster=_as_measured(place.cluster, request, machine))
     except ConfigError as error:
         faults += error.faults
-        return None, "cpu", False
+        return None
+
+
+def _has_ranks_on_gpus(hosts: Sequence[Host]) -> bool:
+    return any(host.ranks for host in hosts) and any(host.cards for host in hosts)
 
 
 def _as_measured(cluster: Cluster, request: Request, machine: MachineFacts) -> Cluster:
@@ -298,10 +323,6 @@ def _missing_tools() -> list[str]:
         return []
     compiler = os.environ.get("CXX", "c++")
     return [tool for tool in (compiler, "ninja") if shutil.which(tool) is None]
-
-
-def _looks_at_machine(request: Request) -> bool:
-    return request.mode == "train" or "kind" in request.hardware
 
 
 def _stand_ins(request: Request, strategy: Strategy, cluster: Cluster) -> Cluster | None:

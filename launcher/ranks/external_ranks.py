@@ -8,12 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from whale_train.config import Request
-from whale_train.errors import ConfigError, Fault, PlanError
+from whale_train.errors import ConfigError, Fault, LaunchError, PlanError
+from whale_train.hosts import HOSTS, REFUSED, Host, read_hosts
+from whale_train.launcher.ranks.host_process import POLL_S, HostProcess, Outcome
 from whale_train.launcher.ranks.job_key import job_key
 from whale_train.launcher.ranks.rank_env import LaunchPlace, job_name, place_from_environment
 from whale_train.strategies.plan.plan import Plan
@@ -87,6 +91,36 @@ def tell_refused() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         subprocess.run([*MEMBER_PROGRAM, "--refused"], check=False, timeout=TELLING_S)
+
+
+class NeverMet(LaunchError):
+    """The ranks did not meet, as `outcome` has it."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        super().__init__(outcome.status)
+
+
+def hosts_met(run_dir: Path, member: HostProcess, poll: Callable[[], None]) -> tuple[Host, ...]:
+    """Return the hosts that the ranks are on, once `member`, our own rank, has met the others.
+    Raises NeverMet where it ended before."""
+    while not (run_dir / HOSTS).exists():
+        if member.has_ended:
+            raise NeverMet(member.wait(poll))
+        poll()
+        time.sleep(POLL_S)
+    return read_hosts(run_dir)
+
+
+def refuse(run_dir: Path, member: HostProcess) -> None:
+    """Have `member`, which has met the others, tell them that there is no job; all leave with
+    status 2."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `tell_refused`
+    (run_dir / REFUSED).touch()
+    deadline = time.monotonic() + TELLING_S
+    with suppress(KeyboardInterrupt):
+        while not member.has_ended and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 def with_ranks(request: Request, place: LaunchPlace) -> Request:

@@ -94,7 +94,7 @@ class HostProcess:
         Ctrl-C stops the run, a second one at once. Whatever happens, no process is left.
         """
         try:
-            while not self._ended():
+            while not self.has_ended:
                 poll()
                 time.sleep(POLL_S)
             poll()
@@ -118,15 +118,16 @@ class HostProcess:
         with suppress(KeyboardInterrupt):
             os.kill(self.pid, signal.SIGTERM)
             deadline = time.monotonic() + STOP_GRACE_S
-            while not self._ended() and time.monotonic() < deadline:
+            while not self.has_ended and time.monotonic() < deadline:
                 time.sleep(POLL_S / 5)
         # The host is not reaped yet, so the group is still its own: it, its ranks, and what they
         # started (data workers, compilers).
         os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _ended(self) -> bool:
-        """Return whether the host has ended, without reaping it."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether the host has ended; it is not reaped."""
         if self._process.returncode is not None:
             return True
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -153,9 +154,10 @@ def describe_failure(failure: RunFailure, rank_place: str) -> str:
     more.
 
     `rank_place` is the rank's place in the plan (`V100_SXM2_32GB, node 0, TaskGraphs 0 and 1`);
-    it is left out when the host itself failed.
+    it is left out when the host itself failed, and empty where there was no plan yet.
     """
-    who = "the host process" if failure.rank is None else f"rank {failure.rank} ({rank_place})"
+    place = f" ({rank_place})" if rank_place else ""
+    who = "the host process" if failure.rank is None else f"rank {failure.rank}{place}"
     when = "" if failure.step is None else f" at step {failure.step}"
     if failure.kind == "signal":
         what = f"{who} was killed by {failure.signal}{when}"

@@ -20,6 +20,7 @@ from typing import Any
 
 from whale_train.checkpoint_files import SAVED, STOP, unfinished_in
 from whale_train.errors import ConfigError, Fault
+from whale_train.hosts import HOSTS, REFUSED
 
 # Any of these says that a run has been here.
 PLANS = "plans"  # of a comparison, a file each
@@ -30,7 +31,7 @@ ATTEMPTS = "attempts"  # what earlier attempts of a run left, 1, 2, ...
 ATTEMPT_FILES = (
     *("request.json", "environment.json", "plan.json", "launch.json", "ready", STOP),
     *("failure.json", "strategy.yaml", "predicted_trace.json", "trace.json", "summary.json"),
-    SAVED,
+    *(SAVED, HOSTS, REFUSED, "inventory.yaml"),
 )
 
 # The packages a run's numbers may depend on.

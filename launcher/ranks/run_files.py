@@ -17,6 +17,7 @@ from whale_train.launcher.ranks.run_dir import (
     write_json,
     write_text,
 )
+from whale_train.strategies.hardware.write_inventory import inventory_of
 
 
 def make_run_dir(request: Request, run_dir: Path) -> Path:
@@ -29,13 +30,17 @@ def make_run_dir(request: Request, run_dir: Path) -> Path:
 
 def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
     """Write the plan, and what was found on the way to it: the strategy of `strategy=auto`, the
-    predicted step's timeline, what it was resolved on."""
+    GPUs of `hardware=local`, the predicted step's timeline, what it was resolved on."""
     if resolved.found is not None:
         names, batch = request.names, request.train.global_batch
         head = f"# Found for model={names.get('model')} hardware={names.get('hardware')} "
         head += f"train.global_batch={batch}\n"
         text = yaml.dump(dict(resolved.found), Dumper=_WithoutAliases, sort_keys=False)
         write_text(run_dir / "strategy.yaml", head + text)
+    if request.hardware.get("kind") == "local" and resolved.device == "cuda":
+        inventory = inventory_of(resolved.cluster)
+        if inventory is not None:
+            write_text(run_dir / "inventory.yaml", yaml.safe_dump(inventory, sort_keys=False))
     if resolved.timeline:  # to be laid beside that of a run
         write_json(run_dir / "predicted_trace.json", {"traceEvents": resolved.timeline})
     write_environment(run_dir)

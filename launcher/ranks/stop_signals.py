@@ -57,4 +57,5 @@ def stop_signals() -> Iterator[StopSignals]:
         yield signals
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == signals.handle:  # or it is ignored to the end
+                signal.signal(number, handler)

@@ -289,6 +289,11 @@ def step_in_progress(run_dir: Path) -> int | None:
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON so that a reader sees all of it or no file."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.write_text(text)
     partial.replace(path)

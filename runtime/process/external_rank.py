@@ -4,9 +4,9 @@
 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where it is,
 WHALE_TRAIN_JOB_KEY whom it believes. Rank 0 is started with the run directory by the `whale-train`
-that composes the job, waits for its plan, and tells the others, who see it through a shared file
-system; `--refused` tells them that there is none. Exit status: 0 done; 1 failed; 2 the request was
-refused.
+that composes the job, writes there what hosts the ranks are on, waits for its plan, and tells the
+others, who see it through a shared file system, or that there is none; so does `--refused` at once.
+Exit status: 0 done; 1 failed; 2 the request was refused.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from whale_train.errors import LaunchError
+from whale_train.hosts import HOSTS, Seen, hosts_to_json, joined
 from whale_train.runtime.failures.failure import (
     FAILURE_FILE,
     failure_among,
@@ -36,6 +37,7 @@ from whale_train.runtime.failures.failure import (
     record_failure,
     step_in_progress,
     write_record,
+    write_whole,
 )
 from whale_train.runtime.process.fork_server import (
     POLL_S,
@@ -65,15 +67,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_with_parent(options.parent, signal.SIGTERM)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run_dir: Path | None = options.run_dir
-    if not options.refused:
-        _prepare_for_any_job(silent=run_dir is None)
-    if run_dir is not None:
-        wait_until_ready(run_dir, options.parent)
     try:
         key = JobKey.from_environment()
         store = _meet(rank, key)
+        store.set(f"seen/{rank}", key.signed(Seen.here().to_json()))  # type: ignore[arg-type]
+        if run_dir is not None:
+            hosts = joined(_seen(store, key, other) for other in range(world_size))
+            write_whole(run_dir / HOSTS, hosts_to_json(hosts))
+        if not options.refused:
+            _prepare_for_any_job(silent=run_dir is None)
         if rank == 0:
-            sealed = key.sealed(None if run_dir is None else Job.read(run_dir))
+            there_is_one = run_dir is not None and wait_until_ready(run_dir, options.parent)
+            sealed = key.sealed(Job.read(run_dir) if run_dir and there_is_one else None)
             store.set("job", sealed)  # type: ignore[arg-type]  # torch's stub has str alone
         job = key.opened(store.get("job"))
     except Exception as error:
@@ -86,6 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if status != 1:
         _leave(store, rank, world_size)
     return status
+
+
+def _seen(store: Store, key: JobKey, rank: int) -> Seen:
+    """Return what `rank` sees, once it has said so."""
+    said = key.checked(store.get(f"seen/{rank}"), f"rank {rank}")
+    return Seen.from_json(said)
 
 
 def _prepare_for_any_job(silent: bool) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
+from whale_train.hosts import REFUSED
 from whale_train.limits import cores
 from whale_train.runtime.failures.failure import (
     FAILURE_FILE,
@@ -156,18 +157,22 @@ def preload() -> None:
             importlib.import_module(name)
 
 
-def wait_until_ready(run_dir: Path, parent: int) -> None:
-    """Return once the run directory has the file `ready`; exits when the parent ends.
+def wait_until_ready(run_dir: Path, parent: int) -> bool:
+    """Return True once the run directory has the file `ready`, False once it has the one that says
+    that there will be no plan; exits when the parent ends.
 
     Raises TimeoutError after READY_DEADLINE_S.
     """
     deadline = time.monotonic() + READY_DEADLINE_S
     while not (run_dir / "ready").exists():
+        if (run_dir / REFUSED).exists():
+            return False
         if os.getppid() != parent:
             sys.exit(STOPPED)
         if time.monotonic() > deadline:
             raise TimeoutError(f"no plan was ready within {READY_DEADLINE_S:.0f} s")
         time.sleep(POLL_S)
+    return True
 
 
 def serve(

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks of a job through a store that others may write to.
+"""What ranks of a job tell each other through a store that others may write to.
 
 A rank believes what was signed with the job's key alone (docs/adr/030): the launcher makes that key
 and hands it to its ranks in the environment.
@@ -73,18 +73,27 @@ class JobKey:
         content = None
         if job is not None:
             content = {"run_dir": str(job.run_dir), "texts": dict(job.texts)}
-        # A store takes 8 MB at once (torch's TCPStoreLibUvBackend), and a large plan has more.
-        packed = zlib.compress(json.dumps(content).encode())
-        return self._tag(packed) + packed
+        return self.signed(json.dumps(content))
 
     def opened(self, message: bytes) -> Job | None:
-        """Return what `sealed` was given. Raises LaunchError for a message without its tag, of
+        """Return what `sealed` was given. Raises LaunchError as `checked` does."""
+        content = json.loads(self.checked(message, "rank 0"))
+        return None if content is None else Job(Path(content["run_dir"]), content["texts"])
+
+    def signed(self, text: str) -> bytes:
+        """Return a message that says `text`."""
+        # A store takes 8 MB at once (torch's TCPStoreLibUvBackend), and a large plan has more.
+        packed = zlib.compress(text.encode())
+        return self._tag(packed) + packed
+
+    def checked(self, message: bytes, sender: str) -> str:
+        """Return what `signed` was given. Raises LaunchError for a message without its tag, of
         which nothing is looked at."""
         tag, packed = message[:_TAG_BYTES], message[_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(packed)):
-            raise LaunchError("the job's message was not signed by its rank 0, and is not believed")
-        content = json.loads(zlib.decompress(packed))
-        return None if content is None else Job(Path(content["run_dir"]), content["texts"])
+            rule = f"the message of {sender} was not signed by a rank of this job"
+            raise LaunchError(f"{rule}, and is not believed")
+        return zlib.decompress(packed).decode()
 
     def _tag(self, packed: bytes) -> bytes:
         return hmac.digest(self._key, b"message " + packed, "sha256")

@@ -85,11 +85,13 @@ class Host:
 
 @dataclass(frozen=True)
 class Node:
-    """A host: its devices in order, the link that joins them, and what is known of itself."""
+    """A host: its devices in order, the link that joins them, and what is known of itself. `at`
+    names the host that it is, where one was found to be it."""
 
     devices: tuple[Device, ...]
     link: Link
     host: Host | None = None
+    at: str = ""
 
 
 @dataclass(frozen=True)

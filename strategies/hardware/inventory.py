@@ -22,7 +22,6 @@ from whale_train.strategies.hardware.cluster import (
     Link,
     Node,
 )
-from whale_train.strategies.hardware.gpu_facts import GpuFacts
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -51,14 +50,13 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """This machine: CPU cores, bytes of memory for ranks, GPUs in order, the link that joins them
-    (None when it is not known), and what their driver says of each."""
+    """This machine: CPU cores, bytes of memory for ranks, GPUs in order, and the link that
+    joins them (None when it is not known)."""
 
     cores: int
     memory_bytes: int
     gpus: tuple[Device, ...]
     gpu_link: Link | None
-    cards: tuple[GpuFacts, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ from tests.cli.command import Answer
 from tests.cli.refused import ON_THE_MIX, PLAN, Case
 
 DEVICES = (
-    "a100_pcie_40gb, a100_sxm_40gb, a100_sxm_80gb, a10_24gb, cpu_process, h100_pcie_80gb, "
-    "h100_sxm_80gb, h200_sxm_141gb, l40s_48gb, l4_24gb, p100_pcie_16gb, rtx_3090_24gb, "
-    "rtx_4090_24gb, t4_16gb, v100_pcie_16gb, v100_sxm2_16gb, v100_sxm2_32gb"
+    "a100_pcie_40gb, a100_pcie_80gb, a100_sxm_40gb, a100_sxm_80gb, a10_24gb, a30_24gb, b200_180gb, "
+    "cpu_process, gh200_96gb, h100_nvl_94gb, h100_pcie_80gb, h100_sxm_80gb, h200_sxm_141gb, "
+    "l40s_48gb, l4_24gb, p100_pcie_16gb, rtx_3090_24gb, rtx_4090_24gb, rtx_5090_32gb, "
+    "rtx_a6000_48gb, t4_16gb, v100_pcie_16gb, v100_pcie_32gb, v100_sxm2_16gb, v100_sxm2_32gb"
 )
 LINKS = (
     "ethernet_100g, ethernet_10g, ethernet_1g, ethernet_25g, ethernet_50g, infiniband_hdr200, "
-    "infiniband_ndr400, nvlink2, nvlink3, nvlink4, pcie3_x16, pcie4_x16, pcie5_x16, shared_memory"
+    "infiniband_ndr400, nvlink2, nvlink3, nvlink4, nvlink5, pcie3_x16, pcie4_x16, pcie5_x16, "
+    "shared_memory"
 )
 
 STRATEGY = (

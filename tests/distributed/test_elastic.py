@@ -5,6 +5,7 @@ There need be no Slurm: two processes are given the variables that srun (22.05) 
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from tests.pairs import IS_FULL
 from whale_train.launcher.ranks.rank_env import PORTS
 from whale_train.runtime.failures.failure import RankError, failure_among
 
+ROOT = Path(__file__).parents[2]
 COMMAND = (
     *("-m", "whale_train.launcher.cli", "strategy=zero1", "hardware=cpu", "hardware.devices=2"),
     *("data.max_bytes=100000", "data.sequence_length=16", "train.global_batch=8"),
@@ -216,6 +218,37 @@ def test_a_refused_request_ends_all_ranks(
     if starter == "srun":
         assert statuses == [2, 2]
         assert said == f"{message}\n"
+    else:  # which reports the statuses of its ranks itself
+        assert said.count("exitcode  : 2") == 2, said
+    assert job.run_dirs() == []
+    job.assert_nothing_left()
+
+
+# The driver of a host with two cards that are too old for any torch.
+NVML = """from tests.unit.nvml_machines import Card, Nvml
+
+_here = Nvml([Card("Tesla K80", 11441, (3, 7), 2496, 875, 2505, 384, (3, 16))] * 2)
+
+
+def __getattr__(name):
+    return getattr(_here, name)
+"""
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+def test_what_hosts_have_is_known_before_a_plan(
+    starter: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all ranks are told that there is none: they have met by then."""
+    (job.folder / "pynvml.py").write_text(NVML)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (job.folder, ROOT, ROOT / "src"))))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    STARTERS[starter](job, "hardware.kind=local")
+    statuses, said = job.wait(), job.said("err")
+    assert re.search(r"error: hardware=k80_11gb (cannot be used by|is of architecture sm_37)", said)
+    assert said.count("error: ") == 1 or starter == "torchrun", said
+    if starter == "srun":
+        assert statuses == [2, 2]
     else:  # which reports the statuses of its ranks itself
         assert said.count("exitcode  : 2") == 2, said
     assert job.run_dirs() == []

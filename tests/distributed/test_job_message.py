@@ -32,7 +32,7 @@ def test_a_message_is_believed_as_it_was_sealed(tmp_path: Path) -> None:
     assert OURS.opened(OURS.sealed(None)) is None
     others = (sealed[:-1] + b"?", b"?" + sealed[1:], sealed[:40], b"", THEIRS.sealed(job))
     for message in others:
-        with pytest.raises(LaunchError, match="not signed by its rank 0"):
+        with pytest.raises(LaunchError, match="of rank 0 was not signed by a rank of this job"):
             OURS.opened(message)
 
 
@@ -59,7 +59,10 @@ def test_a_file_that_changed_is_named(tmp_path: Path) -> None:
     [
         # Who was first at the store, without the key: by a guess, and by copying its keys' names.
         ("before rank 0", "has another key than rank 1"),
-        ("at the right name", "was not signed by its rank 0, and is not believed"),
+        (
+            "at the right name",
+            "of rank 0 was not signed by a rank of this job, and is not believed",
+        ),
         # Rank 0, whose file system shows something else here.
         ("other files", "request.json is not on this host what rank 0 sent rank 1"),
         ("no such folder", "does not see the run directory"),

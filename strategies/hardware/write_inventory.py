@@ -1,0 +1,46 @@
+"""A cluster as the inventory that a user would write of it."""
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+
+
+def inventory_of(cluster: Cluster) -> dict[str, Any] | None:
+    """Return the mapping that `read_inventory` makes the cluster of; None where a node has devices
+    of several kinds, which an inventory has no word for."""
+    if any(len({device.name for device in node.devices}) > 1 for node in cluster.nodes):
+        return None
+    nodes = [
+        ({"count": len(list(equal))} | written)
+        for written, equal in groupby(map(_node, cluster.nodes))
+    ]
+    return {"nodes": nodes, "network": _link(cluster.network)}
+
+
+def _node(node: Node) -> dict[str, Any]:
+    device, *_ = node.devices
+    return {"devices": len(node.devices), "device": _device(device), "link": _link(node.link)}
+
+
+def _device(device: Device) -> str | Mapping[str, Any]:
+    if device.name in DEVICES:
+        return device.name
+    return {
+        "name": device.name,
+        "flops": {precision: float(flops) for precision, flops in device.flops.items()},
+        "memory_bytes": device.memory_bytes,
+        "memory_bandwidth_bytes_s": device.memory_bandwidth_bytes_s,
+    }
+
+
+def _link(link: Link) -> str | Mapping[str, Any]:
+    if LINKS.get(link.name) == link:
+        return link.name
+    return {
+        "name": link.name,
+        "bandwidth_bytes_s": link.bandwidth_bytes_s,
+        "latency_s": link.latency_s,
+    }
