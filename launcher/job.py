@@ -2,7 +2,6 @@
 
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.text import Text
 from whale_train.checkpoint_files import MODEL, STOP
 from whale_train.config import AUTO, Request, read_request
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
-from whale_train.hosts import HOSTS, REFUSED
+from whale_train.hosts import REFUSED
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
 from whale_train.launcher.attempts import (
     Attempt,
@@ -58,10 +57,10 @@ from whale_train.launcher.ranks.host_process import (
 )
 from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import (
-    RUN_FILES,
     RunDirInUse,
     in_use,
     keep_steps,
+    remove_unused,
     write_json,
 )
 from whale_train.launcher.ranks.run_files import (
@@ -124,7 +123,7 @@ def run_job(
     except RequestError as error:
         is_told = (run_dir / REFUSED).exists()
         if not isinstance(error, RunDirInUse):  # whose files are another's
-            _remove_unused(run_dir)
+            remove_unused(run_dir)
         sys.stdout.flush()
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         return JobEnd("refused", run_dir, is_told=is_told)
@@ -387,25 +386,3 @@ def _show(resolved: Resolved, request: Request, console: Console) -> None:
         )
     view = plan_view(resolved.plan, resolved.cluster, resolved.profile, title)
     console.print(Portable(view))
-
-
-def _remove_unused(run_dir: Path) -> None:
-    """Remove what Hydra and we made for a job that was refused, if no job has used it."""
-    if any((run_dir / name).exists() for name in RUN_FILES if name not in _MADE_BEFORE_A_PLAN):
-        return
-    working = Path.cwd()
-    above = (parent for parent in run_dir.absolute().parents if working in parent.parents)
-    with suppress(OSError):  # what is left is somebody else's
-        for name in _MADE_BEFORE_A_PLAN:
-            (run_dir / name).unlink(missing_ok=True)
-        for folder in (run_dir / "logs", run_dir / ".hydra", run_dir.absolute(), *above):
-            if folder.is_dir() and folder != working:
-                folder.rmdir()
-
-
-# What there may be of a run before its plan is written: Hydra's files, the request, and what the
-# host says, which prepares in the meantime and may stumble over the same fault.
-_MADE_BEFORE_A_PLAN = (
-    *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")),
-    *("request.json", "failure.json", "logs/host.log", HOSTS, REFUSED),
-)

@@ -145,7 +145,8 @@ def _kind(options: OptimizerOptions) -> str:
 def refuse_other_size(checkpoint: Path, num_samples: int) -> None:
     """Raise ConfigError where the data has another number of samples than the checkpoint's run had:
     which of them it has seen is not known."""
-    before = json.loads((checkpoint / "state.json").read_text())["num_samples"]
+    state = json.loads((checkpoint / "state.json").read_text())
+    before = state.get("num_samples", num_samples)  # which earlier checkpoints do not say
     if before != num_samples:
         rule = f"has seen a part of {before:,} samples, and the data has {num_samples:,}"
         remedy = "use the data as it was, or begin anew with the weights of mode=export"

@@ -138,7 +138,8 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     plan = made.plan
     evaluations = said_of_evaluations(request, plan, dataset)
     holes = said_of_holes(plan, shared) if shared and THRESHOLD not in os.environ else ()
-    figures = said_of_figures(made.used) if device == "cuda" else ()
+    of_properties = device == "cuda" and request.hardware.get("kind") == "local"
+    figures = said_of_figures(made.used) if of_properties else ()
     said = (*weights, *evaluations, *figures, *holes, *copies)
     plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used

@@ -180,3 +180,25 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def remove_unused(run_dir: Path) -> None:
+    """Remove what Hydra and we made for a job that was refused, if no job has used it."""
+    if any((run_dir / name).exists() for name in RUN_FILES if name not in _MADE_BEFORE_A_PLAN):
+        return
+    working = Path.cwd()
+    above = (parent for parent in run_dir.absolute().parents if working in parent.parents)
+    with suppress(OSError):  # what is left is somebody else's
+        for name in _MADE_BEFORE_A_PLAN:
+            (run_dir / name).unlink(missing_ok=True)
+        for folder in (run_dir / "logs", run_dir / ".hydra", run_dir.absolute(), *above):
+            if folder.is_dir() and folder != working:
+                folder.rmdir()
+
+
+# What there may be of a run before its plan is written: Hydra's files, the request, and what the
+# host says, which prepares in the meantime and may stumble over the same fault.
+_MADE_BEFORE_A_PLAN = (
+    *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")),
+    *("request.json", "failure.json", "logs/host.log", HOSTS, REFUSED),
+)

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from whale_train.strategies.hardware.gpu_facts import SWITCH, GpuFacts
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# What CUDA numbers as it likes where cards differ, it is asked for: by a process that starts it.
+# CUDA numbers unlike cards as it likes. It is asked by a process of its own, which it starts in.
 _ASKS_CUDA = (
     "import torch\n"
     "for i in range(torch.cuda.device_count()):\n"
@@ -43,21 +44,15 @@ def _visible(gpus: list[GpuFacts]) -> tuple[GpuFacts, ...]:
     """Return those of `gpus` that the environment leaves visible, in its order."""
     asked = os.environ.get(_VISIBLE)
     if asked is None:
-        if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({x.name for x in gpus}) < 2:
-            return tuple(gpus)
-        return _by_uuid(gpus, _asked_of_cuda(gpus))
+        return tuple(gpus)
     words = [word.strip() for word in asked.split(",")]
-    if all(word.isdigit() for word in words):
-        cards = gpus
-        if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({x.name for x in gpus}) > 1:
-            return _by_uuid(gpus, _asked_of_cuda(gpus))
-        found = []
-        for word in words:
-            if int(word) >= len(cards):  # CUDA stops at the first that is not there
-                break
-            found.append(cards[int(word)])
-        return tuple(found)
-    return _by_uuid(gpus, words)
+    if not all(word.isdigit() for word in words):
+        return _by_uuid(gpus, words)
+    by_address = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if not by_address and len({gpu.name for gpu in gpus}) > 1:
+        return _by_uuid(gpus, _asked_of_cuda(gpus))
+    # CUDA stops at the first that is not there.
+    return tuple(gpus[int(word)] for word in takewhile(lambda x: int(x) < len(gpus), words))
 
 
 def _by_uuid(gpus: list[GpuFacts], words: list[str]) -> tuple[GpuFacts, ...]:
@@ -72,8 +67,8 @@ def _by_uuid(gpus: list[GpuFacts], words: list[str]) -> tuple[GpuFacts, ...]:
 
 
 def _asked_of_cuda(gpus: list[GpuFacts]) -> list[str]:
-    """Return the UUIDs of the GPUs in CUDA's own order, or in that of their addresses where it
-    cannot be asked."""
+    """Return the UUIDs of the GPUs that CUDA sees, in its own order; of all of them where it cannot
+    be asked."""
     command = [sys.executable, "-c", _ASKS_CUDA]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from whale_train.strategies.cost.op_work import Work
 from whale_train.strategies.cost.resharding import cast_times
 from whale_train.strategies.cost.roofline import Times, whole_times, work_times
-from whale_train.strategies.graph.operation_graph import WEIGHTS, is_repeated
+from whale_train.strategies.graph.operation_graph import is_repeated
 from whale_train.strategies.graph.saved_tensors import kept
 from whale_train.strategies.hardware.cluster import Device, Link
 from whale_train.strategies.layouts.propagation import Assignment, Layout, R, Shard
@@ -277,12 +277,8 @@ class BlockCosts:
         return choose_patterns(
             graph,
             part.operations,
-            parameters={
-                name: profile.weight_by_path[graph[name].path].path
-                for name in part.operations
-                if graph[name].target in WEIGHTS
-            },
-            held={p.path: p.elements for p in (*profile.parameters, *profile.frozen)},
+            parameters=profile.weights_read(part.operations),
+            held=profile.weight_elements,
             group_size=shards,
             given=given,
             wanted=wanted,

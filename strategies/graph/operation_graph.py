@@ -320,6 +320,18 @@ class ModelProfile:
         """The same, of frozen ones too."""
         return _by_path((*self.parameters, *self.frozen))
 
+    def weights_read(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the path of every weight among the values `names` of the graph; a tied one has the
+        same path under each of its names."""
+        assert self.graph is not None
+        listed = (self.graph[name] for name in names)
+        return {x.name: self.weight_by_path[x.path].path for x in listed if x.target in WEIGHTS}
+
+    @cached_property
+    def weight_elements(self) -> dict[str, int]:
+        """The elements of every weight, by path."""
+        return {p.path: p.elements for p in (*self.parameters, *self.frozen)}
+
     @cached_property
     def narrow(self) -> frozenset[str]:
         """The paths of the parameters that nothing reads but what autocast lowers to 16 bits, so

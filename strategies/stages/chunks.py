@@ -11,7 +11,6 @@ from math import inf
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.graph.operation_graph import (
-    WEIGHTS,
     ModelProfile,
     OperationGraph,
     Size,
@@ -314,12 +313,8 @@ def _sharded(
     return choose_patterns(
         job.graph,
         part.operations,
-        parameters={
-            name: job.profile.weight_by_path[job.graph[name].path].path
-            for name in part.operations
-            if job.graph[name].target in WEIGHTS
-        },
-        held={p.path: p.elements for p in (*job.profile.parameters, *job.profile.frozen)},
+        parameters=job.profile.weights_read(part.operations),
+        held=job.profile.weight_elements,
         group_size=form.shards,
         given=dict.fromkeys(part.takes, R),
         wanted=dict.fromkeys(part.gives, R),

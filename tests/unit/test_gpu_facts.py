@@ -213,6 +213,8 @@ def test_cuda_numbers_unlike_cards_itself(monkeypatch: pytest.MonkeyPatch) -> No
         return ["GPU-00000001-aaaa", "GPU-00000000-aaaa"]
 
     monkeypatch.setattr(nvml, "_asked_of_cuda", of_cuda)
+    assert len(visible_gpus(mixed)) == 2  # all of them: nobody gave a number
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert [gpu.name for gpu in visible_gpus(mixed)] == [
         *("Tesla V100-PCIE-16GB", "Tesla P100-PCIE-16GB")
     ]
