@@ -26,7 +26,7 @@ from whale_train.checkpoint_files import (
     checkpoints_in,
     folder_of,
     unfinished,
-    unfinished_checkpoints,
+    unfinished_before,
 )
 from whale_train.config import CheckpointOptions
 from whale_train.runtime.state.held import HeldBlock, RankState
@@ -154,7 +154,7 @@ class Saver:
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             line["error"] = error.strerror or str(error)
-        for left in (x for x in unfinished_checkpoints(self._run_dir) if x != folder):
+        for left in unfinished_before(self._run_dir, step):
             shutil.rmtree(left, ignore_errors=True)  # of a rank that was late with its part
         with (self._run_dir / SAVED).open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -143,11 +143,22 @@ def unfinished_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / CHECKPOINTS).glob(f"{_UNFINISHED}*"))
 
 
+def unfinished_before(run_dir: Path, step: int) -> list[Path]:
+    """Return the folders in which checkpoints of earlier steps were written. Into one of a later
+    step another rank may be writing: it goes on once its own part of this one is written."""
+    found = _numbered(run_dir / CHECKPOINTS, f"{_UNFINISHED}step_")
+    return [path for number, path in found if number < step]
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first, whole or not."""
-    numbered = [(path.name.removeprefix("step_"), path) for path in folder.glob("step_*")]
-    found = [(int(number), path) for number, path in numbered if number.isdigit()]
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(_numbered(folder, "step_"), reverse=True)]
+
+
+def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
+    """Return what in a folder is named `prefix` and a number, by that number."""
+    found = [(path.name.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*")]
+    return [(int(number), path) for number, path in found if number.isdigit()]
 
 
 def check(checkpoint: Path) -> Manifest:
