@@ -52,7 +52,7 @@ def main() -> None:
         hydra_config = HydraConfig.get()
         names = {str(k): str(v) for k, v in hydra_config.runtime.choices.items() if v is not None}
         run_dir = Path(hydra_config.runtime.output_dir)
-        end = run_job(config, names, run_dir, place)
+        end = run_job(config, names, run_dir, _again(hydra_config, run_dir), place)
         ends.append((tuple(hydra_config.overrides.task), end))
         if end.status == "interrupted":  # a sweep ends with it
             sys.exit(_status(ends))
@@ -66,6 +66,15 @@ def main() -> None:
     if place is not None and any(end.status == "refused" and not end.is_told for _, end in ends):
         tell_refused()
     sys.exit(_status(ends))
+
+
+def _again(config: Any, run_dir: Path) -> list[str]:
+    """Return the command line of one job, of a sweep too, by what Hydra composed it of."""
+    sources = (each for each in config.runtime.config_sources if each.provider == "command-line")
+    flags = [f"--config-dir={each.path}" for each in sources]
+    # What deletes a graph is written anew for one that is given whole.
+    overrides = [text for text in config.overrides.task if text != "~strategy.graph"]
+    return [*overrides, f"hydra.run.dir={run_dir.absolute()}", *flags]
 
 
 def _status(ends: list[tuple[tuple[str, ...], JobEnd]]) -> int:

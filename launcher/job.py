@@ -2,7 +2,7 @@
 
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from whale_train.checkpoint_files import MODEL, STOP
 from whale_train.config import AUTO, Request, read_request
-from whale_train.errors import ConfigError, Fault, PlanError, RequestError
+from whale_train.errors import ConfigError, Fault, RequestError
 from whale_train.hosts import REFUSED
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
 from whale_train.launcher.attempts import (
@@ -31,15 +31,13 @@ from whale_train.launcher.calibrate import (
     show,
 )
 from whale_train.launcher.command_line import compared_strategies
-from whale_train.launcher.compare_runs import compare
 from whale_train.launcher.export import export, export_into
-from whale_train.launcher.job_end import JobEnd, finish, interrupted
+from whale_train.launcher.job_end import JobEnd, finish, interrupted, started_elsewhere
 from whale_train.launcher.planning.plan_request import (
     Resolved,
     resolve_each,
     resolve_request,
     threads_of,
-    training_of,
 )
 from whale_train.launcher.ranks.external_ranks import (
     MEMBER_PROGRAM,
@@ -47,7 +45,6 @@ from whale_train.launcher.ranks.external_ranks import (
     check_world,
     hosts_met,
     refuse,
-    with_ranks,
 )
 from whale_train.launcher.ranks.host_process import (
     HOST_PROGRAM,
@@ -55,13 +52,13 @@ from whale_train.launcher.ranks.host_process import (
     Outcome,
     describe_failure,
 )
+from whale_train.launcher.ranks.over_ssh import run_over_ssh
 from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import (
     RunDirInUse,
     in_use,
     keep_steps,
     remove_unused,
-    write_json,
 )
 from whale_train.launcher.ranks.run_files import (
     make_run_dir,
@@ -81,43 +78,44 @@ from whale_train.launcher.resume import (
 from whale_train.launcher.ui.progress import Progress
 from whale_train.launcher.ui.show_comparison import comparison_view
 from whale_train.launcher.ui.show_error import error_text, terminal_width
-from whale_train.launcher.ui.show_plan import banner_emulated, plan_view
-from whale_train.launcher.ui.show_verify import verdict_line, verification_view
+from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.terminal import Portable, open_console
-from whale_train.limits import cores, memory_bytes
+from whale_train.launcher.verify import verify
+from whale_train.limits import cores
 from whale_train.models.hub import fetch
 from whale_train.strategies.plan.plan import Plan
-from whale_train.strategies.resolver.resolve import resolve
 
 
 def run_job(
-    config: DictConfig, names: dict[str, str], run_dir: Path, place: LaunchPlace | None = None
+    config: DictConfig,
+    names: dict[str, str],
+    run_dir: Path,
+    arguments: Sequence[str] = (),
+    place: LaunchPlace | None = None,
 ) -> JobEnd:
     """Serve one request; prints what happens and raises nothing a user can cause.
 
-    `place` is given where torchrun or srun started the ranks, and this process as rank 0.
+    `arguments` are a command line that makes the same request. `place` is given where others have
+    started the ranks, and this process as rank 0.
     """
     console = open_console(sys.stdout)
     try:
         request = read_request(config, names)
-        if request.mode != "train" and place is not None:
-            what = "no ranks" if request.mode in ("plan", "export") else "its own ranks"
-            rule = f"starts {what}, and some were started from outside"
-            remedy = "run it without torchrun or srun"
-            raise ConfigError([Fault("mode", request.mode, rule, remedy)])
+        _refuse_mode(request, place)
         if request.model.pretrained is not None:
             fetch(request.model.pretrained, weights=request.mode != "plan")
         if request.mode == "plan":
             return _plan(request, run_dir, console)
         with stop_signals() as signals:
             if request.mode == "verify":
-                return _verify(request, run_dir, console, signals)
+                return verify(request, run_dir, console, signals)
             if request.mode == "calibrate":
                 return _calibrate(request, run_dir, console, signals)
             if request.mode == "export":
                 return export(request, run_dir, console, signals)
-            if place is not None:
-                request = with_ranks(request, place)
+            if request.launcher.kind == "ssh" and place is None:
+                status = run_over_ssh(request, arguments, console, signals)
+                return started_elsewhere(status, run_dir)
             with in_use(run_dir):
                 return _train(request, run_dir, console, place, signals)
     except RequestError as error:
@@ -131,6 +129,18 @@ def run_job(
         return interrupted(run_dir)
 
 
+def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
+    """Refuse a mode that starts other ranks than there are, or will be."""
+    mode, kind = request.mode, request.launcher.kind
+    if mode != "train" and place is not None:
+        what = "no ranks" if mode in ("plan", "export") else "its own ranks"
+        rule = f"starts {what}, and some were started from outside"
+        raise ConfigError([Fault("mode", mode, rule, "run it without torchrun or srun")])
+    if mode in ("verify", "calibrate") and kind == "ssh":
+        rule, remedy = f"is of this host, and launcher={kind} of others", "run it on one of them"
+        raise ConfigError([Fault("mode", mode, rule, remedy)])
+
+
 def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
     """Resolve, write and show the plan, or one for each strategy to compare; nothing starts."""
     run_dir = make_run_dir(request, run_dir)
@@ -141,7 +151,7 @@ def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
     else:
         resolved = resolve_request(request)
         write_plan(run_dir, resolved, request)
-        _show(resolved, request, console)
+        show_resolved(resolved, request, console)
         written = [("the plan", run_dir / "plan.json")]
         if resolved.timeline:
             written.append(("the predicted step's timeline", run_dir / "predicted_trace.json"))
@@ -236,6 +246,10 @@ def _attempt(
     host = HostProcess.start(run_dir, HOST_PROGRAM if place is None else MEMBER_PROGRAM)
     try:
         hosts = None if place is None else hosts_met(run_dir, host, signals.poll)
+        apart = ", ".join(each.name for each in hosts or () if not each.shares)
+        if apart:
+            said = f"{apart}: not this file system; logs stay there, in a directory of that name"
+            console.print(said, soft_wrap=True, markup=False, highlight=False)
         try:
             resolved = resolve_request(request, hosts=hosts)
             if place is not None:
@@ -248,7 +262,7 @@ def _attempt(
                 refuse(run_dir, host)
             raise
         start_ranks(run_dir, resolved, request, None if resumed is None else resumed.path)
-        _show(resolved, request, console)
+        show_resolved(resolved, request, console)
         if _offloads_adam(request, resolved.plan) and not is_compiled(CPU_ADAM):
             console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
         progress = Progress(run_dir, request.train.steps, console, read_from=begun)
@@ -277,41 +291,6 @@ def _offloads_adam(request: Request, plan: Plan) -> bool:
     return offloaded and request.optimizer.name != "sgd"
 
 
-def _verify(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
-    """Run the first steps under the plan, then the same on one process, and return the
-    comparison."""
-    request = only_steps(request)
-    run_dir = make_run_dir(request, run_dir)
-    hosts = [HostProcess.start(run_dir)]
-    try:
-        # Its ranks start as those of a training, and are refused for the same reasons.
-        resolved = resolve_request(request.model_copy(update={"mode": "train"}))
-        alone, one_process = on_one_process(request, resolved)
-        start_ranks(run_dir, resolved, request)
-        _show(resolved, request, console)
-        alone_dir = make_run_dir(alone, run_dir / "verify" / "one_process")
-        hosts.append(HostProcess.start(alone_dir))  # imports meanwhile, and waits for its plan
-        for host, plan, folder in zip(
-            hosts, (resolved, one_process), (run_dir, alone_dir), strict=True
-        ):
-            if folder == alone_dir:
-                start_ranks(folder, plan, request)
-            outcome = host.wait(signals.poll)
-            if outcome.status != "done":
-                return finish(outcome, plan, folder, console)
-    finally:
-        for host in hosts:
-            host.stop()
-    found = compare(request, run_dir, alone_dir, resolved.plan.world_size)
-    write_json(run_dir / "verify.json", found.to_json())
-    console.print(verification_view(found))
-    if not found.equal:
-        sys.stdout.flush()
-        sys.stderr.write(f"error: {verdict_line(found)}; see {run_dir / 'verify.json'}\n")
-        return JobEnd("failed", run_dir)
-    return JobEnd("done", run_dir)
-
-
 def _calibrate(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
     """Ranks on this machine's devices measure them; the figures are kept and shown."""
     request = measuring(request)
@@ -335,54 +314,3 @@ def _calibrate(request: Request, run_dir: Path, console: Console, signals: StopS
         return finish(outcome, resolved, run_dir, console)
     show(kept_of(run_dir, resolved.cluster.devices[0].name), console)
     return JobEnd("done", run_dir)
-
-
-def only_steps(request: Request) -> Request:
-    """Return the request for a verification, which measures gradients and evaluates nothing."""
-    options = {"grad_norm": True, "evaluate_every": None, "tensorboard": False, "trace": False}
-    return request.model_copy(update={"train": request.train.model_copy(update=options)})
-
-
-def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resolved]:
-    """Return the same request for the first device alone, the batch in one piece. Raises PlanError
-    where that cannot hold it.
-
-    A CPU process has the host's memory, whatever device it stands for.
-    """
-    names = request.names | {"strategy": "single"}
-    strategy = {"devices": 1, "graph": {"replicate": {}}}
-    train = request.train.model_copy(update={"accumulate": 1})
-    alone = request.model_copy(update={"names": names, "strategy": strategy, "train": train})
-    cluster = resolved.cluster.first(1)
-    if resolved.device == "cpu":
-        (node,) = cluster.nodes
-        device = replace(node.devices[0], memory_bytes=float(memory_bytes()))
-        cluster = replace(cluster, nodes=(replace(node, devices=(device,)),))
-    try:
-        plan = resolve(alone.strategy_graph(), cluster, resolved.profile, training_of(alone))
-    except PlanError as error:
-        rule = "compares with one process, which cannot hold this model and batch"
-        remedy = "verify a smaller model or train.global_batch"
-        fault = Fault("mode", "verify", rule, remedy)
-        raise PlanError([fault, *error.faults]) from None
-    return alone, replace(resolved, plan=plan, cluster=cluster, paces=None, links=None, found=None)
-
-
-def _show(resolved: Resolved, request: Request, console: Console) -> None:
-    names = request.names
-    title = (
-        f"model={names.get('model')} strategy={names.get('strategy')} "
-        f"hardware={names.get('hardware')}"
-    )
-    if resolved.emulated and request.mode != "plan":
-        console.print(
-            banner_emulated(
-                resolved.plan.world_size,
-                local=False,
-                inventory=names.get("hardware", ""),
-                paces=resolved.paces,
-                slow_links=resolved.links is not None,
-            )
-        )
-    view = plan_view(resolved.plan, resolved.cluster, resolved.profile, title)
-    console.print(Portable(view))

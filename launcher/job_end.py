@@ -12,13 +12,15 @@ from rich.text import Text
 from whale_train.checkpoint_files import MODEL
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ranks.host_process import Outcome, describe_failure
+from whale_train.launcher.ranks.run_dir import remove_unused
 from whale_train.launcher.ui.progress import summary_line, unlike_predicted
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.quantities import in_bytes
 from whale_train.strategies.hardware.calibration import is_measured
 from whale_train.strategies.plan.plan import Plan
 
-EXIT_STATUS = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
+Status = Literal["done", "failed", "refused", "interrupted"]
+EXIT_STATUS: dict[Status, int] = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class JobEnd:
     """How a job ended, and what it measured (empty unless it is done). `is_told` says that ranks
     started by others know of it."""
 
-    status: Literal["done", "failed", "refused", "interrupted"]
+    status: Status
     run_dir: Path
     summary: dict[str, Any] = field(default_factory=dict)
     is_told: bool = False
@@ -53,6 +55,16 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
         sys.stderr.write(f"error: {describe_failure(outcome.failure, place)}\n")
         return JobEnd("failed", run_dir)
     return interrupted(run_dir)
+
+
+def started_elsewhere(status: int, run_dir: Path) -> JobEnd:
+    """Return the end of a job by the exit status of its ranks, which have said all there is to say.
+    What was measured is in the run directory, where their first host shares it."""
+    named = {number: name for name, number in EXIT_STATUS.items()}
+    summary = run_dir / "summary.json"
+    measured = json.loads(summary.read_text()) if status == 0 and summary.exists() else {}
+    remove_unused(run_dir)  # of Hydra's own files, where it is not shared
+    return JobEnd(named.get(status, "failed"), run_dir, measured, is_told=True)
 
 
 def model_line(run_dir: Path, size: int) -> Text:

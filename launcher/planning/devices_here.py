@@ -48,6 +48,16 @@ def joined_cluster(name: str, hosts: Sequence[Host]) -> Cluster:
     return Cluster(name, tuple(nodes), network)
 
 
+def processes_joined(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
+    """Return the CPU processes of `cluster` on the hosts whose ranks they are, where there are as
+    many."""
+    (node,) = cluster.nodes
+    if len(hosts) < 2 or len(node.devices) != sum(len(host.ranks) for host in hosts):
+        return cluster
+    nodes = (replace(node, devices=node.devices[: len(x.ranks)], at=x.node) for x in hosts)
+    return replace(cluster, nodes=tuple(nodes), network=_UNKNOWN_NETWORK)
+
+
 def where(request: Request, cluster: Cluster, hosts: Sequence[Host]) -> Place:
     """Return where the ranks run.
 
@@ -58,8 +68,8 @@ def where(request: Request, cluster: Cluster, hosts: Sequence[Host]) -> Place:
     if cluster.on_cpu:
         return Place(cluster, "cpu", False)
     has_gpus = any(host.cards for host in hosts)
-    if kind == "emulate" or (kind == "auto" and not has_gpus):
-        return Place(cluster, "cpu", True)
+    if kind == "emulate" or (kind != "local" and not has_gpus):
+        return Place(_on_hosts_emulated(cluster, hosts), "cpu", True)
     if not has_gpus:
         rule = f"needs the devices of hardware={cluster.name}, and this machine has no GPU"
         found: Cluster | list[Fault] = [Fault("launcher", "local", rule, _REMEDY)]
@@ -92,6 +102,8 @@ def cards_of(used: Cluster, hosts: Sequence[Host]) -> list[GpuFacts]:
 
 def refuse_other_order(used: Cluster, hosts: Sequence[Host], faults: list[Fault]) -> None:
     """Refuse devices whose ranks are not in the order in which ranks were started on the hosts."""
+    if not any(node.at for node in used.nodes):
+        return
     planned = [node.at for node in used.nodes for _ in node.devices]
     started = {rank: host.node for host in hosts for rank in host.ranks}
     if started and planned != [started.get(rank) for rank in range(len(planned))]:
@@ -144,6 +156,34 @@ def _on_hosts(cluster: Cluster, hosts: Sequence[Host]) -> Cluster | list[Fault]:
         )
         for node in left
     ]
+
+
+def _on_hosts_emulated(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
+    """Return the inventory with its nodes in the order of the hosts whose ranks stand for their
+    devices, as many as these are; one host stands for all. Raises ConfigError where some do not
+    fit."""
+    if len(hosts) < 2:
+        return cluster
+    left, nodes = list(cluster.nodes), []
+    for host in hosts:
+        node = next((node for node in left if len(node.devices) == len(host.ranks)), None)
+        if node is None:
+            break
+        left.remove(node)
+        nodes.append(replace(node, at=host.node))
+    if left or len(nodes) < len(hosts):
+        rule = f"has nodes of {_counts(len(node.devices) for node in cluster.nodes)} devices, and "
+        rule += f"the hosts {_counts(len(host.ranks) for host in hosts)} ranks"
+        said = ", ".join(f"{host.name}: {len(host.ranks)}" for host in hosts)
+        remedy = f"start as many ranks on each host as a node has devices ({said})"
+        raise ConfigError([Fault("hardware", cluster.name, rule, remedy)])
+    return replace(cluster, nodes=tuple(nodes), fewer={})
+
+
+def _counts(numbers: Iterable[int]) -> str:
+    """Return `8, 8 and 4`."""
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _number(cluster: Cluster, node: Node) -> int:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from whale_train.config import Request
+from whale_train.config import AUTO, Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
@@ -26,6 +26,7 @@ from whale_train.launcher.planning.devices_here import (
     Place,
     cards_of,
     joined_cluster,
+    processes_joined,
     refuse_other_order,
     said_of_figures,
     seated,
@@ -43,7 +44,7 @@ from whale_train.strategies.grammar.nodes import Replicate, Strategy, every_node
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.calibration import calibrated, on_cores, stand_ins
 from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster
-from whale_train.strategies.hardware.inventory import MachineFacts, read_inventory
+from whale_train.strategies.hardware.inventory import read_inventory
 from whale_train.strategies.memory.malloc_headroom import THRESHOLD, said_of_holes
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
@@ -123,8 +124,9 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     on_cards = device == "cuda" and request.mode == "train"
     if on_cards:
         faults += refused_architectures(cards_of(made.used, hosts))
+    if request.mode == "train":
         refuse_other_order(made.used, hosts, faults)
-    on_one_host = device == "cpu" and (emulated or len(cluster.nodes) == 1)
+    on_one_host = device == "cpu" and len(hosts) == 1
     shared = memory_bytes() if on_one_host and request.mode != "plan" else None
     copies = said_of_copies(
         *(request.checkpoint, made.plan, profile, training, shared, faults),
@@ -256,27 +258,41 @@ def _place(request: Request, hosts: Sequence[Host], faults: list[Fault]) -> Plac
         if request.hardware.get("kind") == "local" and _has_ranks_on_gpus(hosts):
             cluster = joined_cluster(name, hosts)
         else:
-            cluster = read_inventory(request.hardware, name, faults, machine)
+            cluster = read_inventory(_with_ranks(request.hardware, hosts), name, faults, machine)
         if cluster is None:
             return None
+        if cluster.on_cpu and len(cluster.nodes) == 1:
+            cluster = processes_joined(cluster, hosts)
         place = where(request, cluster, hosts)
-        return replace(place, cluster=_as_measured(place.cluster, request, machine))
+        return replace(place, cluster=_as_measured(place.cluster, request, hosts))
     except ConfigError as error:
         faults += error.faults
         return None
+
+
+def _with_ranks(hardware: Mapping[str, Any], hosts: Sequence[Host]) -> Mapping[str, Any]:
+    """Return an inventory with as many CPU processes as ranks were started, where it leaves their
+    number open: under torchrun it may be another each time they are started."""
+    ranks = sum(len(host.ranks) for host in hosts)
+    if not ranks or hardware.get("kind") is None or hardware.get("devices", AUTO) != AUTO:
+        return hardware
+    return {**hardware, "kind": "cpu", "devices": ranks}
 
 
 def _has_ranks_on_gpus(hosts: Sequence[Host]) -> bool:
     return any(host.ranks for host in hosts) and any(host.cards for host in hosts)
 
 
-def _as_measured(cluster: Cluster, request: Request, machine: MachineFacts) -> Cluster:
+def _as_measured(cluster: Cluster, request: Request, hosts: Sequence[Host]) -> Cluster:
     """`cluster` with the figures that were measured of its devices, and the processors that its
     CPU processes share: of all of them, and of fewer where these have more threads each. Raises
     ConfigError for a calibration that cannot be read."""
-    threads = partial(threads_of, request, machine.cores)
+    cores = sum(host.cores for host in hosts)
+    threads = partial(threads_of, request, cores)
     if cluster.on_cpu:
-        return on_cores(cluster, kept(), machine.cores, threads)
+        processes = on_cores(cluster, kept(), cores, threads)
+        one_host = len(cluster.nodes) == 1
+        return processes if one_host else replace(processes, shared_memory=None, fewer={})
     return calibrated(cluster, kept(), threads(len(cluster.devices)))
 
 

@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault, LaunchError, PlanError
 from whale_train.hosts import HOSTS, REFUSED, Host, read_hosts
 from whale_train.launcher.ranks.host_process import POLL_S, HostProcess, Outcome
@@ -121,15 +120,6 @@ def refuse(run_dir: Path, member: HostProcess) -> None:
     with suppress(KeyboardInterrupt):
         while not member.has_ended and time.monotonic() < deadline:
             time.sleep(POLL_S)
-
-
-def with_ranks(request: Request, place: LaunchPlace) -> Request:
-    """Return the request on as many CPU processes as ranks were started, where it leaves their
-    number open: under torchrun it may be another each time they are started."""
-    asked = request.hardware
-    if asked.get("kind") != "cpu" or asked.get("devices") != "auto":
-        return request
-    return request.model_copy(update={"hardware": asked | {"devices": place.world_size}})
 
 
 def check_world(place: LaunchPlace, plan: Plan) -> None:

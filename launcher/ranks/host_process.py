@@ -35,7 +35,8 @@ class RunFailure:
     `exit_status` is). A `timeout` is a wait of `rank` for the ranks `absent`: `message` says it
     without its subject, `traceback` is the stack of the first of them where it was seen, else the
     waiting rank's. `step` is the optimizer step that was being computed. `log` is relative to the
-    run directory.
+    run directory, which is that of `host` where one is given: it has one of its own. Of a `kind`
+    `host`, all of whose ranks, the first of them `rank`, ended without a word, `message` says so.
     """
 
     rank: int | None
@@ -48,6 +49,7 @@ class RunFailure:
     message: str | None = None
     traceback: str | None = None
     absent: tuple[int, ...] = ()
+    host: str | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,10 @@ def describe_failure(failure: RunFailure, rank_place: str) -> str:
     place = f" ({rank_place})" if rank_place else ""
     who = "the host process" if failure.rank is None else f"rank {failure.rank}{place}"
     when = "" if failure.step is None else f" at step {failure.step}"
-    if failure.kind == "signal":
+    log = failure.log if failure.host is None else f"{failure.log}, on host {failure.host}"
+    if failure.kind == "host":
+        what = f"host {failure.host} failed{when}:\n{(failure.traceback or '').rstrip()}"
+    elif failure.kind == "signal":
         what = f"{who} was killed by {failure.signal}{when}"
     elif failure.kind == "exit":
         what = f"{who} ended with exit status {failure.exit_status}{when}"
@@ -167,4 +172,4 @@ def describe_failure(failure: RunFailure, rank_place: str) -> str:
         what = f"{who} {failure.message}\n{(failure.traceback or '').rstrip()}"
     else:
         what = f"{who} failed{when}:\n{(failure.traceback or '').rstrip()}"
-    return f"{what}\nIts log: {failure.log}"
+    return f"{what}\nIts log: {log}"

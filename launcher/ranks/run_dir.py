@@ -20,7 +20,7 @@ from typing import Any
 
 from whale_train.checkpoint_files import SAVED, STOP, unfinished_in
 from whale_train.errors import ConfigError, Fault
-from whale_train.hosts import HOSTS, REFUSED
+from whale_train.hosts import HOSTS, MEETING, REFUSED
 
 # Any of these says that a run has been here.
 PLANS = "plans"  # of a comparison, a file each
@@ -31,7 +31,7 @@ ATTEMPTS = "attempts"  # what earlier attempts of a run left, 1, 2, ...
 ATTEMPT_FILES = (
     *("request.json", "environment.json", "plan.json", "launch.json", "ready", STOP),
     *("failure.json", "strategy.yaml", "predicted_trace.json", "trace.json", "summary.json"),
-    *(SAVED, HOSTS, REFUSED, "inventory.yaml"),
+    *(SAVED, MEETING, HOSTS, REFUSED, "inventory.yaml"),
 )
 
 # The packages a run's numbers may depend on.
@@ -200,5 +200,5 @@ def remove_unused(run_dir: Path) -> None:
 # host says, which prepares in the meantime and may stumble over the same fault.
 _MADE_BEFORE_A_PLAN = (
     *(f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")),
-    *("request.json", "failure.json", "logs/host.log", HOSTS, REFUSED),
+    *("request.json", "failure.json", "logs/host.log", MEETING, HOSTS, REFUSED),
 )

@@ -53,29 +53,20 @@ def plan_view(plan: Plan, cluster: Cluster, profile: ModelProfile, title: str) -
 
 def banner_emulated(
     count: int,
-    local: bool,
     inventory: str = "",
+    hosts: int = 1,
     paces: Sequence[float] | None = None,
     slow_links: bool = False,
 ) -> RenderableType:
     """Return what must be known about speeds before a run on CPU processes: a panel on a terminal,
     else a single line.
 
-    `local`: the processes are this machine's own devices (it has no GPU, or the inventory is CPU
-    processes) and stand for nothing else; otherwise they stand for the `count` devices of
-    `inventory`, and take `paces` seconds for a second of computing; with `slow_links`, what joins
-    them keeps the proportions of the inventory's links.
+    They stand for the `count` devices of `inventory`, on so many `hosts`, and take `paces` seconds
+    for a second of computing; with `slow_links`, what joins them keeps the proportions of the
+    inventory's links.
     """
-    processes = f"{count:,} CPU {'process' if count == 1 else 'processes'} over gloo"
-    if local:
-        return Portable(
-            _Banner(
-                name="cpu",
-                facts=f"{processes} on this machine; no GPU is used.\n"
-                "Results are real training, and the speeds are this machine's.",
-                line=f"{processes} on this machine, no GPU: real training, this machine's speeds",
-            )
-        )
+    where = "this machine" if hosts == 1 else f"{hosts:,} hosts"
+    processes = f"{count:,} CPU {'process' if count == 1 else 'processes'} over gloo on {where}"
     devices = f"{count:,} {'device' if count == 1 else 'devices'} of {inventory or 'the inventory'}"
     kept = []
     if paces is not None:
@@ -94,9 +85,9 @@ def banner_emulated(
     return Portable(
         _Banner(
             name="emulated",
-            facts=f"{devices} emulated as {processes} on this machine.\n"
+            facts=f"{devices} emulated as {processes}.\n"
             f"Results are real training; speeds are not those devices'{ratios}.",
-            line=f"{devices} as CPU processes over gloo on this machine: real training, {speeds}",
+            line=f"{devices} as CPU processes over gloo on {where}: real training, {speeds}",
         )
     )
 

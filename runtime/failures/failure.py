@@ -12,10 +12,12 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from whale_train.hosts import Host
 from whale_train.runtime.failures.timeouts import StackCall, Wait, find_hang, stack_text
 
 FAILURE_FILE = "failure.json"
@@ -46,7 +48,7 @@ class RankError:
     """The exception a rank failed with (`logs/rank_N.failure.json`).
 
     `time_s` is seconds since the epoch; `communication` says that another rank's end may have
-    caused it; `step` as in `Failure`; `wait` is given where it waited in vain.
+    caused it; `step` and `host` as in `Failure`; `wait` is given where it waited in vain.
     """
 
     rank: int
@@ -57,6 +59,13 @@ class RankError:
     step: int | None
     traceback: str
     wait: Wait | None = None
+    host: str | None = None
+
+    @classmethod
+    def from_json(cls, text: str) -> "RankError":
+        content = json.loads(text)
+        wait = content["wait"]
+        return cls(**{**content, "wait": wait and Wait.from_json(wait)})
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,9 @@ class Failure:
     `exit_status` is). A `timeout` is a wait of `rank` for the ranks `absent`: `message` says it
     without its subject, `traceback` is the stack of the first of them where it was seen, else the
     waiting rank's. `step` is the optimizer step that was being computed, None before the first
-    one is done. `log` is relative to the run directory.
+    one is done. `log` is relative to the run directory, which is that of `host` where one is given:
+    it has one of its own. Of a `kind` `host`, all of whose ranks, the first of them `rank`, ended
+    without a word, `message` says so.
     """
 
     rank: int | None
@@ -91,10 +102,14 @@ class Failure:
     message: str | None = None
     traceback: str | None = None
     absent: tuple[int, ...] = ()
+    host: str | None = None
 
 
-def record_failure(run_dir: Path, rank: int, error: BaseException, step: int | None) -> RankError:
-    """Write a rank's failure to its own file and print its traceback to stderr (its log)."""
+def record_failure(
+    run_dir: Path, rank: int, error: BaseException, step: int | None, host: str | None = None
+) -> RankError:
+    """Write a rank's failure to its own file, where that can be, and print its traceback to stderr
+    (its log). `host` is given where it has a run directory of its own."""
     wait = error.wait if isinstance(error, CollectiveTimeout) else None
     record = RankError(
         rank=rank,
@@ -105,8 +120,10 @@ def record_failure(run_dir: Path, rank: int, error: BaseException, step: int | N
         step=wait.step if wait is not None and wait.step is not None else step,
         traceback="".join(traceback.format_exception(error)),
         wait=wait,
+        host=host,
     )
-    write_record(run_dir / "logs" / f"rank_{rank}.failure.json", asdict(record))
+    with suppress(OSError):  # a full disk
+        write_record(run_dir / "logs" / f"rank_{rank}.failure.json", asdict(record))
     sys.stderr.write(record.traceback)
     return record
 
@@ -129,12 +146,7 @@ def record_host_failure(run_dir: Path, error: BaseException) -> None:
 def read_errors(run_dir: Path) -> dict[int, RankError]:
     """Return the failures that ranks have recorded so far, by rank."""
     files = (run_dir / "logs").glob("rank_*.failure.json")
-    records = [json.loads(file.read_text()) for file in files]
-    waits = [Wait.from_json(record["wait"]) if record["wait"] else None for record in records]
-    return {
-        record["rank"]: RankError(**{**record, "wait": wait})
-        for record, wait in zip(records, waits, strict=True)
-    }
+    return {e.rank: e for e in (RankError.from_json(file.read_text()) for file in files)}
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -214,6 +226,7 @@ def first_failure(
             type=error.type,
             message=error.message,
             traceback=error.traceback,
+            host=error.host,
         )
     code = end_of[rank].code
     if code < 0:
@@ -241,31 +254,42 @@ def hang_among(
         message=hang.message,
         traceback=stack_text(stack) if stack else witness.traceback,
         absent=hang.absent,
+        host=witness.host,
     )
 
 
-def failure_among(errors: Mapping[int, RankError], world_size: int) -> Failure:
+def failure_among(
+    errors: Mapping[int, RankError],
+    world_size: int,
+    hosts: Sequence[Host] = (),
+    living: Iterable[int] = (),
+) -> Failure:
     """Return the failure that caused the others, where no host saw how the ranks ended.
 
-    `errors` is what ranks recorded, at least one of them. When all of them are communication
-    errors, none of them a wait in vain, and a single rank recorded none, that one is the cause: it
-    was killed, or cut off.
+    `errors` is what ranks recorded, at least one of them; `living` are some that have none. When
+    all of them are communication errors, none of them a wait in vain, and of a single other rank
+    nothing is known, or of those of one of the `hosts`, these are the cause: they were killed, or
+    cut off.
     """
-    silent = set(range(world_size)) - errors.keys()
-    lost_one = all(error.communication and not error.wait for error in errors.values())
-    if len(silent) != 1 or not lost_one:
+    silent = sorted(set(range(world_size)) - errors.keys() - set(living))
+    lost_some = all(error.communication and not error.wait for error in errors.values())
+    lost = next((host for host in hosts if len(hosts) > 1 and sorted(host.ranks) == silent), None)
+    if not lost_some or not (lost or len(silent) == 1):
         return first_failure([], errors, None)
-    lost = silent.pop()
     witness = min(errors.values(), key=lambda error: (error.time_s, error.rank))
     message = "ended without a word: it was killed, or its host was cut off"
+    if lost is not None:
+        ranks = f"ranks {silent[0]} to {silent[-1]}" if silent[1:] else f"rank {silent[0]}"
+        message = f"ended without a word, and {ranks} with it: it was killed, or cut off"
     return Failure(
-        lost,
-        "exception",
-        f"logs/rank_{lost}.log",
+        silent[0],
+        "exception" if lost is None else "host",
+        f"logs/rank_{silent[0]}.log",
         step=witness.step,
         type=witness.type,
         message=message,
         traceback=f"{message}; what rank {witness.rank} met:\n{witness.traceback}",
+        host=None if lost is None else lost.name,
     )
 
 

@@ -5,7 +5,7 @@
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where it is,
 WHALE_TRAIN_JOB_KEY whom it believes. Rank 0 is started with the run directory by the `whale-train`
 that composes the job, writes there what hosts the ranks are on, waits for its plan, and tells the
-others, who see it through a shared file system, or that there is none; so does `--refused` at once.
+others, or that there is none; so does `--refused` at once. Hosts need not share any files.
 Exit status: 0 done; 1 failed; 2 the request was refused.
 """
 
@@ -30,10 +30,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from whale_train.errors import LaunchError
 from whale_train.hosts import HOSTS, Seen, hosts_to_json, joined
+from whale_train.runtime.failures.exchange import FailureExchange
 from whale_train.runtime.failures.failure import (
     FAILURE_FILE,
     failure_among,
-    read_errors,
     record_failure,
     step_in_progress,
     write_record,
@@ -41,7 +41,6 @@ from whale_train.runtime.failures.failure import (
 )
 from whale_train.runtime.process.fork_server import (
     POLL_S,
-    SETTLE_S,
     end_with_parent,
     log_to,
     num_threads,
@@ -49,6 +48,7 @@ from whale_train.runtime.process.fork_server import (
     set_num_threads,
     wait_until_ready,
 )
+from whale_train.runtime.process.job_folder import JobFolder, take_place
 from whale_train.runtime.process.job_message import Job, JobKey
 
 LEAVING = timedelta(seconds=60)
@@ -70,7 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         key = JobKey.from_environment()
         store = _meet(rank, key)
-        store.set(f"seen/{rank}", key.signed(Seen.here().to_json()))  # type: ignore[arg-type]
+        if rank == 0:
+            told = "" if run_dir is None else JobFolder.made(run_dir).to_json()
+            store.set("folder", key.signed(told))  # type: ignore[arg-type]
+        told = key.checked(store.get("folder"), "rank 0")
+        seen = Seen.here(shares=bool(told) and JobFolder.from_json(told).is_here)
+        store.set(f"seen/{rank}", key.signed(seen.to_json()))  # type: ignore[arg-type]
         if run_dir is not None:
             hosts = joined(_seen(store, key, other) for other in range(world_size))
             write_whole(run_dir / HOSTS, hosts_to_json(hosts))
@@ -85,9 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if run_dir is None:  # no job that would have a place for it
             sys.stderr.write(f"error: rank {rank} did not meet the others: {error}\n")
         else:
-            _fail(run_dir, rank, world_size, error)
+            failure = failure_among({rank: record_failure(run_dir, rank, error, None)}, world_size)
+            write_record(run_dir / FAILURE_FILE, asdict(failure))
         return 1
-    status = 2 if job is None else _train(job, rank, world_size, store)
+    status = 2 if job is None else _train(job, rank, world_size, store, key)
     if status != 1:
         _leave(store, rank, world_size)
     return status
@@ -170,24 +176,14 @@ def _has_heard(store: Store, rank: int, chosen: str) -> bool:
     return store.check([heard]) and store.get(heard).decode() == chosen
 
 
-def _train(job: Job, rank: int, world_size: int, store: Store) -> int:
-    run_dir = job.run_dir
-    if not (run_dir / "ready").exists():
-        sys.stderr.write(
-            f"error: rank {rank} does not see the run directory {run_dir}; "
-            "put it on a file system all hosts share (hydra.run.dir=...)\n"
-        )
-        return 1
-    unlike = job.unlike()
-    if unlike is not None:
-        sys.stderr.write(
-            f"error: {run_dir / unlike} is not on this host what rank 0 sent rank {rank}; "
-            "put the run directory on a file system all hosts share (hydra.run.dir=...)\n"
-        )
-        return 1
-    log_to(run_dir / "logs" / f"rank_{rank}.log")
-    set_num_threads(num_threads(int(os.environ["LOCAL_WORLD_SIZE"])))
+def _train(job: Job, rank: int, world_size: int, store: Store, key: JobKey) -> int:
+    run_dir, exchange = job.run_dir, FailureExchange(store, key, world_size)
+    host = job.host_of(rank)
     try:
+        take_place(job, host, rank, store, key)
+        log_to(run_dir / "logs" / f"rank_{rank}.log")
+        end_watch = exchange.watch(run_dir, rank)
+        set_num_threads(num_threads(int(os.environ["LOCAL_WORLD_SIZE"])))
         # Imported here: to say that there is no job takes none of it.
         from whale_train.config import Request
         from whale_train.runtime.process import rank_main as worker
@@ -200,8 +196,11 @@ def _train(job: Job, rank: int, world_size: int, store: Store) -> int:
                 signal.signal(number, asked.signalled)
         world = PrefixStore("world", store)
         worker.run(run_dir, rank, world_size, world, prepared, asked.is_made)
+        end_watch()
     except Exception as error:
-        _fail(run_dir, rank, world_size, error)
+        own = None if host.shares else host.name
+        exchange.tell(record_failure(run_dir, rank, error, step_in_progress(run_dir), own))
+        exchange.settle(run_dir)
         return 1
     return 0
 
@@ -218,21 +217,6 @@ class _StopRequest:
 
     def is_made(self) -> bool:
         return self._signalled
-
-
-def _fail(run_dir: Path, rank: int, world_size: int, error: Exception) -> None:
-    """Record a failure, and, once the others had their time to say what they failed of, what
-    the run failed of."""
-    record_failure(run_dir, rank, error, step_in_progress(run_dir))
-    deadline = time.monotonic() + SETTLE_S
-    errors = read_errors(run_dir)
-    while all(found.communication for found in errors.values()) and len(errors) < world_size:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(POLL_S)
-        errors = read_errors(run_dir)
-    if not (run_dir / FAILURE_FILE).exists():
-        write_record(run_dir / FAILURE_FILE, asdict(failure_among(errors, world_size)))
 
 
 def _leave(store: Store, rank: int, world_size: int) -> None:

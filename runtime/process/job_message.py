@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whale_train.errors import LaunchError
+from whale_train.hosts import HOSTS, Host, host_of, hosts_from_json
 
 KEY = "WHALE_TRAIN_JOB_KEY"  # the variable of the job's key, 64 hexadecimal digits
 
 # All that ranks read of a job, in its run directory.
-FILES = ("request.json", "plan.json", "launch.json")
+FILES = ("request.json", "plan.json", "launch.json", HOSTS)
 _TAG_BYTES = 32  # of SHA-256
 
 
@@ -33,6 +34,10 @@ class Job:
         """Return the job of a run directory that is ready."""
         run_dir = run_dir.absolute()
         return cls(run_dir, {name: (run_dir / name).read_text() for name in FILES})
+
+    def host_of(self, rank: int) -> Host:
+        """Return the host that `rank` is on."""
+        return host_of(hosts_from_json(self.texts[HOSTS]), rank)
 
     def unlike(self) -> str | None:
         """Return the first of FILES that does not hold here what rank 0 sent; None if all do."""

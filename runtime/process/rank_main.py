@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
+from whale_train.hosts import read_hosts
 from whale_train.limits import memory_bytes
 from whale_train.models.export.export import export_model
 from whale_train.models.export.lifted_constants import with_constants
@@ -40,8 +41,10 @@ from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
 from whale_train.runtime.process.fork_server import num_threads
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.runtime.process.shared_init import build_shared, let_go
+from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.final_model import write_final
 from whale_train.runtime.state.held import RankState, saved_names
+from whale_train.runtime.state.parts import Part
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.restore import restore
 from whale_train.runtime.state.saver import Saver
@@ -182,33 +185,36 @@ def train_as_planned(
         summary = verify(run_dir, request, plan, program, batches, metrics, rank)
     else:
         random = RandomStates(program.shared_random)
+        wait_s = request.launcher.timeout_s
+        carrier = Carrier(run_dir, read_hosts(run_dir), rank, world_size, wait_s)
         resumed, started = None, time.monotonic()
         if (checkpoint := _checkpoint(run_dir)) is not None:
-            resumed = restore(checkpoint, state, random, plan, rank)
+            resumed = restore(carrier.fetched(checkpoint), state, random, plan, rank)
+            carrier.forget()
         resumed_s = time.monotonic() - started
         trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
-        wait_s = request.launcher.timeout_s
         saver = None
         if request.checkpoint.every is not None:
             saver = Saver(
-                *(run_dir, request.checkpoint, state, random, rank, world_size, wait_s),
-                Votes(device),
-                is_asked_to_stop,
+                *(run_dir, request.checkpoint, state, random, rank, carrier),
+                *(Votes(device), is_asked_to_stop),
             )
         summary = train(request, plan, program, batches, metrics, trace, saver, resumed)
         summary["resumed_s"] = None if resumed is None else resumed_s
         if trace is not None:
-            trace.write(run_dir)
+            written = Part(rank, (trace.write(run_dir),))
+            if rank == 0:
+                merge(run_dir, carrier.gathered(run_dir, written))
+            else:
+                carrier.hand_over(run_dir, written)
         if request.checkpoint.final and summary["stopped_after"] is None:
             last = None if saver is None else saver.last
             made = (prepared.module.model, request.model)
-            folder = write_final(run_dir, state, *made, last, rank, world_size, wait_s)
+            folder = write_final(run_dir, state, *made, last, rank, carrier)
             if folder is not None:
                 summary["model_bytes"] = sum(x.stat().st_size for x in folder.iterdir())
     peaks: list[int] = [0] * world_size
     dist.all_gather_object(peaks, peak_memory_bytes(device))
-    if rank == 0 and request.train.trace:
-        merge(run_dir, world_size)
     if metrics is not None:
         metrics.close()
         summary["peak_memory_bytes"] = peaks

@@ -21,8 +21,9 @@ from whale_train.models.build import given_config
 from whale_train.models.export.export import model_on_meta
 from whale_train.models.hub import folder_of
 from whale_train.models.options import ModelOptions
+from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import RankState
-from whale_train.runtime.state.parts import gathered, hand_over, write_blocks, written
+from whale_train.runtime.state.parts import write_blocks, written
 from whale_train.runtime.state.saver import owned
 from whale_train.runtime.state.tensor_files import TensorReader, write_json, write_tensors
 
@@ -48,8 +49,7 @@ def write_final(
     options: ModelOptions,
     checkpoint: Path | None,
     rank: int,
-    ranks: int,
-    timeout_s: float,
+    carrier: Carrier,
 ) -> Path | None:
     """Write the trained weights, every rank what it saves of them, and return the folder that rank
     0 makes of it (None to the others). Where a `checkpoint` was saved after the last step, that is
@@ -63,9 +63,9 @@ def write_final(
             blocks = [x for x in owned(state.blocks()) if x.folder == "model"]
             own = written(parts, rank, lambda: write_blocks(parts, blocks, rank))
             if rank:
-                hand_over(parts, own)
+                carrier.hand_over(parts, own)
             else:
-                gathered(parts, own, ranks, timeout_s)
+                carrier.gathered(parts, own)
         if rank:
             return None
         if has_adapters(model):  # peft asks its modules what they hold, which ranks took from them

@@ -29,8 +29,9 @@ from whale_train.checkpoint_files import (
     unfinished_before,
 )
 from whale_train.config import CheckpointOptions
+from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import HeldBlock, RankState
-from whale_train.runtime.state.parts import Part, gathered, hand_over, write_blocks, written
+from whale_train.runtime.state.parts import Part, write_blocks, written
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.tensor_files import write_json, write_text
 from whale_train.runtime.state.votes import Votes, Wish
@@ -39,8 +40,8 @@ _COPIED = ("plan.json", "request.json")
 
 
 class Saver:
-    """Saves what `rank` of `ranks` holds; all of them save at the same steps. A wait for the others
-    ends after `timeout_s`. `is_asked_to_stop` says whether this process was told to end."""
+    """Saves what `rank` holds; all ranks save at the same steps. `is_asked_to_stop` says whether
+    this process was told to end."""
 
     def __init__(
         self,
@@ -49,14 +50,13 @@ class Saver:
         state: RankState,
         random: RandomStates,
         rank: int,
-        ranks: int,
-        timeout_s: float,
+        carrier: Carrier,
         votes: Votes,
         is_asked_to_stop: Callable[[], bool],
     ) -> None:
         self._run_dir, self._options, self._state = run_dir, options, state
         self._random = random
-        self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
+        self._rank, self._carrier = rank, carrier
         self._votes, self._is_asked_to_stop = votes, is_asked_to_stop
         self._saved_s = time.monotonic()
         self._writing: threading.Thread | None = None
@@ -119,7 +119,7 @@ class Saver:
         if self._rank == 0:
             self._finish(step, folder, checkpoint, scalars, started, own)
         else:
-            hand_over(folder, own)
+            self._carrier.hand_over(folder, own)
 
     def _own_files(
         self, folder: Path, blocks: list[HeldBlock], random: dict[str, Any]
@@ -140,7 +140,7 @@ class Saver:
         or why not."""
         line: dict[str, Any] = {"step": step, "path": str(checkpoint)}
         try:
-            files = gathered(folder, own, self._ranks, self._timeout_s)
+            files = self._carrier.gathered(folder, own)
             files.append(write_json(folder, "state.json", {"step": step, **scalars}))
             files += [
                 write_text(folder, name, (self._run_dir / name).read_text()) for name in _COPIED

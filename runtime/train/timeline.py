@@ -6,11 +6,13 @@ asked for, unless what is asked for waits.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from whale_train.checkpoint_files import FileRecord
+from whale_train.runtime.state.tensor_files import write_text
 from whale_train.strategies.schedule.instructions import Instruction
 from whale_train.strategies.simulate.chrome_trace import event, named
 
@@ -32,12 +34,10 @@ class Trace:
             took = time.time_ns() - started
             self._events.append(event(self._rank, what, started / 1e3, took / 1e3))
 
-    def write(self, run_dir: Path) -> None:
+    def write(self, run_dir: Path) -> FileRecord:
         """`run_dir/trace/rank_N.json`."""
-        folder = run_dir / "trace"
-        folder.mkdir(exist_ok=True)
-        path = folder / f"rank_{self._rank}.json"
-        path.write_text(json.dumps({"traceEvents": self._events}))
+        text = json.dumps({"traceEvents": self._events})
+        return write_text(run_dir, f"trace/rank_{self._rank}.json", text)
 
 
 def span(trace: Trace | None, what: Instruction | str) -> AbstractContextManager[None]:
@@ -45,10 +45,9 @@ def span(trace: Trace | None, what: Instruction | str) -> AbstractContextManager
     return nullcontext() if trace is None else trace.span(what)
 
 
-def merge(run_dir: Path, ranks: int) -> None:
-    """Write one timeline of all ranks, `run_dir/trace.json`, out of what each has written."""
+def merge(run_dir: Path, files: Iterable[FileRecord]) -> None:
+    """Write one timeline of all ranks, `run_dir/trace.json`, out of the `files` of each."""
     events: list[dict[str, Any]] = []
-    for rank in range(ranks):
-        path = run_dir / "trace" / f"rank_{rank}.json"
-        events += json.loads(path.read_text())["traceEvents"]
+    for file in files:
+        events += json.loads((run_dir / file.path).read_text())["traceEvents"]
     (run_dir / "trace.json").write_text(json.dumps({"traceEvents": events}))

@@ -95,9 +95,12 @@ class LauncherOptions(_Section):
     waits for others longer than `timeout_s` fails, naming those that did not come. Where ranks
     stand for devices this machine does not have, `device_speed` slows each to its device's speed
     relative to the fastest, and `link_speed` each link to its relative bandwidth. After a rank or
-    host has died, a job goes on from its newest checkpoint up to `max_restarts` times."""
+    host has died, a job goes on from its newest checkpoint up to `max_restarts` times. `ssh` starts
+    them on `hosts`, by the Python that is at `python` there."""
 
-    kind: Literal["auto", "local", "emulate"] = "auto"
+    kind: Literal["auto", "local", "emulate", "ssh"] = "auto"
+    hosts: tuple[Annotated[str, Field(min_length=1, pattern=r"^[^-\s]\S*$")], ...] = ()
+    python: str | None = Field(None, min_length=1)
     threads: _Count | None = None
     # gloo adds it, in nanoseconds of 64 bits, to a clock: that ends after 292 years.
     timeout_s: float = Field(1800.0, gt=0, le=1e9)
@@ -273,6 +276,9 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
     if isinstance(checkpoint, CheckpointOptions):
         _refuse_path(checkpoint, sections.get("mode"), faults)
     if isinstance(launcher, LauncherOptions) and isinstance(checkpoint, CheckpointOptions):
+        if launcher.kind == "ssh" and not launcher.hosts:
+            remedy = "name them, as launcher.hosts=[gpu1,gpu2]"
+            faults.append(Fault("launcher.hosts", "[]", "names no host to start ranks on", remedy))
         restarts = launcher.max_restarts
         if restarts and checkpoint.every is None:
             rule = "starts again what nothing is saved of (checkpoint.every=null)"

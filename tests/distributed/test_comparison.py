@@ -20,8 +20,8 @@ from whale_train.config import OptimizerOptions, Request, read_request
 from whale_train.errors import PlanError
 from whale_train.launcher.command_line import composed, rewritten
 from whale_train.launcher.compare_runs import Verification, compare
-from whale_train.launcher.job import on_one_process, only_steps
 from whale_train.launcher.planning.plan_request import resolve_request
+from whale_train.launcher.verify import on_one_process, only_steps
 from whale_train.runtime.engines.base import Copies
 from whale_train.runtime.engines.optimizers import make_optimizer
 from whale_train.runtime.state.blocks import Placement, placement

@@ -9,121 +9,27 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.distributed.jobs import COMMAND, Job, job_in
 from tests.pairs import IS_FULL
 
+from whale_train.hosts import Seen, joined
 from whale_train.launcher.ranks.rank_env import PORTS
 from whale_train.runtime.failures.failure import RankError, failure_among
 
 ROOT = Path(__file__).parents[2]
-COMMAND = (
-    *("-m", "whale_train.launcher.cli", "strategy=zero1", "hardware=cpu", "hardware.devices=2"),
-    *("data.max_bytes=100000", "data.sequence_length=16", "train.global_batch=8"),
-    *("model.sequence_length=16", "model.width=32", "model.depth=2"),
-)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 STEPS = ("train.steps=4",)
 ENDLESS = ("train.steps=1000000",)
-MARK = "WHALE_TRAIN_TEST_JOB"
-DEADLINE_S = 120.0  # for what takes seconds when nothing is wrong
-
-
-class Job:
-    """The processes of one job and all they start, told by a mark in their environment."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.mark = uuid.uuid4().hex
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        number = len(self.started)
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-        # torchrun sets the threads itself, and other numbers of them would add up otherwise.
-        own = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", MARK: self.mark}
-        own["XDG_CONFIG_HOME"] = str(self.folder / "config")  # where a user's own secret is made
-        with (
-            (self.folder / f"out_{number}").open("w") as out,
-            (self.folder / f"err_{number}").open("w") as err,
-        ):
-            process = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                text=True,
-                cwd=self.folder,
-                env=inherited | own | (environment or {}),
-                start_new_session=True,  # as a terminal gives its foreground job
-            )
-        self.started.append(process)
-
-    def wait(self) -> list[int]:
-        """The exit status of each, once all have ended."""
-        deadline = time.monotonic() + DEADLINE_S
-        return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.started]
-
-    def said(self, stream: str) -> str:
-        """All that came on `out` or `err`, process by process."""
-        numbers = range(len(self.started))
-        return "".join((self.folder / f"{stream}_{n}").read_text() for n in numbers)
-
-    def run_dirs(self) -> list[Path]:
-        return [*self.folder.glob("runs/*/*")]
-
-    def metrics(self) -> list[dict[str, float]]:
-        (run_dir,) = self.run_dirs()
-        return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not [*self.folder.glob("runs/*/*/metrics.jsonl")] or len(self.metrics()) < step:
-            assert all(p.poll() is None for p in self.started), self.said("err")
-            assert time.monotonic() < deadline, "no step was made in time"
-            time.sleep(0.05)
-
-    def processes(self) -> dict[int, list[str]]:
-        """Every living process of the job: pid to command line."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    line = (entry / "cmdline").read_text().split("\0")
-                    if entry.name.isdigit() and line != [""]:  # a zombie has neither
-                        found[int(entry.name)] = line
-            except OSError:
-                continue
-        return found
-
-    def member(self, rank: int) -> int:
-        """The process that trains as this rank: it has the rank's log open."""
-        (run_dir,) = self.run_dirs()
-        log = str(run_dir / "logs" / f"rank_{rank}.log")
-        (pid,) = (p for p in self.processes() if os.readlink(f"/proc/{p}/fd/1") == log)
-        return pid
-
-    def assert_nothing_left(self) -> None:
-        deadline = time.monotonic() + 5.0  # the kernel's own time to end them
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.processes() == {}
-        assert not [*self.folder.rglob("rendezvous")]
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path)
-    yield job
-    for pid in job.processes():
-        os.kill(pid, signal.SIGKILL)
-    for process in job.started:
-        process.wait()
+    with job_in(tmp_path) as job:
+        yield job
 
 
 @pytest.fixture(scope="module")
@@ -372,6 +278,17 @@ def descendants(pid: int) -> list[int]:
 
 def error(rank: int, time_s: float, communication: bool) -> RankError:
     return RankError(rank, time_s, "E", f"of {rank}", communication, 7, f"E: of {rank}")
+
+
+def test_a_host_without_a_word_is_named() -> None:
+    seen = [Seen(name, name, 2, 10**9, ()) for name in ("apple", "apple", "pear", "pear")]
+    errors = {1: error(1, 1.0, True)}
+    failure = failure_among(errors, 4, joined(seen), living=[0])
+    assert (failure.rank, failure.kind, failure.host) == (2, "host", "pear")
+    assert "and ranks 2 to 3 with it" in (failure.message or "")
+    one = failure_among(errors, 4, joined(seen), living=[0, 2])
+    assert (one.rank, one.kind, one.host) == (3, "exception", None)
+    assert failure_among(errors, 4, joined(seen)).rank == 1  # of too many nothing is known
 
 
 @pytest.mark.parametrize(

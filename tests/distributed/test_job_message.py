@@ -10,16 +10,21 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from whale_train.errors import LaunchError
+from whale_train.hosts import HOSTS, Seen, hosts_to_json, joined
+from whale_train.runtime.process.job_folder import JobFolder
 from whale_train.runtime.process.job_message import FILES, KEY, Job, JobKey
 
 OURS, THEIRS = JobKey(b"k" * 32), JobKey(b"q" * 32)
 DEADLINE_S = 60
 
 
-def ready(folder: Path, request: str = "{}") -> Path:
+def ready(folder: Path, request: str = "{}", *, shares: bool = True) -> Path:
+    """A run directory of two hosts with a rank each, of which the second `shares` it."""
     folder.mkdir()
     for name in FILES:
         (folder / name).write_text(request)
+    seen = (Seen(f"{n}", f"host{n}", 2, 10**9, (), shares or n == 0) for n in (0, 1))
+    (folder / HOSTS).write_text(hosts_to_json(joined(seen)))
     (folder / "ready").write_text("")
     (folder / "logs").mkdir()
     return folder
@@ -64,32 +69,37 @@ def test_a_file_that_changed_is_named(tmp_path: Path) -> None:
             "of rank 0 was not signed by a rank of this job, and is not believed",
         ),
         # Rank 0, whose file system shows something else here.
-        ("other files", "request.json is not on this host what rank 0 sent rank 1"),
-        ("no such folder", "does not see the run directory"),
+        ("other files", "request.json is not on host1 what rank 0 sent rank 1"),
+        ("no such folder", "run cannot be made a run directory on host host1 (Not a directory)"),
     ],
 )
 def test_a_rank_runs_what_its_rank_0_sent_or_nothing(told: str, said: str, tmp_path: Path) -> None:
     """`python -m whale_train.runtime.process.external_rank` as rank 1, for a rank 0 that is this
     test. The request names a module that leaves a file when it is imported."""
     (tmp_path / "stranger.py").write_text("open('was_here', 'w')\n")
-    run_dir = ready(tmp_path / "run", '{"model": {"_target_": "stranger.Net"}}')
+    shares = told != "no such folder"
+    (tmp_path / "there").mkdir()
+    net = '{"model": {"_target_": "stranger.Net"}}'
+    run_dir = ready(tmp_path / "there" / "run", net, shares=shares)
     store = TCPStore("localhost", 0, None, True, timedelta(seconds=DEADLINE_S), False)
     public = PrefixStore("whale_train", store)
     own = PrefixStore(OURS.nonce, public)
-    job = Job.read(run_dir)
+    job, folder = Job.read(run_dir), JobFolder.made(run_dir).to_json()
     if told == "before rank 0":
         public.set("key", "0" * 64)
         public.set("run_dir", str(run_dir))
     elif told == "at the right name":
         public.set("key", OURS.fingerprint)
-        own.set("job", THEIRS.sealed(job))
+        own.set("folder", THEIRS.signed(folder))
     else:
         public.set("key", OURS.fingerprint)
+        own.set("folder", OURS.signed(folder))
         own.set("job", OURS.sealed(job))
     if told == "other files":
         (run_dir / "request.json").write_text('{"model": {"_target_": "stranger.Other"}}')
     elif told == "no such folder":
-        run_dir.rename(tmp_path / "moved")
+        run_dir.parent.rename(tmp_path / "moved")
+        run_dir.parent.touch()
     environment = {
         **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
         **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), KEY: (b"k" * 32).hex()},

@@ -245,7 +245,29 @@ def test_ranks_that_see_one_card_each_open_it() -> None:
 def test_hosts_that_do_not_fit_are_named(there: tuple[Host, ...], said: str) -> None:
     cluster = inventory((2, "v100_sxm2_32gb"), (2, "p100_pcie_16gb"))
     assert refused(cluster, there) == [said]
-    assert where(request("launcher=emulate"), cluster, there) == Place(cluster, "cpu", True)
+
+
+def test_nodes_are_emulated_on_hosts_with_as_many_ranks() -> None:
+    cluster = inventory((3, "v100_sxm2_32gb"), (2, "p100_pcie_16gb"))
+    there = started(pear=[[], []], apple=[[], [], []])
+    place = where(request(), cluster, there)
+    assert (place.device, place.emulated) == ("cpu", True)
+    assert [(node.at, len(node.devices)) for node in place.cluster.nodes] == [
+        *(("pear", 2), ("apple", 3))
+    ]
+    assert where(request(), cluster, started(pear=[[]] * 5)) == Place(cluster, "cpu", True)
+
+
+def test_hosts_that_nodes_cannot_be_emulated_on_are_named() -> None:
+    cluster = inventory((3, "v100_sxm2_32gb"), (2, "p100_pcie_16gb"))
+    for there, said in (
+        (started(pear=[[], []], apple=[[]] * 4), "2 and 4 ranks; start as many ranks on each host "
+         "as a node has devices (pear: 2, apple: 4)"),
+        (started(pear=[[]] * 3, apple=[[]], fig=[[]]), "3, 1 and 1 ranks; start as many ranks on "
+         "each host as a node has devices (pear: 3, apple: 1, fig: 1)"),
+    ):  # fmt: skip
+        expected = f"hardware=mine has nodes of 3 and 2 devices, and the hosts {said}"
+        assert refused(cluster, there, "launcher=emulate") == [expected]
 
 
 def test_what_joined_is_the_cluster() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from whale_train.checkpoint_files import Block, check, folder_of, unfinished
 from whale_train.config import CheckpointOptions
+from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import HeldBlock, RankState
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.saver import Saver
@@ -38,8 +39,7 @@ def test_what_another_rank_writes_of_the_next_checkpoint_is_left_to_it(tmp_path:
         cast(RankState, OneWeight()),
         cast(RandomStates, NoGenerators()),
         rank=0,
-        ranks=1,
-        timeout_s=1.0,
+        carrier=Carrier(tmp_path, (), rank=0, ranks=1, timeout_s=1.0),
         votes=Votes(torch.device("cpu")),
         is_asked_to_stop=lambda: False,
     )

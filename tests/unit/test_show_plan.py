@@ -337,10 +337,12 @@ def test_parameters_cut_in_many_ways_are_counted() -> None:
 
 
 def test_emulation_is_a_panel_on_a_terminal_and_a_line_elsewhere() -> None:
-    banner = banner_emulated(16, local=False, inventory="mixed")
+    banner = banner_emulated(16, inventory="mixed")
     panel = words(rendered(banner, 80, terminal=True))
     assert "16 devices of mixed emulated as 16 CPU processes over gloo on this machine" in panel
     assert "Results are real training; speeds are not those devices'." in panel
+    across = rendered(banner_emulated(16, "mixed", hosts=2), 120)
+    assert "16 devices of mixed as CPU processes over gloo on 2 hosts: real training" in across
     line = rendered(banner, 120)
     assert line.count("\n") == 1
     assert line.startswith("emulated: 16 devices of mixed as CPU processes over gloo")
@@ -348,28 +350,21 @@ def test_emulation_is_a_panel_on_a_terminal_and_a_line_elsewhere() -> None:
 
 
 def test_emulated_ratios_are_named() -> None:
-    banner = banner_emulated(2, local=False, paces=(1.5, 3.0))
+    banner = banner_emulated(2, paces=(1.5, 3.0))
     panel = words(rendered(banner, 50, terminal=True))
     assert "but keep their proportions (the fastest has 1/1.5 of a processor)" in panel
     assert "only relative speeds" in rendered(banner, 120)
-    linked = banner_emulated(2, local=False, slow_links=True)
+    linked = banner_emulated(2, slow_links=True)
     panel = words(rendered(linked, 50, terminal=True))
     assert "speeds are not those devices', but links keep their proportions (the fastest" in panel
     assert "only" not in rendered(linked, 120)
     assert "relative link speeds" in rendered(linked, 120)
-    both = banner_emulated(16, False, "v100_p100_mix", paces=(1.5, 3.0), slow_links=True)
+    both = banner_emulated(16, "v100_p100_mix", paces=(1.5, 3.0), slow_links=True)
     panel = words(rendered(both, 50, terminal=True))
     assert "of a processor), and so do links (the fastest has all that gloo moves here)" in panel
     line = rendered(both, 120)
     assert line.count("\n") == 1
     assert "all speeds relative" in line
-
-
-def test_own_processes_are_not_called_emulated() -> None:
-    for terminal in (False, True):
-        text = rendered(banner_emulated(1, local=True), 80, terminal=terminal)
-        assert "1 CPU process over gloo" in text
-        assert "emulated" not in text
 
 
 def test_without_a_terminal_the_width_is_120(monkeypatch: pytest.MonkeyPatch) -> None:

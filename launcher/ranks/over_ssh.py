@@ -1,0 +1,225 @@
+"""`launcher=ssh`: the ranks of a job on hosts that this one reaches by ssh.
+
+Every host is asked what it has, and what it lacks is said of all of them before anything starts.
+Then the same command runs on each, once a rank, and finds its place as under torchrun. Nothing is
+copied: hosts have the same Python and the same working directory, or a copy of them.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from rich.console import Console
+
+from whale_train.config import Request
+from whale_train.errors import ConfigError, Fault
+from whale_train.hosts import Seen
+from whale_train.launcher.ranks.host_agent import Found, Start, Wanted, order_of
+from whale_train.launcher.ranks.job_key import SECRET
+from whale_train.launcher.ranks.ranks_on import ranks_on
+from whale_train.launcher.ranks.stop_signals import StopSignals
+
+_AGENT = "whale_train.launcher.ranks.host_agent"
+# A host that does not answer is noticed after 15 s, and one that nobody can log in to at once.
+_SSH = (
+    *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+)
+_LOOK_S = 120.0
+_POLL_S = 0.1
+_UNREACHABLE = 255  # ssh's own
+_NO_FOLDER, _NO_PYTHON = 41, 42
+# From the end of one host's ranks that failed to the end of the others.
+_LEAVE_S = 20.0
+# What ranks have of this command's environment.
+_PASSED = ("COLUMNS", "OMP_NUM_THREADS", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+
+
+def run_over_ssh(
+    request: Request, arguments: Sequence[str], console: Console, signals: StopSignals
+) -> int:
+    """Run the command with `arguments` as the ranks of a job on `launcher.hosts`; return its exit
+    status, which rank 0 on the first of them has explained. Raises ConfigError where hosts lack
+    what the job needs."""
+    hosts, python = request.launcher.hosts, request.launcher.python or sys.executable
+    if shutil.which("ssh") is None:
+        rule = "needs the command ssh, which is not here"
+        raise ConfigError([Fault("launcher", "ssh", rule, "install OpenSSH's client")])
+    found = _look(request, hosts, python)
+    counts = ranks_on(request, hosts, [Seen.from_json(each.seen) for each in found])
+    said = ", ".join(f"{n} on {host}" for host, n in zip(hosts, counts, strict=True))
+    console.print(f"ranks: {said}", soft_wrap=True, markup=False, highlight=False)
+    connections = _start(hosts, counts, arguments, found[0].port, python)
+    try:
+        signals.asks(lambda: _say(connections, "end\n"), request.checkpoint.grace_s)
+        _wait(connections, signals)
+    finally:
+        _end(connections)
+    lost = [h for h, c in zip(hosts, connections, strict=True) if c.returncode == _UNREACHABLE]
+    if lost:
+        sys.stderr.write(f"error: {', '.join(lost)} cannot be reached any more\n")
+    codes = [connection.returncode or 0 for connection in connections]
+    return codes[0] if codes[0] not in (0, _UNREACHABLE) else int(any(codes))
+
+
+# --- Before anything starts ----------------------------------------------------------------------
+
+
+def _look(request: Request, hosts: Sequence[str], python: str) -> list[Found]:
+    """Return what every host has. Raises ConfigError with all that some lack."""
+    wanted = order_of(_wanted(request))
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        looks = list(pool.map(lambda host: _looked(host, wanted, python), hosts))
+    faults: list[Fault] = []
+    found: list[Found] = []
+    first = ""
+    for number, (host, look) in enumerate(zip(hosts, looks, strict=True)):
+        if isinstance(look, Found):
+            found.append(look)
+            first = first or host
+            wrong = _lacks(look, first, found[0])
+        else:
+            wrong = [look]
+        faults += (Fault(f"launcher.hosts[{number}]", host, *each) for each in wrong)
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+def _wanted(request: Request) -> Wanted:
+    """Return what ranks read on their hosts, beside the run directory."""
+    folder, target = request.model.pretrained, request.model.target
+    given = [getattr(request.data, "path", None), folder if folder and os.sep in folder else None]
+    paths = tuple(str(Path(path).absolute()) for path in given if path is not None)
+    return Wanted(paths, (target.rpartition(".")[0],))
+
+
+def _lacks(look: Found, other_host: str, other: Found) -> list[tuple[str, str]]:
+    """Return the rules and remedies of what a host lacks, of the same as the `other` one has."""
+    wrong = [(f"has no {each}", "put it there: nothing is copied") for each in look.missing]
+    for package, version in look.versions.items():
+        if version != other.versions[package]:
+            rule = f"has {package} {version}, and {other_host} has {other.versions[package]}"
+            wrong.append((rule, "install the same on all hosts"))
+    return wrong
+
+
+def _looked(host: str, wanted: str, python: str) -> Found | tuple[str, str]:
+    """Return what a host has, or the rule and remedy of why it cannot be one."""
+    try:
+        done = subprocess.run(
+            [*_SSH, host, _script(python)],
+            input=wanted,
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not answer within {_LOOK_S:g} s", "look for what keeps it busy"
+    if done.returncode == 0:
+        content: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return Found(**{**content, "missing": tuple(content["missing"])})
+    said = (done.stderr.strip().splitlines() or ["it does not say why"])[-1]
+    if done.returncode == _UNREACHABLE:
+        return f"cannot be reached ({said})", f"`ssh {host} true` has to do without a password"
+    if done.returncode == _NO_FOLDER:
+        return f"has no directory {Path.cwd()}", "make it there: nothing is copied"
+    if done.returncode == _NO_PYTHON:
+        return f"has no {python}", "install it there, or say where it is by launcher.python"
+    return f"cannot run whale-train ({said})", "install there what is installed here"
+
+
+def _script(python: str) -> str:
+    """Return the shell's command that is the agent of a host, in this working directory."""
+    program, folder = shlex.quote(python), shlex.quote(str(Path.cwd()))
+    path = os.environ.get("PYTHONPATH")  # where a user's own modules may be
+    modules = f"PYTHONPATH={shlex.quote(path)} " if path else ""
+    return (
+        f"cd {folder} || exit {_NO_FOLDER}; command -v {program} >/dev/null || exit {_NO_PYTHON}; "
+        f"{modules}exec {program} -m {_AGENT}"
+    )
+
+
+# --- The ranks -----------------------------------------------------------------------------------
+
+
+def _start(
+    hosts: Sequence[str],
+    counts: Sequence[int],
+    arguments: Sequence[str],
+    port: int,
+    python: str,
+) -> list["subprocess.Popen[str]"]:
+    """Start the ranks; return the connections, by which they are told to end, and end."""
+    shared = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    shared |= {SECRET: token_hex(32), "MASTER_ADDR": _address(hosts[0]), "MASTER_PORT": str(port)}
+    shared |= {"WORLD_SIZE": str(sum(counts))}
+    connections, first = [], 0
+    for number, (host, count) in enumerate(zip(hosts, counts, strict=True)):
+        of_host = {"GROUP_RANK": str(number), "LOCAL_WORLD_SIZE": str(count)}
+        places = tuple(
+            {**of_host, "RANK": str(first + local), "LOCAL_RANK": str(local)}
+            for local in range(count)
+        )
+        connection = subprocess.Popen(
+            [*_SSH, host, _script(python)],
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a terminal's Ctrl-C is for us to pass on
+        )
+        connections.append(connection)
+        # By its input, which nobody else sees: the secret is in it.
+        _say([connection], order_of(Start(tuple(arguments), shared, places)))
+        first += count
+    return connections
+
+
+def _address(host: str) -> str:
+    """Return where a host is: what ssh's own configuration has for its name."""
+    said = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False).stdout
+    lines = (line.split(maxsplit=1) for line in said.splitlines())
+    found = {words[0]: words[1] for words in lines if len(words) == 2}
+    return found.get("hostname", host.rpartition("@")[2])
+
+
+def _wait(connections: Sequence["subprocess.Popen[str]"], signals: StopSignals) -> None:
+    """Return when the ranks of all hosts have ended, or had their time to after others failed."""
+    deadline = float("inf")
+    while any(each.poll() is None for each in connections) and time.monotonic() < deadline:
+        signals.poll()
+        if any(each.poll() for each in connections):
+            deadline = min(deadline, time.monotonic() + _LEAVE_S)
+        time.sleep(_POLL_S)
+
+
+def _say(connections: Sequence["subprocess.Popen[str]"], line: str) -> None:
+    for connection in connections:
+        assert connection.stdin is not None
+        with suppress(OSError):  # it has ended
+            connection.stdin.write(line)
+            connection.stdin.flush()
+
+
+def _end(connections: Sequence["subprocess.Popen[str]"]) -> None:
+    """End what still runs on the hosts, and the connections."""
+    for connection in connections:
+        assert connection.stdin is not None
+        with suppress(OSError):
+            connection.stdin.close()
+    deadline = time.monotonic() + _LEAVE_S
+    while any(each.poll() is None for each in connections) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for connection in connections:
+        connection.kill()
+        connection.wait()

@@ -1,0 +1,87 @@
+"""`mode=verify`: the first steps under the plan, and the same on one process."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from whale_train.config import Request
+from whale_train.errors import Fault, PlanError
+from whale_train.launcher.compare_runs import compare
+from whale_train.launcher.job_end import JobEnd, finish
+from whale_train.launcher.planning.plan_request import Resolved, resolve_request, training_of
+from whale_train.launcher.ranks.host_process import HostProcess
+from whale_train.launcher.ranks.run_dir import write_json
+from whale_train.launcher.ranks.run_files import make_run_dir, start_ranks
+from whale_train.launcher.ranks.stop_signals import StopSignals
+from whale_train.launcher.ui.show_resolved import show_resolved
+from whale_train.launcher.ui.show_verify import verdict_line, verification_view
+from whale_train.limits import memory_bytes
+from whale_train.strategies.resolver.resolve import resolve
+
+
+def verify(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
+    """Run the first steps under the plan, then the same on one process, and return the
+    comparison."""
+    request = only_steps(request)
+    run_dir = make_run_dir(request, run_dir)
+    hosts = [HostProcess.start(run_dir)]
+    try:
+        # Its ranks start as those of a training, and are refused for the same reasons.
+        resolved = resolve_request(request.model_copy(update={"mode": "train"}))
+        alone, one_process = on_one_process(request, resolved)
+        start_ranks(run_dir, resolved, request)
+        show_resolved(resolved, request, console)
+        alone_dir = make_run_dir(alone, run_dir / "verify" / "one_process")
+        hosts.append(HostProcess.start(alone_dir))  # imports meanwhile, and waits for its plan
+        for host, plan, folder in zip(
+            hosts, (resolved, one_process), (run_dir, alone_dir), strict=True
+        ):
+            if folder == alone_dir:
+                start_ranks(folder, plan, request)
+            outcome = host.wait(signals.poll)
+            if outcome.status != "done":
+                return finish(outcome, plan, folder, console)
+    finally:
+        for host in hosts:
+            host.stop()
+    found = compare(request, run_dir, alone_dir, resolved.plan.world_size)
+    write_json(run_dir / "verify.json", found.to_json())
+    console.print(verification_view(found))
+    if not found.equal:
+        sys.stdout.flush()
+        sys.stderr.write(f"error: {verdict_line(found)}; see {run_dir / 'verify.json'}\n")
+        return JobEnd("failed", run_dir)
+    return JobEnd("done", run_dir)
+
+
+def only_steps(request: Request) -> Request:
+    """Return the request for a verification, which measures gradients and evaluates nothing."""
+    options = {"grad_norm": True, "evaluate_every": None, "tensorboard": False, "trace": False}
+    return request.model_copy(update={"train": request.train.model_copy(update=options)})
+
+
+def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resolved]:
+    """Return the same request for the first device alone, the batch in one piece. Raises PlanError
+    where that cannot hold it.
+
+    A CPU process has the host's memory, whatever device it stands for.
+    """
+    names = request.names | {"strategy": "single"}
+    strategy = {"devices": 1, "graph": {"replicate": {}}}
+    train = request.train.model_copy(update={"accumulate": 1})
+    alone = request.model_copy(update={"names": names, "strategy": strategy, "train": train})
+    cluster = resolved.cluster.first(1)
+    if resolved.device == "cpu":
+        (node,) = cluster.nodes
+        device = replace(node.devices[0], memory_bytes=float(memory_bytes()))
+        cluster = replace(cluster, nodes=(replace(node, devices=(device,)),))
+    try:
+        plan = resolve(alone.strategy_graph(), cluster, resolved.profile, training_of(alone))
+    except PlanError as error:
+        rule = "compares with one process, which cannot hold this model and batch"
+        remedy = "verify a smaller model or train.global_batch"
+        fault = Fault("mode", "verify", rule, remedy)
+        raise PlanError([fault, *error.faults]) from None
+    return alone, replace(resolved, plan=plan, cluster=cluster, paces=None, links=None, found=None)

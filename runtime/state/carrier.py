@@ -1,0 +1,171 @@
+"""Files between rank 0's run directory and those of hosts that do not share it.
+
+They go through a group of CPU communication of rank 0 and of those hosts' ranks, in the order of
+the ranks: nobody else asks it for anything, so that a thread may use it beside the steps.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from whale_train.checkpoint_files import MANIFEST, FileRecord, Manifest
+from whale_train.hosts import Host
+from whale_train.runtime.state.parts import Part, gathered, hand_over
+
+FETCHED = ".fetched"  # in the run directory of a host
+_PIECE_BYTES = 2**24  # sent at a time
+
+
+class Carrier:
+    """What carries files from and to `rank`, one of the ranks of the `hosts` (none: all share a
+    file system). A wait for another rank ends after `timeout_s`. Made by all ranks together."""
+
+    def __init__(
+        self, run_dir: Path, hosts: Sequence[Host], rank: int, ranks: int, timeout_s: float
+    ) -> None:
+        self._run_dir, self._rank, self._ranks, self._timeout_s = run_dir, rank, ranks, timeout_s
+        self._apart = [host for host in hosts if not host.shares]
+        self._strangers = sorted(rank for host in self._apart for rank in host.ranks)
+        self._group = None
+        if self._strangers:
+            timeout = timedelta(seconds=timeout_s)
+            self._group = dist.new_group(
+                [0, *self._strangers], timeout, "gloo", group_desc="files between hosts"
+            )
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this rank's host has a run directory of its own."""
+        return self._rank in self._strangers
+
+    def hand_over(self, folder: Path, part: Part) -> None:
+        """Give rank 0 this rank's part of `folder`: what is not there is moved to it."""
+        if not self.is_apart:
+            hand_over(folder, part)
+            return
+        self._send(asdict(part), 0)
+        for file in part.files:
+            self._send_file(folder / file.path, file.bytes, 0)
+            (folder / file.path).unlink()
+        for path in (*{(folder / file.path).parent for file in part.files}, folder):
+            with suppress(OSError):  # where other ranks of the host have theirs
+                path.rmdir()
+
+    def gathered(self, folder: Path, own: Part) -> list[FileRecord]:
+        """Return the records of the files of all ranks, on rank 0, whose `own` part comes first,
+        once all are in `folder`. Raises OSError where one is not."""
+        for rank in self._strangers:
+            hand_over(folder, self._received(folder, rank))
+        return gathered(folder, own, self._ranks, self._timeout_s)
+
+    def fetched(self, checkpoint: Path) -> Path:
+        """Return where this rank reads the `checkpoint` that rank 0 goes on from: there, or where a
+        copy was made on its host. A collective."""
+        if self._group is None or not (self._rank == 0 or self.is_apart):
+            return checkpoint
+        text = [(checkpoint / MANIFEST).read_text() if self._rank == 0 else ""]
+        dist.broadcast_object_list(text, src=0, group=self._group)
+        sees: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(sees, _text_of(checkpoint / MANIFEST) == text[0], self._group)
+        saw = dict(zip([0, *self._strangers], sees, strict=True))
+        copy = self._run_dir / FETCHED / checkpoint.name
+        for host in self._apart:
+            if all(saw[rank] for rank in host.ranks):
+                continue
+            first = min(host.ranks)
+            if self._rank == 0:
+                for file in Manifest.read(checkpoint).files:
+                    self._send_file(checkpoint / file.path, file.bytes, first)
+            elif self._rank == first:
+                shutil.rmtree(copy, ignore_errors=True)
+                copy.mkdir(parents=True)
+                (copy / MANIFEST).write_text(text[0])
+                for file in Manifest.read(copy).files:
+                    if failed := self._receive_file(copy / file.path, file.bytes, 0):
+                        raise OSError(f"{copy / file.path} could not be written: {failed}")
+            if self._rank in host.ranks:
+                checkpoint = copy
+        dist.barrier(self._group)  # of copies that others of the host have made
+        return checkpoint
+
+    def forget(self) -> None:
+        """Remove what was fetched, once all that read it have read it. A collective."""
+        if self._group is not None and (self._rank == 0 or self.is_apart):
+            dist.barrier(self._group)
+            shutil.rmtree(self._run_dir / FETCHED, ignore_errors=True)
+
+    def _received(self, folder: Path, rank: int) -> Part:
+        """Return the part of `rank`, whose files are in `folder` then, or why they are not."""
+        try:
+            said = self._receive(rank)
+            part = Part(rank, tuple(FileRecord(**file) for file in said["files"]), said["error"])
+            errors = [self._receive_file(folder / x.path, x.bytes, rank) for x in part.files]
+        except RuntimeError as error:  # it has ended
+            return Part(rank, error=f"its files did not arrive ({str(error).splitlines()[0]})")
+        failed = next(filter(None, errors), "")
+        return Part(rank, error=failed) if failed else part
+
+    def _send(self, content: Any, target: int) -> None:
+        dist.send_object_list([json.dumps(content)], target, self._group)
+
+    def _receive(self, source: int) -> Any:
+        said: list[Any] = [None]
+        dist.recv_object_list(said, source, self._group)
+        return json.loads(said[0])
+
+    def _send_file(self, path: Path, size: int, target: int) -> None:
+        with path.open("rb") as file:
+            for piece in _pieces(size):
+                file.readinto(_bytes_of(piece))
+                dist.send(piece, target, self._group)
+
+    def _receive_file(self, path: Path, size: int, source: int) -> str:
+        """Write what comes to `path`; return why that failed, '' if it did not. All that was sent
+        is received."""
+        failed = ""
+        file = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("wb", buffering=0)
+        except OSError as error:
+            failed = error.strerror or str(error)
+        for piece in _pieces(size):
+            dist.recv(piece, source, self._group)
+            if file is None or failed:
+                continue
+            try:
+                view = _bytes_of(piece)
+                while view:
+                    view = view[file.write(view) :]
+            except OSError as error:  # a full disk
+                failed = error.strerror or str(error)
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+        return failed
+
+
+def _pieces(size: int) -> Iterator[torch.Tensor]:
+    """Yield room for each of the pieces that `size` bytes are sent in."""
+    for start in range(0, size, _PIECE_BYTES):
+        yield torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8)
+
+
+def _bytes_of(piece: torch.Tensor) -> "memoryview[int]":
+    view: memoryview[int] = piece.numpy().data
+    return view
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
