@@ -14,6 +14,7 @@ from whale_train.errors import RequestError
 from whale_train.launcher import command_line
 from whale_train.launcher.job import run_job
 from whale_train.launcher.job_end import EXIT_STATUS, JobEnd
+from whale_train.launcher.queued import from_queue
 from whale_train.launcher.ranks.external_ranks import become_member, find_place, tell_refused
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.sweep_table import SweepRow, sweep_table
@@ -59,8 +60,9 @@ def main() -> None:
         return end.summary.get("final_loss")
 
     job()
-    if len(ends) > 1:
-        console = open_console(sys.stdout)
+    console = open_console(sys.stdout)
+    ends = list(zip((o for o, _ in ends), from_queue([e for _, e in ends], console), strict=True))
+    if len(ends) > 1 and not any(end.submission for _, end in ends):
         console.print(sweep_table([_row(*end) for end in ends], console.width))
     sys.stdout.flush()
     if place is not None and any(end.status == "refused" and not end.is_told for _, end in ends):

@@ -68,8 +68,10 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
     for override in parsed:
         first, _, name = override.key_or_group.partition(".")
         text = str(override.input_line)
-        free = first == "strategy" or (
-            custom and first == "model" and name.split(".")[0] not in MODEL_KEYS
+        free = (
+            first == "strategy"
+            or override.key_or_group.startswith("launcher.sbatch")
+            or (custom and first == "model" and name.split(".")[0] not in MODEL_KEYS)
         )
         if name and free and not override.is_delete():
             text = "++" + text.lstrip("+")

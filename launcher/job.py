@@ -52,6 +52,7 @@ from whale_train.launcher.ranks.host_process import (
     Outcome,
     describe_failure,
 )
+from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.over_ssh import run_over_ssh
 from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import (
@@ -116,6 +117,11 @@ def run_job(
             if request.launcher.kind == "ssh" and place is None:
                 status = run_over_ssh(request, arguments, console, signals)
                 return started_elsewhere(status, run_dir)
+            if request.launcher.kind == "slurm" and place is None:
+                submission = Submission.of(request, arguments, run_dir)
+                if "kind" not in request.hardware:  # what can be known of the plan here
+                    resolve_request(request.model_copy(update={"mode": "plan"}))
+                return JobEnd("done", run_dir, submission=submission)
             with in_use(run_dir):
                 return _train(request, run_dir, console, place, signals)
     except RequestError as error:
@@ -136,7 +142,7 @@ def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
         what = "no ranks" if mode in ("plan", "export") else "its own ranks"
         rule = f"starts {what}, and some were started from outside"
         raise ConfigError([Fault("mode", mode, rule, "run it without torchrun or srun")])
-    if mode in ("verify", "calibrate") and kind == "ssh":
+    if mode in ("verify", "calibrate") and kind in ("ssh", "slurm"):
         rule, remedy = f"is of this host, and launcher={kind} of others", "run it on one of them"
         raise ConfigError([Fault("mode", mode, rule, remedy)])
 

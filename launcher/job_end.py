@@ -12,6 +12,7 @@ from rich.text import Text
 from whale_train.checkpoint_files import MODEL
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ranks.host_process import Outcome, describe_failure
+from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.run_dir import remove_unused
 from whale_train.launcher.ui.progress import summary_line, unlike_predicted
 from whale_train.launcher.ui.terminal import Portable
@@ -26,12 +27,13 @@ EXIT_STATUS: dict[Status, int] = {"done": 0, "failed": 1, "refused": 2, "interru
 @dataclass(frozen=True)
 class JobEnd:
     """How a job ended, and what it measured (empty unless it is done). `is_told` says that ranks
-    started by others know of it."""
+    started by others know of it. Of one that is to be submitted, `submission` says how."""
 
     status: Status
     run_dir: Path
     summary: dict[str, Any] = field(default_factory=dict)
     is_told: bool = False
+    submission: Submission | None = None
 
 
 def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:

@@ -96,11 +96,17 @@ class LauncherOptions(_Section):
     stand for devices this machine does not have, `device_speed` slows each to its device's speed
     relative to the fastest, and `link_speed` each link to its relative bandwidth. After a rank or
     host has died, a job goes on from its newest checkpoint up to `max_restarts` times. `ssh` starts
-    them on `hosts`, by the Python that is at `python` there."""
+    them on `hosts`, by the Python that is at `python` there; `slurm` submits the job, for
+    `ranks_per_node` ranks on each of `nodes` nodes (null: the inventory's), with further options
+    for `sbatch`, and may `wait` for its end."""
 
-    kind: Literal["auto", "local", "emulate", "ssh"] = "auto"
+    kind: Literal["auto", "local", "emulate", "ssh", "slurm"] = "auto"
     hosts: tuple[Annotated[str, Field(min_length=1, pattern=r"^[^-\s]\S*$")], ...] = ()
     python: str | None = Field(None, min_length=1)
+    nodes: _Count | None = None
+    ranks_per_node: _Count | None = None
+    wait: bool = True
+    sbatch: Mapping[str, str | int | float | bool] = Field(default_factory=dict)
     threads: _Count | None = None
     # gloo adds it, in nanoseconds of 64 bits, to a clock: that ends after 292 years.
     timeout_s: float = Field(1800.0, gt=0, le=1e9)

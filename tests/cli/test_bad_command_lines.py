@@ -204,6 +204,17 @@ VALUES = (
         "train.steps=true is not a whole number; use one, such as 8",
     ),
     Case(
+        "ssh_to_no_host",
+        "launcher=ssh",
+        "launcher.hosts=[] names no host to start ranks on; name them, as "
+        "launcher.hosts=[gpu1,gpu2]",
+    ),
+    Case(
+        "verify_on_other_hosts",
+        "mode=verify launcher=ssh launcher.hosts=[a,b]",
+        "mode=verify is of this host, and launcher=ssh of others; run it on one of them",
+    ),
+    Case(
         "lr_negative",
         "optimizer.lr=-1",
         "optimizer.lr=-1 is not above 0; use more than 0",

@@ -82,8 +82,9 @@ def _address(number: int) -> str:
 
 
 def _start(name: str, prepares: str) -> subprocess.Popen[str]:
-    """Start the first process of a host, which has prepared it when this returns."""
-    script = f"set -e; hostname {name}; {prepares}; echo ready; exec sleep infinity"
+    """Start the first process of a host, which has prepared it when this
+    returns, and reaps what is left by others."""
+    script = f"set -e; hostname {name}; {prepares}; echo ready; sleep infinity & wait"
     process = subprocess.Popen(
         [*("unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc"), "sh", "-c", script],
         stdout=subprocess.PIPE,

@@ -1,0 +1,63 @@
+"""Jobs of a command that go to Slurm's queue: together, when all are composed."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from os.path import commonpath
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from whale_train.errors import RequestError
+from whale_train.launcher.job_end import JobEnd, started_elsewhere
+from whale_train.launcher.ranks.on_slurm import last_lines, submit, summary_of, wait_for
+from whale_train.launcher.ui.show_error import error_text, terminal_width
+
+
+def from_queue(ends: Sequence[JobEnd], console: Console) -> list[JobEnd]:
+    """Submit the jobs of `ends` that are to be, and return how all ended; or that they are
+    submitted, where they are not to be waited for."""
+    numbers = [number for number, end in enumerate(ends) if end.submission is not None]
+    submissions = [end.submission for end in ends if end.submission is not None]
+    if not submissions:
+        return list(ends)
+    found = list(ends)
+    folders = [each.run_dir for each in submissions]
+    folder = (folders[0] if len(folders) == 1 else Path(commonpath(folders))) / "slurm"
+    try:
+        jobs = submit(submissions, folder)
+    except RequestError as error:
+        sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
+        for number in numbers:
+            found[number] = replace(found[number], status="refused", submission=None)
+        return found
+    for job, run_dir in zip(jobs, folders, strict=True):
+        _say(console, f"job {job.job_id}: {run_dir}, its output {job.paths.stdout}")
+    if not submissions[0].request.launcher.wait:
+        return found
+
+    def changed(number: int, state: str) -> None:
+        _say(console, f"job {jobs[number].job_id}: {state.lower()}")
+
+    try:
+        statuses = wait_for(jobs, changed)
+    except KeyboardInterrupt:
+        first = " ".join(dict.fromkeys(str(job.job_id).partition("_")[0] for job in jobs))
+        sys.stderr.write(
+            f"interrupted; the jobs stay in the queue, and scancel {first} ends them\n"
+        )
+        return [replace(end, status="interrupted", submission=None) for end in found]
+    for number, job, status in zip(numbers, jobs, statuses, strict=True):
+        found[number] = started_elsewhere(status, found[number].run_dir)
+        _say(console, f"job {job.job_id}: {found[number].status}")
+        if len(jobs) == 1:
+            _say(console, summary_of(job))
+        if found[number].status in ("failed", "refused"):
+            said = last_lines(job) or "it ended without a word"
+            sys.stderr.write(f"error: job {job.job_id} {found[number].status}:\n{said}\n")
+    return found
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(Text(text), soft_wrap=True)

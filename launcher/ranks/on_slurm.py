@@ -1,0 +1,287 @@
+"""`launcher=slurm`: jobs submitted to Slurm, through submitit; a sweep is an array of them.
+
+Every task runs the command that was given and finds its place as srun's tasks do. Before a job is
+taken off its nodes, Slurm signals it: it saves, is queued again, and goes on from there.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from whale_train.config import AUTO, Request
+from whale_train.errors import ConfigError, Fault
+from whale_train.hosts import this_host
+from whale_train.launcher.planning.machine import facts_of
+from whale_train.launcher.ranks.job_key import SECRET
+from whale_train.launcher.ranks.run_dir import installed_version
+from whale_train.strategies.hardware.inventory import read_inventory
+
+_POLL_S = 1.0
+# From the end of a job in the queue to its result in a file, on a network's file system.
+_RESULT_S = 30.0
+# Of the time that a job has to save in, for Slurm to reach it and for it to be queued again.
+_AROUND_S = 60
+_MOST_TIMEOUTS = 1000  # a job that saves may use up its time as often as it takes
+_LAST_LINES = 30
+# Slurm's forms of a time: minutes, with seconds, hours or days beside them.
+_TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job: its request, the `arguments` of a command line that makes it, and where it runs."""
+
+    request: Request
+    arguments: tuple[str, ...]
+    run_dir: Path
+    nodes: int
+    ranks_per_node: int
+
+    @classmethod
+    def of(cls, request: Request, arguments: Sequence[str], run_dir: Path) -> "Submission":
+        """Raises ConfigError for what cannot be submitted."""
+        faults: list[Fault] = []
+        for name in ("sbatch", "squeue"):
+            if shutil.which(name) is None:
+                rule = f"needs the command {name}, which is not here"
+                faults.append(Fault("launcher", "slurm", rule, "run it where jobs are submitted"))
+        if installed_version("submitit") is None:
+            rule, remedy = "needs submitit", "pip install 'whale-train[slurm]'"
+            faults.append(Fault("launcher", "slurm", rule, remedy))
+        nodes, ranks = _size(request, faults)
+        minutes(request, faults)
+        if faults:
+            raise ConfigError(faults)
+        # In the job it is no job to submit.
+        return cls(request, (*arguments, "launcher.kind=auto"), run_dir, nodes, ranks)
+
+
+@dataclass
+class Task:
+    """What every task of a job runs, on its node. `goes_on`: the job saves, and goes on from there
+    when it was taken off its nodes."""
+
+    arguments: tuple[str, ...]
+    goes_on: bool
+    grace_s: float
+    command: "subprocess.Popen[bytes] | None" = None
+
+    def __call__(self) -> int:
+        """Return the command's exit status."""
+        program = (sys.executable, "-m", "whale_train.launcher.cli", *self.arguments)
+        # Slurm's signal to the task is not for what it runs, and would end that; nor is there
+        # anything that a job which does not save could do about it.
+        submitits = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        self.command = subprocess.Popen(program, start_new_session=True)
+        if self.goes_on:
+            signal.signal(signal.SIGUSR2, submitits)
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            signal.signal(number, self._pass_on)
+        while not self._has_ended():
+            time.sleep(_POLL_S / 5)
+        return self.command.wait()
+
+    def checkpoint(self) -> Any:
+        """Have the job save and end; return what is to be queued again, None where nothing is."""
+        import submitit
+
+        if self.command is None:
+            return None
+        self.command.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + self.grace_s + _AROUND_S
+        while not self._has_ended() and time.monotonic() < deadline:
+            time.sleep(_POLL_S / 5)
+        resumes = "train.resume=auto"
+        arguments = tuple(x for x in self.arguments if not x.startswith("train.resume="))
+        return submitit.helpers.DelayedSubmission(
+            Task((*arguments, resumes), self.goes_on, self.grace_s)
+        )
+
+    def _has_ended(self) -> bool:
+        """Whether the command has ended; asked in a signal's handler too, where Popen's own wait,
+        interrupted by it, may hold its lock."""
+        assert self.command is not None
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.command.pid, look) is not None
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        if number == signal.SIGTERM and self.command is not None and not self._has_ended():
+            self.command.send_signal(number)
+
+
+def submit(submissions: Sequence[Submission], folder: Path) -> list[Any]:
+    """Submit the jobs, as one array where there are several alike; return submitit's job of each.
+    Logs are in `folder`. Raises ConfigError where Slurm does not take them."""
+    import submitit
+
+    # Handed to every job in its environment; ranks know each other by it.
+    os.environ[SECRET] = os.environ.get(SECRET) or token_hex(32)
+    found: dict[int, Any] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, each in enumerate(submissions):
+        launcher = each.request.launcher
+        alike = (each.nodes, each.ranks_per_node, tuple(sorted(launcher.sbatch.items())))
+        groups.setdefault((*alike, each.request.checkpoint.grace_s), []).append(number)
+    for numbers in groups.values():
+        first = submissions[numbers[0]]
+        executor = submitit.SlurmExecutor(folder, max_num_timeout=_MOST_TIMEOUTS)
+        executor.update_parameters(**_parameters(first))
+        tasks = [_task(submissions[number]) for number in numbers]
+        try:
+            with executor.batch():
+                jobs = [executor.submit(task) for task in tasks]
+        except submitit.core.utils.FailedJobError as error:
+            said = [line for line in str(error).splitlines() if "error:" in line] or [str(error)]
+            rule = f"is not taken by Slurm ({said[0].strip().removeprefix('sbatch: ')})"
+            raise ConfigError(
+                [Fault("launcher.sbatch", "", rule, "change what it names")]
+            ) from None
+        found |= dict(zip(numbers, jobs, strict=True))
+    return [found[number] for number in range(len(submissions))]
+
+
+def wait_for(jobs: Sequence[Any], changed: Callable[[int, str], None]) -> list[int]:
+    """Return the exit statuses of jobs once all have ended; `changed` is told the number of a job
+    and its state, as squeue has it, whenever that is another."""
+    states, ended, lost = [""] * len(jobs), [False] * len(jobs), dict[int, float]()
+    while not all(ended):
+        there = _states([job.job_id for job in jobs])
+        for number, job in enumerate(jobs):
+            if ended[number]:
+                continue
+            if job.paths.result_pickle.exists():
+                ended[number] = True
+                continue
+            state = there.get(job.job_id, "")
+            if state and state != states[number]:
+                states[number] = state
+                changed(number, state)
+            if not state:  # it has ended, and its result may be on its way
+                lost.setdefault(number, time.monotonic())
+                ended[number] = time.monotonic() - lost[number] > _RESULT_S
+            else:
+                lost.pop(number, None)
+        if not all(ended):
+            time.sleep(_POLL_S)
+    return [_status(job) for job in jobs]
+
+
+def last_lines(job: Any) -> str:
+    """Return the end of what rank 0 of a job said on stderr."""
+    try:
+        lines: list[str] = job.paths.stderr.read_text().splitlines()
+    except OSError:
+        return ""
+    own = [line for line in lines if not line.startswith(("submitit ", "srun: ", "slurmstepd: "))]
+    return "\n".join(own[-_LAST_LINES:])
+
+
+def summary_of(job: Any) -> str:
+    """Return how a job that is done said so, '' of another."""
+    try:
+        said: str = job.paths.stdout.read_text()
+    except OSError:
+        return ""
+    _, done, rest = said.rpartition("\ndone: ")
+    own = [line for line in (done + rest).splitlines() if not line.startswith("submitit ")]
+    return "\n".join(own).strip()
+
+
+def minutes(request: Request, faults: list[Fault]) -> int:
+    """Return the time limit of a job."""
+    text = str(request.launcher.sbatch.get("time", 60))
+    match = _TIME.fullmatch(text)
+    if match is None:
+        rule, remedy = "is no time of Slurm's", "give minutes, or as 12:00:00 or 2-00:00:00"
+        faults.append(Fault("launcher.sbatch.time", text, rule, remedy))
+        return 0
+    days = match["d"]
+    a, b, c = (int(match[name] or 0) for name in "abc")
+    if days is not None:  # days-hours:minutes:seconds
+        seconds = ((int(days) * 24 + a) * 60 + b) * 60 + c
+    elif match["c"] is not None:  # hours:minutes:seconds
+        seconds = (a * 60 + b) * 60 + c
+    else:  # minutes:seconds
+        seconds = a * 60 + b
+    return max(1, -(-seconds // 60))
+
+
+def _size(request: Request, faults: list[Fault]) -> tuple[int, int]:
+    """Return how many nodes a job has, and how many ranks on each."""
+    launcher, hardware = request.launcher, request.hardware
+    name = request.names.get("hardware", "hardware")
+    nodes, ranks = launcher.nodes, launcher.ranks_per_node
+    if "kind" not in hardware:
+        cluster = read_inventory(hardware, name, faults, facts_of(this_host(())))
+        if cluster is None:
+            return 0, 0
+        counts = [len(node.devices) for node in cluster.nodes]
+        if nodes is None and ranks is None and len(set(counts)) > 1:
+            rule = f"starts as many ranks on every node, and those of hardware={name} have "
+            rule += ", ".join(map(str, counts)) + " devices"
+            faults.append(Fault("launcher", "slurm", rule, "start them by srun in a job of yours"))
+        return nodes or len(counts), ranks or counts[0]
+    nodes = nodes or 1
+    if ranks is None:
+        devices = hardware.get("devices", AUTO)
+        if not isinstance(devices, int) or devices % nodes:
+            remedy = "say it, as launcher.ranks_per_node=8"
+            rule = f"is not known of hardware={name}, on {nodes} nodes"
+            faults.append(Fault("launcher.ranks_per_node", "null", rule, remedy))
+            return nodes, 0
+        ranks = devices // nodes
+    return nodes, ranks
+
+
+def _task(submission: Submission) -> Task:
+    checkpoint = submission.request.checkpoint
+    return Task(submission.arguments, checkpoint.every is not None, checkpoint.grace_s)
+
+
+def _parameters(submission: Submission) -> dict[str, Any]:
+    """Return submitit's parameters of a job."""
+    request = submission.request
+    given = {key.replace("_", "-"): value for key, value in request.launcher.sbatch.items()}
+    limit = minutes(request, [])
+    cores = given.get("cpus-per-task")
+    return {
+        "job_name": "whale-train",
+        "wckey": None,
+        "nodes": submission.nodes,
+        "ntasks_per_node": submission.ranks_per_node,
+        "time": limit,
+        "signal_delay_s": int(request.checkpoint.grace_s) + _AROUND_S,
+        "additional_parameters": {k: v for k, v in given.items() if k != "time"},
+        # Since Slurm 22.05 srun does not take it from the job.
+        "srun_args": [] if cores is None else [f"--cpus-per-task={cores}"],
+    }
+
+
+def _states(ids: Sequence[str]) -> dict[str, str]:
+    """Return the states of the jobs that are in the queue."""
+    whole = {each.partition("_")[0] for each in ids}
+    command = ("squeue", "--noheader", "--array", "--format=%i %T", f"--jobs={','.join(whole)}")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and "Invalid job id" not in done.stderr:
+        return dict.fromkeys(ids, "UNKNOWN")  # of a controller that does not answer
+    lines = (line.split() for line in done.stdout.splitlines())
+    return {words[0]: words[1] for words in lines if len(words) == 2}
+
+
+def _status(job: Any) -> int:
+    """Return the exit status of a job that has ended: rank 0's, 1 where it has none."""
+    import submitit
+
+    if not job.paths.result_pickle.exists():
+        return 1
+    kind, status = submitit.core.utils.pickle_load(job.paths.result_pickle)
+    return status if kind == "success" and status >= 0 else 1

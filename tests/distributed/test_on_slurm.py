@@ -1,0 +1,136 @@
+"""Under a real Slurm of two nodes: ranks of srun, and jobs that `launcher=slurm` submits."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from tests.distributed.apart import HostApart, can_be_apart, hosts_apart
+from tests.distributed.jobs import Job, job_in
+from tests.distributed.slurm import has_slurm, slurm_on
+from tests.distributed.test_hosts_apart import SMALL
+from tests.pairs import IS_FULL
+
+pytestmark = [
+    pytest.mark.skipif(not can_be_apart(), reason="needs root, to make namespaces"),
+    pytest.mark.skipif(not has_slurm(), reason="needs slurm-wlm and munge"),
+]
+MIX = (
+    "hardware=v100_p100_mix",
+    "hardware.nodes=[{devices: 1, device: v100_sxm2_32gb, link: nvlink2},"
+    "{devices: 1, device: p100_pcie_16gb, link: pcie3_x16}]",
+    "strategy=zero1",
+)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    (tmp_path / "job").mkdir()
+    with job_in(tmp_path / "job") as job:
+        yield job
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[HostApart]]:
+    """Each with a folder of its own, beside the one of jobs, which they share."""
+    (tmp_path / "own").mkdir()
+    with hosts_apart(tmp_path / "own", ("apple", "pear")) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def slurm(hosts: list[HostApart], tmp_path: Path) -> Iterator[Mapping[str, str]]:
+    (tmp_path / "slurm").mkdir()
+    with slurm_on(hosts, tmp_path / "slurm") as variables:
+        yield variables
+
+
+def start(job: Job, hosts: list[HostApart], slurm: Mapping[str, str], *overrides: str) -> None:
+    job.start(*SMALL, *MIX, *overrides, environment=dict(slurm), inside=in_job(job, hosts))
+
+
+def in_job(job: Job, hosts: list[HostApart]) -> list[str]:
+    """Return what runs a command on the first host, in the folder of the job."""
+    return hosts[0].command("env", f"--chdir={job.folder}")
+
+
+def alone(folder: Path, *overrides: str) -> list[float]:
+    """Return the losses of one host."""
+    with job_in(folder) as job:
+        job.start(*SMALL, *MIX, *overrides)
+        assert job.wait() == [0], job.said("err")
+        return [line["loss"] for line in job.metrics()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_ranks_of_srun_on_hosts_that_share_no_files(
+    job: Job, hosts: list[HostApart], slurm: Mapping[str, str]
+) -> None:
+    inside = hosts[0].command("srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1")
+    run = (*SMALL, *MIX, "train.steps=4", f"hydra.run.dir={hosts[0].folder}/run")
+    job.start(*run, environment=dict(slurm), inside=inside)
+    assert job.wait() == [0], job.said("err")
+    said = job.said("out")
+    assert "pear: not this file system; logs stay there" in said
+    assert said.count("done: 4 steps") == 1
+    expected = alone(job.folder.parent, "train.steps=4")
+    assert losses(hosts[0].folder / "run") == pytest.approx(expected, rel=2e-5)
+
+
+def test_a_sweep_is_a_job_array(job: Job, hosts: list[HostApart], slurm: Mapping[str, str]) -> None:
+    sweep = ("launcher=slurm", "-m", "seed=0,1,nothing", "train.steps=4", "hydra.sweep.dir=runs")
+    start(job, hosts, slurm, *sweep, "launcher.sbatch={mem: 500, time: 20}")
+    assert job.wait() == [2], job.said("err")
+    said = job.said("out")
+    assert "job 1_1: done" in said
+    rows = [re.split(r"\s{2,}", line) for line in said.splitlines()[-4:-1]]
+    assert [row[:2] for row in rows] == [["0", "0"], ["1", "1"], ["2", "nothing"]]
+    assert [row[2].partition(",")[0] for row in rows] == ["done", "done", "refused"]
+    script = next((job.folder / "runs").glob("slurm/*submission.sh")).read_text()
+    for wanted in ("--array=0-1%2", "--mem=500", "--time=20\n", "--nodes=2"):
+        assert f"#SBATCH {wanted}" in script
+    assert losses(job.folder / "runs" / "0") == pytest.approx(
+        alone(job.folder.parent, "train.steps=4"), rel=2e-5
+    )
+
+
+def test_what_slurm_does_not_take_is_refused(
+    job: Job, hosts: list[HostApart], slurm: Mapping[str, str]
+) -> None:
+    start(job, hosts, slurm, "launcher=slurm", "launcher.sbatch.partition=nowhere")
+    assert job.wait() == [2]
+    assert job.said("err").endswith(
+        "error: launcher.sbatch is not taken by Slurm (error: invalid partition specified: "
+        "nowhere); change what it names\n"
+    )
+    job.started.clear()
+    start(job, hosts, slurm, "launcher=slurm", "launcher.sbatch.time=soon")
+    assert job.wait() == [2]
+    assert job.said("err") == (
+        "error: launcher.sbatch.time=soon is no time of Slurm's; give minutes, or as 12:00:00 or "
+        "2-00:00:00\n"
+    )
+
+
+@pytest.mark.skipif(not IS_FULL, reason="a minute, as Slurm lets jobs wait: of the full run")
+def test_a_job_that_is_taken_off_its_nodes_goes_on(
+    job: Job, hosts: list[HostApart], slurm: Mapping[str, str]
+) -> None:
+    run = ("train.steps=600", "checkpoint.every=100000", "hydra.run.dir=runs/a/b")
+    start(job, hosts, slurm, "launcher=slurm", *run)
+    job.wait_for_step(20)
+    preempts = [*in_job(job, hosts), "scancel", "--signal=USR2", "1"]
+    subprocess.run(preempts, env=os.environ | slurm, check=True)
+    assert job.wait() == [0], job.said("err")
+    (run_dir,) = job.run_dirs()
+    assert [line["step"] for line in job.metrics()] == list(range(1, 601))
+    assert len([*(run_dir / "attempts").iterdir()]) == 1
+    expected = alone(job.folder.parent, "train.steps=600")
+    assert losses(run_dir)[-1] == pytest.approx(expected[-1], rel=2e-5)
