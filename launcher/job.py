@@ -32,26 +32,15 @@ from whale_train.launcher.calibrate import (
 )
 from whale_train.launcher.command_line import compared_strategies
 from whale_train.launcher.export import export, export_into
-from whale_train.launcher.job_end import JobEnd, finish, interrupted, started_elsewhere
+from whale_train.launcher.job_end import JobEnd, finish, interrupted, never_met, started_elsewhere
 from whale_train.launcher.planning.plan_request import (
     Resolved,
     resolve_each,
     resolve_request,
     threads_of,
 )
-from whale_train.launcher.ranks.external_ranks import (
-    MEMBER_PROGRAM,
-    NeverMet,
-    check_world,
-    hosts_met,
-    refuse,
-)
-from whale_train.launcher.ranks.host_process import (
-    HOST_PROGRAM,
-    HostProcess,
-    Outcome,
-    describe_failure,
-)
+from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
+from whale_train.launcher.ranks.host_process import Outcome
 from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.over_ssh import run_over_ssh
 from whale_train.launcher.ranks.rank_env import LaunchPlace
@@ -108,8 +97,6 @@ def run_job(
         if request.mode == "plan":
             return _plan(request, run_dir, console)
         with stop_signals() as signals:
-            if request.mode == "verify":
-                return verify(request, run_dir, console, signals)
             if request.mode == "calibrate":
                 return _calibrate(request, run_dir, console, signals)
             if request.mode == "export":
@@ -122,6 +109,8 @@ def run_job(
                 if "kind" not in request.hardware:  # what can be known of the plan here
                     resolve_request(request.model_copy(update={"mode": "plan"}))
                 return JobEnd("done", run_dir, submission=submission)
+            if request.mode == "verify":
+                return verify(request, run_dir, console, place, signals)
             with in_use(run_dir):
                 return _train(request, run_dir, console, place, signals)
     except RequestError as error:
@@ -138,11 +127,11 @@ def run_job(
 def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
     """Refuse a mode that starts other ranks than there are, or will be."""
     mode, kind = request.mode, request.launcher.kind
-    if mode != "train" and place is not None:
+    if mode not in ("train", "verify") and place is not None:
         what = "no ranks" if mode in ("plan", "export") else "its own ranks"
         rule = f"starts {what}, and some were started from outside"
         raise ConfigError([Fault("mode", mode, rule, "run it without torchrun or srun")])
-    if mode in ("verify", "calibrate") and kind in ("ssh", "slurm"):
+    if mode == "calibrate" and kind in ("ssh", "slurm"):
         rule, remedy = f"is of this host, and launcher={kind} of others", "run it on one of them"
         raise ConfigError([Fault("mode", mode, rule, remedy)])
 
@@ -199,10 +188,7 @@ def _train(
             sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
             break  # and with the failure of the attempt before
         except NeverMet as error:
-            if error.outcome.failure is None:
-                return interrupted(run_dir)
-            sys.stderr.write(f"error: {describe_failure(error.outcome.failure, '')}\n")
-            return JobEnd("failed", run_dir)
+            return never_met(error.outcome, run_dir)
         reached, spent = steps_done(run_dir, began), time.monotonic() - started
         ranks = resolved.plan.world_size
         attempts.append(Attempt(began, reached, spent, ranks, outcome.status, outcome.failure))
@@ -248,25 +234,15 @@ def _attempt(
 ) -> tuple[Outcome, Resolved]:
     """Resolve the request and run its ranks to their end."""
     begun = keep_steps(run_dir, 0 if resumed is None else resumed.step)
-    # The host, or this rank's member, prepares while the plan is resolved.
-    host = HostProcess.start(run_dir, HOST_PROGRAM if place is None else MEMBER_PROGRAM)
+    process = JobProcess(run_dir, place)
     try:
-        hosts = None if place is None else hosts_met(run_dir, host, signals.poll)
-        apart = ", ".join(each.name for each in hosts or () if not each.shares)
-        if apart:
-            said = f"{apart}: not this file system; logs stay there, in a directory of that name"
-            console.print(said, soft_wrap=True, markup=False, highlight=False)
-        try:
+        hosts = process.hosts(signals.poll, console)
+        with process.planning():
             resolved = resolve_request(request, hosts=hosts)
-            if place is not None:
-                check_world(place, resolved.plan)
+            process.check_world(resolved.plan)
             if resumed is not None:
                 refuse_other_model(resumed.path, resolved.profile)
                 refuse_other_size(resumed.path, resolved.num_samples)
-        except RequestError:
-            if place is not None:
-                refuse(run_dir, host)
-            raise
         start_ranks(run_dir, resolved, request, None if resumed is None else resumed.path)
         show_resolved(resolved, request, console)
         if _offloads_adam(request, resolved.plan) and not is_compiled(CPU_ADAM):
@@ -283,11 +259,11 @@ def _attempt(
         if request.checkpoint.every is not None:
             signals.asks(ask, request.checkpoint.grace_s)
         try:
-            outcome = host.wait(poll)
+            outcome = process.wait(poll)
         finally:
             progress.close()
     finally:
-        host.stop()  # does nothing after a wait that ended by itself
+        process.stop()  # does nothing after a wait that ended by itself
     return outcome, resolved
 
 
@@ -301,7 +277,7 @@ def _calibrate(request: Request, run_dir: Path, console: Console, signals: StopS
     """Ranks on this machine's devices measure them; the figures are kept and shown."""
     request = measuring(request)
     run_dir = make_run_dir(request, run_dir)
-    host = HostProcess.start(run_dir)
+    process = JobProcess(run_dir, None)
     try:
         resolved = resolve_request(request.model_copy(update={"mode": "train"}))
         refuse_others(resolved)
@@ -313,9 +289,9 @@ def _calibrate(request: Request, run_dir: Path, console: Console, signals: StopS
         start_ranks(run_dir, resolved, request)
         threads = partial(threads_of, request, cores())
         console.print(announced(resolved.cluster, count, threads))
-        outcome = host.wait(signals.poll)
+        outcome = process.wait(signals.poll)
     finally:
-        host.stop()
+        process.stop()
     if outcome.status != "done":
         return finish(outcome, resolved, run_dir, console)
     show(kept_of(run_dir, resolved.cluster.devices[0].name), console)

@@ -59,6 +59,14 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
     return interrupted(run_dir)
 
 
+def never_met(outcome: Outcome, run_dir: Path) -> JobEnd:
+    """Say why ranks that others started did not meet, and return the end that this is."""
+    if outcome.failure is None:
+        return interrupted(run_dir)
+    sys.stderr.write(f"error: {describe_failure(outcome.failure, '')}\n")
+    return JobEnd("failed", run_dir)
+
+
 def started_elsewhere(status: int, run_dir: Path) -> JobEnd:
     """Return the end of a job by the exit status of its ranks, which have said all there is to say.
     What was measured is in the run directory, where their first host shares it."""

@@ -9,9 +9,10 @@ from rich.console import Console
 from whale_train.config import Request
 from whale_train.errors import Fault, PlanError
 from whale_train.launcher.compare_runs import compare
-from whale_train.launcher.job_end import JobEnd, finish
+from whale_train.launcher.job_end import JobEnd, finish, never_met
 from whale_train.launcher.planning.plan_request import Resolved, resolve_request, training_of
-from whale_train.launcher.ranks.host_process import HostProcess
+from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
+from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import write_json
 from whale_train.launcher.ranks.run_files import make_run_dir, start_ranks
 from whale_train.launcher.ranks.stop_signals import StopSignals
@@ -21,31 +22,43 @@ from whale_train.limits import memory_bytes
 from whale_train.strategies.resolver.resolve import resolve
 
 
-def verify(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
-    """Run the first steps under the plan, then the same on one process, and return the
+def verify(
+    request: Request,
+    run_dir: Path,
+    console: Console,
+    place: LaunchPlace | None,
+    signals: StopSignals,
+) -> JobEnd:
+    """Run the first steps under the plan, then the same on one process of this host, and return the
     comparison."""
     request = only_steps(request)
     run_dir = make_run_dir(request, run_dir)
-    hosts = [HostProcess.start(run_dir)]
+    processes = [JobProcess(run_dir, place)]
     try:
-        # Its ranks start as those of a training, and are refused for the same reasons.
-        resolved = resolve_request(request.model_copy(update={"mode": "train"}))
-        alone, one_process = on_one_process(request, resolved)
+        hosts = processes[0].hosts(signals.poll, console)
+        with processes[0].planning():
+            # Its ranks start as those of a training, and are refused for the same reasons.
+            in_earnest = request.model_copy(update={"mode": "train"})
+            resolved = resolve_request(in_earnest, hosts=hosts)
+            processes[0].check_world(resolved.plan)
+            alone, one_process = on_one_process(request, resolved)
         start_ranks(run_dir, resolved, request)
         show_resolved(resolved, request, console)
         alone_dir = make_run_dir(alone, run_dir / "verify" / "one_process")
-        hosts.append(HostProcess.start(alone_dir))  # imports meanwhile, and waits for its plan
-        for host, plan, folder in zip(
-            hosts, (resolved, one_process), (run_dir, alone_dir), strict=True
+        processes.append(JobProcess(alone_dir, None))  # imports meanwhile, and waits for its plan
+        for process, plan, folder in zip(
+            processes, (resolved, one_process), (run_dir, alone_dir), strict=True
         ):
             if folder == alone_dir:
                 start_ranks(folder, plan, request)
-            outcome = host.wait(signals.poll)
+            outcome = process.wait(signals.poll)
             if outcome.status != "done":
                 return finish(outcome, plan, folder, console)
+    except NeverMet as error:
+        return never_met(error.outcome, run_dir)
     finally:
-        for host in hosts:
-            host.stop()
+        for process in processes:
+            process.stop()
     found = compare(request, run_dir, alone_dir, resolved.plan.world_size)
     write_json(run_dir / "verify.json", found.to_json())
     console.print(verification_view(found))

@@ -9,14 +9,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from whale_train.errors import ConfigError, Fault, LaunchError, PlanError
+from rich.console import Console
+
+from whale_train.errors import ConfigError, Fault, LaunchError, PlanError, RequestError
 from whale_train.hosts import HOSTS, REFUSED, Host, read_hosts
-from whale_train.launcher.ranks.host_process import POLL_S, HostProcess, Outcome
+from whale_train.launcher.ranks.host_process import (
+    HOST_PROGRAM,
+    POLL_S,
+    HostProcess,
+    Outcome,
+)
 from whale_train.launcher.ranks.job_key import job_key
 from whale_train.launcher.ranks.rank_env import LaunchPlace, job_name, place_from_environment
 from whale_train.strategies.plan.plan import Plan
@@ -100,18 +107,59 @@ class NeverMet(LaunchError):
         super().__init__(outcome.status)
 
 
-def hosts_met(run_dir: Path, member: HostProcess, poll: Callable[[], None]) -> tuple[Host, ...]:
-    """Return the hosts that the ranks are on, once `member`, our own rank, has met the others.
-    Raises NeverMet where it ended before."""
-    while not (run_dir / HOSTS).exists():
-        if member.has_ended:
-            raise NeverMet(member.wait(poll))
-        poll()
-        time.sleep(POLL_S)
-    return read_hosts(run_dir)
+class JobProcess:
+    """What runs a job of `run_dir`: a host that starts the ranks, or, at a `place` among ranks that
+    others started, this process's own. It prepares while a plan is made. Every `JobProcess` needs a
+    `wait` or a `stop`."""
+
+    def __init__(self, run_dir: Path, place: LaunchPlace | None) -> None:
+        self._run_dir, self._place = run_dir, place
+        program = HOST_PROGRAM if place is None else MEMBER_PROGRAM
+        self._process = HostProcess.start(run_dir, program)
+
+    def hosts(self, poll: Callable[[], None], console: Console) -> tuple[Host, ...] | None:
+        """Return the hosts that ranks were started on, once they have met; None where none were.
+        Says which of them do not share the run directory. Raises NeverMet where they did not
+        meet."""
+        if self._place is None:
+            return None
+        while not (self._run_dir / HOSTS).exists():
+            if self._process.has_ended:
+                raise NeverMet(self._process.wait(poll))
+            poll()
+            time.sleep(POLL_S)
+        hosts = read_hosts(self._run_dir)
+        apart = ", ".join(host.name for host in hosts if not host.shares)
+        if apart:
+            said = f"{apart}: not this file system; logs stay there, in a directory of that name"
+            console.print(said, soft_wrap=True, markup=False, highlight=False)
+        return hosts
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Around the making of a plan: ranks that wait for it are told where there will be none."""
+        try:
+            yield
+        except RequestError:
+            if self._place is not None:
+                _refuse(self._run_dir, self._process)
+            raise
+
+    def check_world(self, plan: Plan) -> None:
+        """Raises PlanError unless as many ranks were started as the plan has."""
+        if self._place is not None:
+            _check_world(self._place, plan)
+
+    def wait(self, poll: Callable[[], None]) -> Outcome:
+        """As HostProcess's."""
+        return self._process.wait(poll)
+
+    def stop(self) -> None:
+        """As HostProcess's."""
+        self._process.stop()
 
 
-def refuse(run_dir: Path, member: HostProcess) -> None:
+def _refuse(run_dir: Path, member: HostProcess) -> None:
     """Have `member`, which has met the others, tell them that there is no job; all leave with
     status 2."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `tell_refused`
@@ -122,8 +170,7 @@ def refuse(run_dir: Path, member: HostProcess) -> None:
             time.sleep(POLL_S)
 
 
-def check_world(place: LaunchPlace, plan: Plan) -> None:
-    """Raises PlanError unless as many ranks were started as the plan has."""
+def _check_world(place: LaunchPlace, plan: Plan) -> None:
     if place.world_size != plan.world_size:
         rule = f"ranks were started, and the plan for hardware={plan.cluster} has {plan.world_size}"
         remedy = f"start {plan.world_size}, or use hardware=cpu hardware.devices={place.world_size}"

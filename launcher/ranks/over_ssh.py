@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from whale_train.config import Request
+from whale_train.config import AUTO, Request
 from whale_train.errors import ConfigError, Fault
 from whale_train.hosts import Seen
 from whale_train.launcher.ranks.host_agent import Found, Start, Wanted, order_of
@@ -38,6 +38,7 @@ _SSH = (
 _LOOK_S = 120.0
 _POLL_S = 0.1
 _UNREACHABLE = 255  # ssh's own
+_FAILED = 1
 _NO_FOLDER, _NO_PYTHON = 41, 42
 # From the end of one host's ranks that failed to the end of the others.
 _LEAVE_S = 20.0
@@ -48,13 +49,28 @@ _PASSED = ("COLUMNS", "OMP_NUM_THREADS", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLI
 def run_over_ssh(
     request: Request, arguments: Sequence[str], console: Console, signals: StopSignals
 ) -> int:
-    """Run the command with `arguments` as the ranks of a job on `launcher.hosts`; return its exit
-    status, which rank 0 on the first of them has explained. Raises ConfigError where hosts lack
-    what the job needs."""
-    hosts, python = request.launcher.hosts, request.launcher.python or sys.executable
+    """Run the command with `arguments` as the ranks of a job on `launcher.hosts`, again from its
+    newest checkpoint where it failed and `launcher.max_restarts` allows it; return its exit status,
+    which rank 0 on the first of them has explained. Raises ConfigError where hosts lack what the
+    job needs."""
     if shutil.which("ssh") is None:
         rule = "needs the command ssh, which is not here"
         raise ConfigError([Fault("launcher", "ssh", rule, "install OpenSSH's client")])
+    left = request.launcher.max_restarts
+    while (status := _attempt(request, arguments, console, signals)) == _FAILED and left:
+        said = f"warning: an attempt failed; {left} more may follow"
+        console.print(said, style="yellow", soft_wrap=True)
+        left -= 1
+        arguments = [x for x in arguments if not x.startswith("train.resume=")]
+        arguments = [*arguments, f"train.resume={AUTO}"]
+    return status
+
+
+def _attempt(
+    request: Request, arguments: Sequence[str], console: Console, signals: StopSignals
+) -> int:
+    """Run the job on hosts that have what it needs; return its exit status."""
+    hosts, python = request.launcher.hosts, request.launcher.python or sys.executable
     found = _look(request, hosts, python)
     counts = ranks_on(request, hosts, [Seen.from_json(each.seen) for each in found])
     said = ", ".join(f"{n} on {host}" for host, n in zip(hosts, counts, strict=True))

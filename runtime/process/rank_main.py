@@ -181,12 +181,12 @@ def train_as_planned(
     limit_waits(timeout)
     batches = RankBatches(request, plan, prepared.dataset, rank, device)
     metrics = Metrics(run_dir, request.train.tensorboard, device) if rank == 0 else None
+    carrier = Carrier(run_dir, read_hosts(run_dir), rank, world_size, request.launcher.timeout_s)
     if request.mode == "verify":
-        summary = verify(run_dir, request, plan, program, batches, metrics, rank)
+        summary, files = verify(run_dir, request, plan, program, batches, metrics, rank)
+        carrier.gather(run_dir, Part(rank, files))
     else:
         random = RandomStates(program.shared_random)
-        wait_s = request.launcher.timeout_s
-        carrier = Carrier(run_dir, read_hosts(run_dir), rank, world_size, wait_s)
         resumed, started = None, time.monotonic()
         if (checkpoint := _checkpoint(run_dir)) is not None:
             resumed = restore(carrier.fetched(checkpoint), state, random, plan, rank)
@@ -202,11 +202,9 @@ def train_as_planned(
         summary = train(request, plan, program, batches, metrics, trace, saver, resumed)
         summary["resumed_s"] = None if resumed is None else resumed_s
         if trace is not None:
-            written = Part(rank, (trace.write(run_dir),))
+            timelines = carrier.gather(run_dir, Part(rank, (trace.write(run_dir),)))
             if rank == 0:
-                merge(run_dir, carrier.gathered(run_dir, written))
-            else:
-                carrier.hand_over(run_dir, written)
+                merge(run_dir, timelines)
         if request.checkpoint.final and summary["stopped_after"] is None:
             last = None if saver is None else saver.last
             made = (prepared.module.model, request.model)

@@ -66,6 +66,14 @@ class Carrier:
             hand_over(folder, self._received(folder, rank))
         return gathered(folder, own, self._ranks, self._timeout_s)
 
+    def gather(self, folder: Path, own: Part) -> list[FileRecord]:
+        """Give rank 0 the `own` part of each rank; return there the records of all files. A
+        collective. Raises OSError where one did not come."""
+        if self._rank == 0:
+            return self.gathered(folder, own)
+        self.hand_over(folder, own)
+        return []
+
     def fetched(self, checkpoint: Path) -> Path:
         """Return where this rank reads the `checkpoint` that rank 0 goes on from: there, or where a
         copy was made on its host. A collective."""

@@ -62,10 +62,7 @@ def write_final(
             saved = parts / "model"
             blocks = [x for x in owned(state.blocks()) if x.folder == "model"]
             own = written(parts, rank, lambda: write_blocks(parts, blocks, rank))
-            if rank:
-                carrier.hand_over(parts, own)
-            else:
-                carrier.gathered(parts, own)
+            carrier.gather(parts, own)
         if rank:
             return None
         if has_adapters(model):  # peft asks its modules what they hold, which ranks took from them

@@ -8,7 +8,6 @@ judged by (`Yardstick`). Comparing is launcher/compare_runs.py's.
 Dropout is off: its masks differ from plan to plan, so with it no two plans compute the same.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from whale_train.checkpoint_files import FileRecord
 from whale_train.config import OptimizerOptions, Request
 from whale_train.models.batch_parts.dropout_off import DropoutOff
 from whale_train.runtime.engines.base import Engine
@@ -27,6 +26,7 @@ from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.runtime.state.blocks import placement
 from whale_train.runtime.state.held import paths_of
+from whale_train.runtime.state.tensor_files import write_json, write_tensors
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.evaluation import Evaluation, EvaluationBatches
 from whale_train.runtime.train.loop import Loop
@@ -45,9 +45,9 @@ def verify(
     batches: RankBatches,
     metrics: Metrics | None,
     rank: int,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], tuple[FileRecord, ...]]:
     """Train the first `verify.steps` steps of the run and write `rank`'s part of what came of
-    them; what `summary.json` holds of it."""
+    them; return what `summary.json` holds of it, and the files."""
     yardstick = Yardstick(request) if plan.world_size == 1 else None
     without = _WithoutDropout(program)
     loop = Loop(request, plan, without, batches, metrics)
@@ -70,11 +70,14 @@ def verify(
     recorder.keep_values("final")
     if yardstick is not None:
         recorder.tensors |= {f"sensitivity/{k}": x for k, x in yardstick.sensitivity.items()}
-    folder = run_dir / "verify"
-    folder.mkdir(exist_ok=True)
-    save_file(recorder.tensors, folder / f"rank_{rank}.safetensors")
-    (folder / f"rank_{rank}.json").write_text(json.dumps(said, indent=1) + "\n")
-    return {"final_loss": loop.final_loss, "steps": request.verify.steps}
+    tensors = recorder.tensors
+    described = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+    path = f"verify/rank_{rank}"
+    files = (
+        write_tensors(run_dir, f"{path}.safetensors", described, tensors.values()),
+        write_json(run_dir, f"{path}.json", said),
+    )
+    return {"final_loss": loop.final_loss, "steps": request.verify.steps}, files
 
 
 # --- What a rank holds ---------------------------------------------------------------------------

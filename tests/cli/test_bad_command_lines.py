@@ -210,9 +210,9 @@ VALUES = (
         "launcher.hosts=[gpu1,gpu2]",
     ),
     Case(
-        "verify_on_other_hosts",
-        "mode=verify launcher=ssh launcher.hosts=[a,b]",
-        "mode=verify is of this host, and launcher=ssh of others; run it on one of them",
+        "calibrate_other_hosts",
+        "mode=calibrate launcher=ssh launcher.hosts=[a,b]",
+        "mode=calibrate is of this host, and launcher=ssh of others; run it on one of them",
     ),
     Case(
         "lr_negative",

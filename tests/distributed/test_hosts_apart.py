@@ -86,6 +86,18 @@ def test_nothing_but_the_network_is_shared(job: Job, hosts: list[HostApart]) -> 
     assert [line["loss"] for line in job.metrics()] == pytest.approx(expected, rel=2e-5)
 
 
+def test_a_plan_over_hosts_is_verified(job: Job, hosts: list[HostApart]) -> None:
+    """What its ranks hold comes to rank 0, which compares with one process of its own host."""
+    start(job, hosts, (2, 1), "strategy=zero3", "mode=verify", "train.steps=4")
+    assert job.wait() == [0, 0, 0], job.said("err")
+    (run_dir,) = job.run_dirs()
+    assert (run_dir / "verify.json").exists()
+    assert {path.name for path in (run_dir / "verify").glob("rank_2*")} == {
+        *("rank_2.json", "rank_2.safetensors")
+    }
+    job.assert_nothing_left()
+
+
 def test_a_host_that_ends_is_named(job: Job, hosts: list[HostApart]) -> None:
     start(job, hosts, (2, 1), "strategy=dp", "train.steps=1000000")
     job.wait_for_step(3)
