@@ -1,9 +1,12 @@
 """`mode=calibrate`: this machine's devices and links measured, and the figures kept for plans."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from pydantic import TypeAdapter
 from rich.console import Console, Group
 from rich.table import Table
@@ -48,23 +51,18 @@ def at_once(cluster: Cluster) -> int:
 
 
 def refuse_others(resolved: Resolved) -> None:
-    """Raise ConfigError where the inventory's devices are not this machine's, or of several
-    kinds, of which one calibration would be for none."""
-    kinds = sorted({device.name for device in resolved.cluster.devices})
-    rule = ""
+    """Raise ConfigError where the inventory's devices are not those that are here."""
     if resolved.emulated:
-        rule = f"measures this machine's devices, and those of hardware={resolved.cluster.name} "
+        rule = f"measures the devices that are here, and those of hardware={resolved.cluster.name} "
         rule += "are others"
-    elif len(kinds) > 1:
-        rule = f"measures devices of one kind, and there are {', '.join(kinds)}"
-    if rule:
         raise ConfigError([Fault("mode", "calibrate", rule, "use hardware=local or hardware=cpu")])
 
 
 def announced(cluster: Cluster, count: int, threads_of: Callable[[int], int]) -> str:
     """Return the line that says who measures (`count` devices of `cluster`), and how long that is
     waited for. So many of its processes have `threads_of` them each."""
-    said = f"measuring {count} x {cluster.devices[0].name}"
+    kinds = Counter(device.name for device in cluster.first(count).devices)
+    said = "measuring " + " and ".join(f"{number} x {kind}" for kind, number in kinds.items())
     each, alone = threads_of(count), threads_of(1)
     if cluster.on_cpu and each != alone:
         said += f", {_in_threads(each)}, in turns with one that has {alone}"
@@ -75,18 +73,35 @@ def _in_threads(threads: int) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''} each"
 
 
-def kept_of(run_dir: Path, kind: str) -> list[tuple[Calibration, Path]]:
-    """Return what the ranks, devices of that `kind`, measured, and the files it is kept in."""
+@dataclass(frozen=True)
+class Measured:
+    """What ranks measured: devices, and the files that it is kept in, and the network."""
+
+    devices: tuple[tuple[Calibration, Path], ...]
+    network: Link | None
+
+
+def kept_of(run_dir: Path) -> Measured:
+    """Return what the ranks measured, a file a kind of device."""
     written = json.loads((run_dir / "calibration.json").read_text())
-    found = [Calibration.from_mapping({"device": kind, **each}) for each in written]
-    return [(calibration, keep(calibration)) for calibration in found]
+    found = (Calibration.from_mapping(each) for each in written["devices"])
+    network = written["network"] and Link(**written["network"])
+    return Measured(tuple((calibration, keep(calibration)) for calibration in found), network)
 
 
-def show(found: Sequence[tuple[Calibration, Path]], console: Console) -> None:
-    """Print a table for each kind of device: a line a kind of operation, then the links. Fits 60
-    columns and more."""
-    for calibration, path in found:
+def show(found: Measured, console: Console) -> None:
+    """Print a table for each kind of device: a line a kind of operation, then the links; and what
+    joins the hosts, as an inventory has it. Fits 60 columns and more."""
+    for calibration, path in found.devices:
         console.print(Portable(_view(calibration, path)))
+    if found.network is not None:
+        figures = {
+            "bandwidth_bytes_s": float(f"{found.network.bandwidth_bytes_s:.4g}"),
+            "latency_s": float(f"{found.network.latency_s:.3g}"),
+        }
+        line = yaml.safe_dump({"network": figures}, default_flow_style=None, sort_keys=False)
+        console.print(Text("between hosts, as an inventory says it:", style="bold"))
+        console.print(Text(line.strip()), soft_wrap=True)
 
 
 def _view(calibration: Calibration, path: Path) -> Group:

@@ -97,8 +97,6 @@ def run_job(
         if request.mode == "plan":
             return _plan(request, run_dir, console)
         with stop_signals() as signals:
-            if request.mode == "calibrate":
-                return _calibrate(request, run_dir, console, signals)
             if request.mode == "export":
                 return export(request, run_dir, console, signals)
             if request.launcher.kind == "ssh" and place is None:
@@ -109,6 +107,8 @@ def run_job(
                 if "kind" not in request.hardware:  # what can be known of the plan here
                     resolve_request(request.model_copy(update={"mode": "plan"}))
                 return JobEnd("done", run_dir, submission=submission)
+            if request.mode == "calibrate":
+                return _calibrate(request, run_dir, console, place, signals)
             if request.mode == "verify":
                 return verify(request, run_dir, console, place, signals)
             with in_use(run_dir):
@@ -125,15 +125,10 @@ def run_job(
 
 
 def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
-    """Refuse a mode that starts other ranks than there are, or will be."""
-    mode, kind = request.mode, request.launcher.kind
-    if mode not in ("train", "verify") and place is not None:
-        what = "no ranks" if mode in ("plan", "export") else "its own ranks"
-        rule = f"starts {what}, and some were started from outside"
-        raise ConfigError([Fault("mode", mode, rule, "run it without torchrun or srun")])
-    if mode == "calibrate" and kind in ("ssh", "slurm"):
-        rule, remedy = f"is of this host, and launcher={kind} of others", "run it on one of them"
-        raise ConfigError([Fault("mode", mode, rule, remedy)])
+    """Refuse a mode that needs no ranks, where others have started some."""
+    if request.mode in ("plan", "export") and place is not None:
+        rule = "needs no ranks, and some were started from outside"
+        raise ConfigError([Fault("mode", request.mode, rule, "run it without torchrun or srun")])
 
 
 def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
@@ -273,26 +268,46 @@ def _offloads_adam(request: Request, plan: Plan) -> bool:
     return offloaded and request.optimizer.name != "sgd"
 
 
-def _calibrate(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
-    """Ranks on this machine's devices measure them; the figures are kept and shown."""
+def _calibrate(
+    request: Request,
+    run_dir: Path,
+    console: Console,
+    place: LaunchPlace | None,
+    signals: StopSignals,
+) -> JobEnd:
+    """Ranks on the devices that are here, or on the hosts they were started on, measure them; the
+    figures are kept and shown."""
     request = measuring(request)
     run_dir = make_run_dir(request, run_dir)
-    process = JobProcess(run_dir, None)
+    process = JobProcess(run_dir, place)
     try:
-        resolved = resolve_request(request.model_copy(update={"mode": "train"}))
-        refuse_others(resolved)
-        asked, count = resolved.plan.world_size, at_once(resolved.cluster)
+        hosts = process.hosts(signals.poll, console)
+        with process.planning():
+            resolved = resolve_request(_in_earnest(request), hosts=hosts)
+            process.check_world(resolved.plan)
+            refuse_others(resolved)
+        asked = count = resolved.plan.world_size
+        if hosts is None:
+            count = at_once(resolved.cluster)
         if count < asked:
             console.print(f"{count} of {asked} processes measure: as many as there are cores for")
             request = measuring(request, count)
-            resolved = resolve_request(request.model_copy(update={"mode": "train"}))
+            resolved = resolve_request(_in_earnest(request))
         start_ranks(run_dir, resolved, request)
         threads = partial(threads_of, request, cores())
         console.print(announced(resolved.cluster, count, threads))
         outcome = process.wait(signals.poll)
+    except NeverMet as error:
+        return never_met(error.outcome, run_dir)
     finally:
         process.stop()
     if outcome.status != "done":
         return finish(outcome, resolved, run_dir, console)
-    show(kept_of(run_dir, resolved.cluster.devices[0].name), console)
+    show(kept_of(run_dir), console)
     return JobEnd("done", run_dir)
+
+
+def _in_earnest(request: Request) -> Request:
+    """Return the request whose ranks start as those of a training, and are refused for the same
+    reasons."""
+    return request.model_copy(update={"mode": "train"})

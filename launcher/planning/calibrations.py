@@ -39,8 +39,9 @@ def kept() -> list[Calibration]:
 
 
 def keep(calibration: Calibration) -> Path:
-    """Write it, in the place of one of the same device; what that has of other precisions stays.
-    Raises ConfigError where it cannot be written."""
+    """Write it, in the place of one of the same device; what that has of other precisions, and of
+    links where they were not measured again, stays. Raises ConfigError where it cannot be
+    written."""
     path = folder() / f"{calibration.name}.yaml"
     mapping = calibration.to_mapping()
     try:
@@ -48,6 +49,8 @@ def keep(calibration: Calibration) -> Path:
         if path.exists():
             old = yaml.safe_load(path.read_text()) or {}
             mapping["kernels"] = {**old.get("kernels", {}), **mapping["kernels"]}
+            if mapping["link"] is None:  # which one rank alone on its host cannot measure
+                mapping |= {joins: old.get(joins) for joins in ("link", "shared_memory")}
         path.write_text(yaml.safe_dump(mapping, sort_keys=False))
     except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
         rule = f"cannot be written ({' '.join(str(error).split())})"

@@ -35,6 +35,7 @@ from whale_train.launcher.planning.devices_here import (
 from whale_train.launcher.planning.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.planning.emulation import paces as emulated_paces
 from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
+from whale_train.launcher.planning.host_memory import refuse_small_hosts
 from whale_train.launcher.planning.machine import facts_of, threads_asked
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.limits import cores, memory_bytes
@@ -126,6 +127,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
         faults += refused_architectures(cards_of(made.used, hosts))
     if request.mode == "train":
         refuse_other_order(made.used, hosts, faults)
+        refuse_small_hosts(made.plan, profile, hosts, device == "cpu", faults)
     on_one_host = device == "cpu" and len(hosts) == 1
     shared = memory_bytes() if on_one_host and request.mode != "plan" else None
     copies = said_of_copies(

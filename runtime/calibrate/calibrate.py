@@ -1,8 +1,8 @@
 """How fast this machine's devices compute and its links carry: `mode=calibrate`, on the ranks.
 
 Every rank measures at once, as it will compute beside the others. Those that compute the same wait
-for the slowest before they go on, and so of every run what its slowest rank took is kept. One
-process alone, where it would have more threads, is measured in turns with them: a machine that
+for the slowest before they go on, and so of every run what the slowest of its kind took is kept.
+One process alone, where it would have more threads, is measured in turns with them: a machine that
 others use is faster at one time than at another, and plans compare the one with the others. How
 operations are timed is `roofline_fit.py`'s, and of ZeRO `zero_probes.py`'s.
 """
@@ -10,7 +10,7 @@ operations are timed is `roofline_fit.py`'s, and of ZeRO `zero_probes.py`'s.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -32,6 +32,7 @@ from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.hardware.cluster import Kernel, Link, Roofline
 
 RESULT = "calibration.json"
+DEVICES, NETWORK = "devices", "network"  # its keys
 _PASSES = 3  # over all that is measured
 _REPEATS = 5
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 8 << 20
@@ -39,8 +40,17 @@ _FEW, _UPDATED = 64, 1 << 22  # elements of the parameters whose update is timed
 _UPDATES = 2  # of each in a pass
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The kind of device that every rank is, and the node that it is on."""
+
+    kinds: tuple[str, ...]
+    nodes: tuple[int, ...]
+
+
 def calibrate(
     run_dir: Path,
+    ranks: Ranks,
     device: torch.device,
     precision: str,
     make_optimizer: MakeOptimizer,
@@ -50,40 +60,71 @@ def calibrate(
 ) -> None:
     """Measure, together with all other ranks; rank 0 also by itself, with `alone` threads (None:
     with no others than it has), and it writes `run_dir/calibration.json`: of all ranks, and of the
-    one, mappings of `Calibration`'s fields but for the device's name. `chosen` are the probes
-    (None: all), and `blocks` what operations between products are timed in."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    one, mappings of `Calibration`'s fields, one a kind of device; and what joins the nodes, where
+    there are several. `chosen` are the probes (None: all), and `blocks` what operations between
+    products are timed in."""
+    rank, kind = dist.get_rank(), ranks.kinds[dist.get_rank()]
+    of_node = _groups(ranks)
+    across = len(set(ranks.nodes)) > 1
     listed = list(probes()) if chosen is None else chosen
     beside_others, by_itself = (
         _Computing(KernelTimes(listed, blocks), device, precision, make_optimizer) for _ in range(2)
     )
-    links, memories = list[Link](), list[Link]()
-    shared = _shared_memory_group()
+    links, memories, networks = list[Link](), list[Link](), list[Link]()
     for _ in range(_PASSES):
-        if ranks > 1:
-            links.append(measured_link(dist.group.WORLD, device, carried_by_waiting=False))
-        if shared is not None:
-            memories.append(measured_link(shared, device, carried_by_waiting=True))
+        if of_node.link is not None:
+            links.append(measured_link(of_node.link, device))
+        if of_node.memory is not None:
+            memories.append(measured_link(of_node.memory, device, of_node.link))
+        dist.barrier()
+        if across:
+            networks.append(measured_link(_world(), device))
         beside_others.take(dist.barrier)
         if alone is not None:
             if rank == 0:
                 with _threads(alone):
                     by_itself.take(lambda: None)
             dist.barrier()
-    kernels = beside_others.kernels(_slowest)
-    link, memory = _median_link(links), _median_link(memories)
-    if link is not None:
-        kernels |= partition_kernels(device, precision, link, kernels[KernelKind.UPDATE].forward)
-    everyones: list[dict[KernelKind, Kernel]] = [{} for _ in range(ranks)]
-    dist.all_gather_object(everyones, kernels)
+    kernels = beside_others.kernels(lambda mine: _slowest(mine, ranks.kinds))
+    link, memory, network = map(_median_link, (links, memories, networks))
+    joins_all = network if across else link
+    if joins_all is not None:
+        update = kernels[KernelKind.UPDATE].forward
+        kernels |= partition_kernels(device, precision, joins_all, update)
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    own = _Own(kind, threads, kernels, link, memory)
+    everyones: list[_Own] = [own] * len(ranks.kinds)
+    dist.all_gather_object(everyones, own)
     if rank == 0:
-        kernels = {kind: _median_kernel([each[kind] for each in everyones]) for kind in kernels}
-        threads = torch.get_num_threads() if device.type == "cpu" else 0
-        found = [_written(threads, ranks, precision, kernels, link, memory)]
+        found = [
+            _of_kind([each for each in everyones if each.kind == kind], precision)
+            for kind in dict.fromkeys(ranks.kinds)
+        ]
         if alone is not None:
             kernels = by_itself.kernels(lambda mine: mine)
-            found.append(_written(alone, 1, precision, kernels, None, None))
-        (run_dir / RESULT).write_text(json.dumps(found, indent=1) + "\n")
+            found.append(_written(kind, alone, 1, precision, kernels, None, None))
+        content = {DEVICES: found, NETWORK: network and asdict(network)}
+        (run_dir / RESULT).write_text(json.dumps(content, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What a rank measured of itself, a device of that `kind`, and of what joins its node."""
+
+    kind: str
+    threads: int
+    kernels: Mapping[KernelKind, Kernel]
+    link: Link | None
+    memory: Link | None
+
+
+def _of_kind(found: Sequence[_Own], precision: str) -> dict[str, Any]:
+    """Return what devices of one kind measured, as it is written: the median of them."""
+    first = found[0]
+    kernels = {op: _median_kernel([each.kernels[op] for each in found]) for op in first.kernels}
+    link = next((each.link for each in found if each.link is not None), None)
+    memory = next((each.memory for each in found if each.memory is not None), None)
+    return _written(first.kind, first.threads, len(found), precision, kernels, link, memory)
 
 
 class _Computing:
@@ -131,6 +172,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _written(
+    kind: str,
     threads: int,
     ranks: int,
     precision: str,
@@ -139,6 +181,7 @@ def _written(
     memory: Link | None,
 ) -> dict[str, Any]:
     return {
+        "device": kind,
         "threads": threads,
         "ranks": ranks,
         "kernels": {precision: {kind: asdict(kernel) for kind, kernel in kernels.items()}},
@@ -147,23 +190,48 @@ def _written(
     }
 
 
-def _slowest(mine: Runs) -> Runs:
-    """Return, of every run, the seconds of the rank that took longest."""
+def _slowest(mine: Runs, kinds: Sequence[str]) -> Runs:
+    """Return, of every run, the seconds of the rank that took longest, of this one's kind."""
     everyones: list[Runs] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
+    kind = kinds[dist.get_rank()]
+    alike = [runs for runs, other in zip(everyones, kinds, strict=True) if other == kind]
     return [
         [max(of_ranks) for of_ranks in zip(*of_probe, strict=True)]
-        for of_probe in zip(*everyones, strict=True)
+        for of_probe in zip(*alike, strict=True)
     ]
 
 
-def _shared_memory_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks as shard groups have it, where all can share memory."""
-    if dist.get_world_size() == 1 or len(set(homes())) > 1:
-        return None
-    return SharedMemoryGroup.new(
-        list(range(dist.get_world_size())), timedelta(minutes=5), "calibrate"
-    )
+@dataclass(frozen=True)
+class _Groups:
+    """The groups of this rank's node: what joins its devices, and the memory that they share. None
+    where it is alone there, or has no such memory."""
+
+    link: dist.ProcessGroup | None
+    memory: dist.ProcessGroup | None
+
+
+def _groups(ranks: Ranks) -> _Groups:
+    """Make those of every node."""
+    rank, timeout, found = dist.get_rank(), timedelta(minutes=5), homes()
+    own = _Groups(None, None)
+    for node in dict.fromkeys(ranks.nodes):
+        members = [other for other, number in enumerate(ranks.nodes) if number == node]
+        if len(members) < 2:
+            continue
+        is_whole = len(members) == len(ranks.nodes)
+        link = _world() if is_whole else dist.new_group(members, timeout)
+        memory = None
+        if len({found[member] for member in members}) == 1:
+            memory = SharedMemoryGroup.new(members, timeout, "calibrate")
+        if rank in members:
+            own = _Groups(link, memory)
+    return own
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _median_link(links: Sequence[Link]) -> Link | None:
@@ -190,36 +258,42 @@ def _median_kernel(kernels: Sequence[Kernel]) -> Kernel:
 
 
 def measured_link(
-    group: dist.ProcessGroup | None, device: torch.device, *, carried_by_waiting: bool
+    group: dist.ProcessGroup, device: torch.device, beside: dist.ProcessGroup | None = None
 ) -> Link:
     """Return an alpha-beta link through which all-reduces of `group` take as long as they do, as
-    rings. `carried_by_waiting`: a rank carries them itself while it waits; else they go on beside
-    its computing, and `busy` is how much they slow it."""
+    rings. With a group of the same ranks `beside` it, by which they meet, they carry theirs
+    themselves while they wait; else transfers go on beside computing, and `busy` is how much they
+    slow it."""
+    meets = beside or group
     members = dist.get_world_size(group)
-    small = _all_reduce_s(group, device, _SMALL_BYTES, 40)
-    large = _all_reduce_s(group, device, _LARGE_BYTES, 12)
+    small = _all_reduce_s(group, meets, device, _SMALL_BYTES, 40)
+    large = _all_reduce_s(group, meets, device, _LARGE_BYTES, 12)
     latency = small / (2 * (members - 1))
     moved = 2 * (members - 1) / members * _LARGE_BYTES
     bandwidth = moved / max(large - small, 1e-9)
-    busy = 1.0 if carried_by_waiting else _busy(group, device, large)
+    busy = _busy(group, device, large) if beside is None else 1.0
     return Link("measured", bandwidth, latency, busy)
 
 
 def _all_reduce_s(
-    group: dist.ProcessGroup | None, device: torch.device, num_bytes: int, times: int
+    group: dist.ProcessGroup,
+    meets: dist.ProcessGroup,
+    device: torch.device,
+    num_bytes: int,
+    times: int,
 ) -> float:
-    """Return the seconds of one all-reduce, the same on all ranks: the median of their medians."""
+    """Return the seconds of one all-reduce, the same on all members: a median of medians."""
     value = torch.zeros(num_bytes // 4, device=device)
     taken = []
     for _ in range(times + 2):
-        dist.barrier()
+        dist.barrier(meets)
         started = now(device)
         dist.all_reduce(value, group=group)
         taken.append(now(device) - started)
-    return agreed(median(taken[2:]))
+    return agreed(median(taken[2:]), meets)
 
 
-def _busy(group: dist.ProcessGroup | None, device: torch.device, transfer_s: float) -> float:
+def _busy(group: dist.ProcessGroup, device: torch.device, transfer_s: float) -> float:
     """Return how much longer computing takes for a second of transfers beside it."""
     factor = torch.randn(512, 512, device=device)
     value = torch.zeros(_LARGE_BYTES // 4, device=device)
@@ -232,19 +306,19 @@ def _busy(group: dist.ProcessGroup | None, device: torch.device, transfer_s: flo
         return now(device) - started
 
     computing(4)
-    products = max(4, int(agreed(1.5 * transfers * transfer_s / (computing(8) / 8))))
+    products = max(4, int(agreed(1.5 * transfers * transfer_s / (computing(8) / 8), group)))
     extra = []
     for _ in range(_REPEATS):
-        dist.barrier()
+        dist.barrier(group)
         alone = computing(products)
-        dist.barrier()
+        dist.barrier(group)
         works = [dist.all_reduce(value, group=group, async_op=True) for _ in range(transfers)]
         beside = computing(products)
         for work in works:
             assert work is not None
             work.wait()
         extra.append((beside - alone) / (transfers * transfer_s))
-    return agreed(min(1.0, max(0.0, median(extra))))
+    return agreed(min(1.0, max(0.0, median(extra))), group)
 
 
 def _updates(elements: int, device: torch.device, make: MakeOptimizer) -> tuple[list[float], float]:

@@ -21,8 +21,9 @@ def undisturbed(seconds: Iterable[float]) -> float:
     return quantiles(seconds, n=4, method="inclusive")[0]
 
 
-def agreed(figure: float) -> float:
-    """Return the median of all ranks' figures, the same on all of them."""
-    figures: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(figures, figure)
+def agreed(figure: float, group: dist.ProcessGroup | None = None) -> float:
+    """Return the median of the figures of a group's members (None: of all ranks), the same on all
+    of them."""
+    figures: list[float] = [0.0] * dist.get_world_size(group)
+    dist.all_gather_object(figures, figure, group)
     return median(figures)

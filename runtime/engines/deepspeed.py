@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from whale_train.runtime.cpu.malloc_trim import given_back
+from whale_train.runtime.engines.accelerator import use_accelerator
 from whale_train.runtime.engines.base import (
     NARROW,
     Copies,
@@ -45,6 +46,7 @@ class DeepSpeedEngine:
         precision: str,
     ) -> None:
         deepspeed = import_deepspeed()
+        use_accelerator(device)
         self.holders = copies
         self.copies = copies.size
         self.counts_norm = copies.is_first and copies.index == 0

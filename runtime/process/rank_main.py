@@ -23,7 +23,7 @@ from whale_train.models.export.export import export_model
 from whale_train.models.export.lifted_constants import with_constants
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.build_program import assemble
-from whale_train.runtime.calibrate.calibrate import calibrate
+from whale_train.runtime.calibrate.calibrate import Ranks, calibrate
 from whale_train.runtime.comms.process_groups import (
     file_rendezvous,
     join,
@@ -134,7 +134,10 @@ def measure(
     precision = request.train.precision or "fp32"
     alone = request.launcher.threads or num_threads(1)
     has_others = device.type == "cpu" and alone != torch.get_num_threads()
-    calibrate(run_dir, device, precision, optimizer, alone if has_others else None)
+    planned = Plan.from_json((run_dir / "plan.json").read_text()).ranks
+    ranks = Ranks(tuple(each.device for each in planned), tuple(each.node for each in planned))
+    has_others = has_others and len(set(ranks.nodes)) == 1  # plans for one host count with it
+    calibrate(run_dir, ranks, device, precision, optimizer, alone if has_others else None)
 
 
 def _joined(

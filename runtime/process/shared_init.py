@@ -6,6 +6,7 @@ shard touches only those pages, so its own memory stays near its shard. A file i
 last reader has let go of it.
 """
 
+import os
 import tempfile
 from collections.abc import Iterable
 
@@ -66,7 +67,8 @@ def _share(tensors: list[Tensor]) -> None:
     if not end:
         return
     with tempfile.NamedTemporaryFile(prefix="whale-train-") as file:
-        file.truncate(end)
+        # All of it, now: a page without room on the disk would be a SIGBUS when it is written.
+        os.posix_fallocate(file.fileno(), 0, end)
         storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=end)
     for tensor, offset in zip(tensors, offsets, strict=True):
         shared = torch.empty(0, dtype=tensor.dtype).set_(

@@ -210,11 +210,6 @@ VALUES = (
         "launcher.hosts=[gpu1,gpu2]",
     ),
     Case(
-        "calibrate_other_hosts",
-        "mode=calibrate launcher=ssh launcher.hosts=[a,b]",
-        "mode=calibrate is of this host, and launcher=ssh of others; run it on one of them",
-    ),
-    Case(
         "lr_negative",
         "optimizer.lr=-1",
         "optimizer.lr=-1 is not above 0; use more than 0",

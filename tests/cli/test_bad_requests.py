@@ -122,7 +122,7 @@ UNEXECUTED = (
     Case(
         "calibrate_others",
         "mode=calibrate hardware=v100_512",
-        "mode=calibrate measures this machine's devices, and those of hardware=v100_512 are "
+        "mode=calibrate measures the devices that are here, and those of hardware=v100_512 are "
         "others; use hardware=local or hardware=cpu",
     ),
     Case(

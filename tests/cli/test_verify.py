@@ -104,9 +104,9 @@ def test_ranks_started_from_outside_are_refused(tmp_path: Path) -> None:
         **{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"},
     }
-    answer = whale_train([*COMMON, "mode=calibrate"], tmp_path, place)
+    answer = whale_train([*COMMON, "mode=plan"], tmp_path, place)
     assert answer.status == 2
     assert answer.stderr == (
-        "error: mode=calibrate starts its own ranks, and some were started from outside; run it "
-        "without torchrun or srun\n"
+        "error: mode=plan needs no ranks, and some were started from outside; run it without "
+        "torchrun or srun\n"
     )

@@ -18,7 +18,7 @@ from whale_train.runtime.calibrate import calibrate as calibrating
 from whale_train.runtime.calibrate import roofline_fit as kernel_times
 from whale_train.runtime.calibrate import zero_probes as partition_probes
 from whale_train.runtime.calibrate.block_probes import BLOCKS, SMALLEST, ProbedBlock, run_block
-from whale_train.runtime.calibrate.calibrate import RESULT, calibrate
+from whale_train.runtime.calibrate.calibrate import RESULT, Ranks, calibrate
 from whale_train.runtime.calibrate.probes import Measured, Probe, probes
 from whale_train.runtime.calibrate.roofline_fit import KernelTimes, fitted
 from whale_train.runtime.calibrate.timing import undisturbed
@@ -139,12 +139,14 @@ def test_a_block_says_how_fast_bytes_move_and_a_chain_what_is_over_it(
         assert kernel.backward.seconds(0.0, 1e3) == pytest.approx(4 + 7e3)
 
 
-def runs_of(rank_factor: Sequence[float]) -> Any:
-    return calibrating._slowest([[rank_factor[dist.get_rank()] * x for x in (1.0, 2.0)], [3.0]])
+def runs_of(rank_factor: Sequence[float], kinds: Sequence[str]) -> Any:
+    factor = rank_factor[dist.get_rank()]
+    return calibrating._slowest([[factor * x for x in (1.0, 2.0)], [3.0]], kinds)
 
 
-def test_of_every_run_the_slowest_rank_counts() -> None:
-    assert run_ranks(runs_of, 2, (1.0, 1.5)) == [[[1.5, 3.0], [3.0]]] * 2
+def test_of_every_run_the_slowest_rank_of_its_kind_counts() -> None:
+    slow, slower = [[1.5, 3.0], [3.0]], [[2.0, 4.0], [3.0]]
+    assert run_ranks(runs_of, 3, (1.0, 2.0, 1.5), ("a", "b", "a")) == [slow, slower, slow]
 
 
 def measured(folder: str) -> tuple[list[int], list[int]]:
@@ -173,7 +175,8 @@ def measured(folder: str) -> tuple[list[int], list[int]]:
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     make = make_optimizer("adamw", {"lr": 0.1, "fused": True})
     torch.set_num_threads(1)
-    calibrate(Path(folder), CPU, "fp32", make, 2, few, [ProbedBlock(64, 16, 32)])
+    ranks = Ranks(("cpu_process",) * 2, (0, 0))
+    calibrate(Path(folder), ranks, CPU, "fp32", make, 2, few, [ProbedBlock(64, 16, 32)])
     return [engine.skipped_steps for engine in engines], threads
 
 
@@ -182,8 +185,9 @@ def test_ranks_measure_together_and_one_alone_in_turns_with_them(tmp_path: Path)
     # Small and larger modules under stage 1 and 3: all of their steps end in an update.
     assert first == ([0] * 4, [1, 2] * 3)
     assert second == ([0] * 4, [1] * 3)
-    written: list[dict[str, Any]] = json.loads((tmp_path / RESULT).read_text())
-    both, one = (Calibration.from_mapping({"device": "cpu_process", **each}) for each in written)
+    written = json.loads((tmp_path / RESULT).read_text())
+    both, one = map(Calibration.from_mapping, written["devices"])
+    assert (both.device, one.device, written["network"]) == ("cpu_process", "cpu_process", None)
     assert (both.ranks, both.threads, one.ranks, one.threads) == (2, 1, 1, 2)
     assert both.kernels["fp32"].keys() == set(KernelKind)
     assert one.kernels["fp32"].keys() == set(KernelKind) - {KernelKind.PARTITION, KernelKind.GATHER}

@@ -154,7 +154,7 @@ def test_no_number_is_not_equal(tmp_path: Path) -> None:
 
 def test_one_process_that_cannot_hold_the_model_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """100,000 classes take 0.8 GB of weights, gradients and Adam's state; 16 devices hold them."""
-    monkeypatch.setattr("whale_train.launcher.job.memory_bytes", lambda: 500_000_000)
+    monkeypatch.setattr("whale_train.launcher.verify.memory_bytes", lambda: 500_000_000)
     overrides = ["model=class_head", "model.num_classes=100000", "data=classes", "mode=verify"]
     overrides += ["strategy=hybrid_split_dp", "hardware=v100_p100_mix", "optimizer=adamw"]
     request = only_steps(read_request(composed(rewritten(overrides)), {}))

@@ -3,10 +3,12 @@
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
+import yaml
 from tests.distributed.apart import HostApart, can_be_apart, hosts_apart
 from tests.distributed.jobs import COMMAND, Job, job_in
 from tests.pairs import IS_FULL
@@ -38,7 +40,14 @@ def hosts(job: Job) -> Iterator[list[HostApart]]:
         yield hosts
 
 
-def start(job: Job, hosts: list[HostApart], ranks: tuple[int, int], *overrides: str) -> None:
+def start(
+    job: Job,
+    hosts: list[HostApart],
+    ranks: tuple[int, int],
+    *overrides: str,
+    hardware: tuple[str, ...] = MIX,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """As torchrun starts ranks of another number on every host."""
     first = 0
     for number, (host, count) in enumerate(zip(hosts, ranks, strict=True)):
@@ -50,7 +59,13 @@ def start(job: Job, hosts: list[HostApart], ranks: tuple[int, int], *overrides: 
             variables = {key: str(value) for key, value in place.items()}
             own = {"MASTER_ADDR": "apple", "WHALE_TRAIN_SECRET": "5" * 64}
             inside = host.command()
-            job.start(*SMALL, *MIX, *overrides, environment=variables | own, inside=inside)
+            job.start(
+                *SMALL,
+                *hardware,
+                *overrides,
+                environment={**variables, **own, **environment},
+                inside=inside,
+            )
         first += count
 
 
@@ -95,6 +110,23 @@ def test_a_plan_over_hosts_is_verified(job: Job, hosts: list[HostApart]) -> None
     assert {path.name for path in (run_dir / "verify").glob("rank_2*")} == {
         *("rank_2.json", "rank_2.safetensors")
     }
+    job.assert_nothing_left()
+
+
+@pytest.mark.skipif(not IS_FULL, reason="a minute and more: of the full run")
+def test_what_joins_hosts_is_measured(job: Job, hosts: list[HostApart]) -> None:
+    """And the devices of each, in files of the user's on rank 0's host."""
+    kept = {"WHALE_TRAIN_CALIBRATIONS": str(job.folder / "kept")}
+    hardware = ("hardware=cpu", "hardware.devices=2")
+    start(job, hosts, (1, 1), "mode=calibrate", hardware=hardware, environment=kept)
+    assert job.wait() == [0, 0], job.said("err")
+    said = job.said("out")
+    assert "measuring 2 x cpu_process" in said
+    network = yaml.safe_load(said.splitlines()[-1])["network"]
+    assert 1e7 < network["bandwidth_bytes_s"] < 1.5e8  # 1 Gbit/s, of which a ring has most
+    (path,) = (job.folder / "kept").iterdir()
+    found = yaml.safe_load(path.read_text())
+    assert (found["ranks"], found["link"]) == (2, None)  # one on each host
     job.assert_nothing_left()
 
 

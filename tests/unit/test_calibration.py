@@ -138,11 +138,11 @@ def test_who_measures_is_said_first() -> None:
 def test_what_ranks_and_one_alone_measured_is_kept_and_shown(tmp_path: Path) -> None:
     alone = replace(MEASURED, threads=2, ranks=1, link=None, shared_memory=None)
     written = [asdict(each) for each in (MEASURED, alone)]
-    for each in written:
-        del each["device"]  # which ranks do not know
-    (tmp_path / "calibration.json").write_text(json.dumps(written))
-    found = kept_of(tmp_path, "cpu_process")
-    assert [calibration for calibration, _ in found] == kept() == [MEASURED, alone]
+    network = {"name": "measured", "bandwidth_bytes_s": 1.23456e8, "latency_s": 1e-4}
+    content = {"devices": written, "network": network}
+    (tmp_path / "calibration.json").write_text(json.dumps(content))
+    found = kept_of(tmp_path)
+    assert [calibration for calibration, _ in found.devices] == kept() == [MEASURED, alone]
     console = Console(file=StringIO(), width=60)
     show(found, console)
     assert isinstance(console.file, StringIO)
@@ -154,7 +154,8 @@ def test_what_ranks_and_one_alone_measured_is_kept_and_shown(tmp_path: Path) -> 
         "1 x cpu_process, 2 threads each",
     ]
     assert sum("shared memory" in line for line in lines) == 1
-    for _, path in found:
+    assert lines[-1] == "network: {bandwidth_bytes_s: 123500000.0, latency_s: 0.0001}"
+    for _, path in found.devices:
         assert str(path) in "".join(line.strip() for line in lines)
 
 

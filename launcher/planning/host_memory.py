@@ -1,0 +1,40 @@
+"""Whether hosts have the memory that a plan's ranks take of it, before any of them takes it."""
+
+from collections.abc import Sequence
+
+from whale_train.errors import Fault
+from whale_train.hosts import Host
+from whale_train.quantities import in_bytes
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.memory.malloc_headroom import needed_bytes
+from whale_train.strategies.plan.plan import Plan
+
+
+def refuse_small_hosts(
+    plan: Plan, profile: ModelProfile, hosts: Sequence[Host], on_cpu: bool, faults: list[Fault]
+) -> None:
+    """Refuse hosts without room for the initial weights, which are built whole once for ranks that
+    the launcher starts, and by each rank that somebody else started; or, `on_cpu`, without room for
+    what their ranks compute on."""
+    whole = weight_bytes(profile)
+    for host in hosts:
+        builders, there = len(host.ranks) or 1, in_bytes(host.memory_bytes)
+        if builders * whole > host.memory_bytes:
+            by = f" by each of its {builders} ranks" if builders > 1 else ""
+            rule = f"has {in_bytes(whole)} of weights, built whole on {host.name}{by} before they "
+            rule += f"are cut, and there are {there}"
+            remedy = "start fewer ranks there" if builders > 1 else "use hosts with more memory"
+            faults.append(Fault("model", profile.name, rule, remedy))
+            continue
+        needed = needed_bytes(plan, host.ranks or range(plan.world_size))
+        if on_cpu and needed > host.memory_bytes:
+            rule = f"needs {in_bytes(needed)} of {host.name}, whose memory its processes share: "
+            rule += f"there are {there}"
+            remedy = "use fewer devices, or a strategy that partitions more"
+            faults.append(Fault("hardware", plan.cluster, rule, remedy))
+
+
+def weight_bytes(profile: ModelProfile) -> int:
+    """Return the bytes of a model's parameters and buffers as they are built."""
+    weights = (*profile.parameters, *profile.frozen)
+    return sum(each.elements * each.bytes_per_element for each in weights) + profile.buffer_bytes
