@@ -11,7 +11,9 @@ HUGGING_FACE = "whale_train.models.build.hugging_face"  # the _target_ of conf/m
 ADAPTERS = "model.adapters"
 MISSING = "???"  # how a config says that a value must be given
 
-_OWN_KEYS = ("_target_", "loss", "sync_batchnorm", "loss_over", "samples_are_independent")
+_OWN_KEYS = (
+    *("_target_", "loss", "sync_batchnorm", "loss_over", "samples_are_independent", "init"),
+)
 _HUGGING_FACE_KEYS = ("architecture", "config", "pretrained", "adapters")
 # What the model group itself defines; every other key under model is an argument of its class.
 MODEL_KEYS = (*_OWN_KEYS, *_HUGGING_FACE_KEYS)
@@ -21,6 +23,7 @@ RULES = {
     "sync_batchnorm": ("is not true or false", "use true or false"),
     "loss_over": ("is not what a loss can be of its samples'", "use mean, sum or null"),
     "samples_are_independent": ("is not true or false", "use true or false"),
+    "init": ("is no way to make initial weights", "use one of: sharded, whole"),
     "architecture": ("is not a name", "write model.architecture=LlamaForCausalLM or the like"),
     "config": ("is not a mapping", "write 'model.config={hidden_size: 64}' or the like"),
     "pretrained": ("is not a folder", "name a folder written by save_pretrained()"),
@@ -36,7 +39,10 @@ class ModelOptions(BaseModel):
     alone are trained (None: all of the model is), are the options of Hugging Face models;
     `arguments` are the constructor arguments of every other class. `loss_over` says what a batch's
     loss is of its samples' losses, where the model's graph does not; `samples_are_independent`
-    vouches for a model that nothing has proven to be trained equally in parts.
+    vouches for a model that nothing has proven to be trained equally in parts. `init` is how the
+    initial weights are made: `whole`, as one process draws them, or `sharded`, tensor by tensor
+    where they are wanted, for models that no host could hold; these are other draws, whatever the
+    plan the same.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -46,6 +52,7 @@ class ModelOptions(BaseModel):
     sync_batchnorm: bool = True
     loss_over: Literal["mean", "sum"] | None = None
     samples_are_independent: bool = False
+    init: Literal["whole", "sharded"] = "whole"
     architecture: str | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     pretrained: str | None = None
@@ -100,6 +107,9 @@ class ModelOptions(BaseModel):
                 rule, remedy = RULES[key]
                 rule = rule if key in values else "is not given"
                 faults.append(Fault(f"model.{key}", str(values.get(key, "")), rule, remedy))
+        if not faults and options.init == "sharded" and options.pretrained is not None:
+            rule, remedy = "makes no weights of a folder's", "use model.init=whole"
+            faults.append(Fault("model.init", "sharded", rule, remedy))
         if faults:
             raise ConfigError(faults)
         return options

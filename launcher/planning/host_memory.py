@@ -11,19 +11,24 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def refuse_small_hosts(
-    plan: Plan, profile: ModelProfile, hosts: Sequence[Host], on_cpu: bool, faults: list[Fault]
+    plan: Plan,
+    profile: ModelProfile,
+    hosts: Sequence[Host],
+    is_whole: bool,
+    on_cpu: bool,
+    faults: list[Fault],
 ) -> None:
-    """Refuse hosts without room for the initial weights, which are built whole once for ranks that
-    the launcher starts, and by each rank that somebody else started; or, `on_cpu`, without room for
-    what their ranks compute on."""
-    whole = weight_bytes(profile)
+    """Refuse hosts without room for the initial weights, which, if they are built `is_whole`, are
+    built once for ranks that the launcher starts, and by each rank that somebody else started; or,
+    `on_cpu`, without room for what their ranks compute on."""
+    whole = weight_bytes(profile) if is_whole else 0
     for host in hosts:
         builders, there = len(host.ranks) or 1, in_bytes(host.memory_bytes)
         if builders * whole > host.memory_bytes:
             by = f" by each of its {builders} ranks" if builders > 1 else ""
             rule = f"has {in_bytes(whole)} of weights, built whole on {host.name}{by} before they "
             rule += f"are cut, and there are {there}"
-            remedy = "start fewer ranks there" if builders > 1 else "use hosts with more memory"
+            remedy = "use model.init=sharded, which builds them tensor by tensor"
             faults.append(Fault("model", profile.name, rule, remedy))
             continue
         needed = needed_bytes(plan, host.ranks or range(plan.world_size))

@@ -127,7 +127,8 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
         faults += refused_architectures(cards_of(made.used, hosts))
     if request.mode == "train":
         refuse_other_order(made.used, hosts, faults)
-        refuse_small_hosts(made.plan, profile, hosts, device == "cpu", faults)
+        is_whole = request.model.init == "whole"
+        refuse_small_hosts(made.plan, profile, hosts, is_whole, device == "cpu", faults)
     on_one_host = device == "cpu" and len(hosts) == 1
     shared = memory_bytes() if on_one_host and request.mode != "plan" else None
     copies = said_of_copies(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
+from whale_train.models.deferred import made
 from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.comms.layout_collectives import shard_of
@@ -58,6 +59,7 @@ def own_tensors(
             whole = buffers.get(path) if learned is None else learned
             if whole is None:
                 whole = constants[path]
+            whole = made(whole)
             if path in layouts:
                 part = shard_of(whole.detach(), layouts[path], intervals[path], index)
             else:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whale_train.models.deferred import fill
 from whale_train.runtime.engines.narrow_weights import NarrowWeights
 
 
@@ -47,6 +48,7 @@ class _Cast(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         for parameter in self._module.parameters(recurse):
+            fill(parameter)
             if parameter.dtype == torch.float32:  # it is looked at more than once
                 self._narrow.narrow(parameter, *self._place)
             yield parameter

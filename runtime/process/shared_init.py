@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from whale_train.models.build import build_model
+from whale_train.models.deferred import deferred, made
 from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
 
@@ -25,7 +26,10 @@ _OWN_FILE_BYTES = 2**20
 
 def build_shared(options: ModelOptions, seed: int) -> LossModule:
     """Return the model that `torch.manual_seed(seed); build()` gives, its tensors in mapped
-    memory."""
+    memory; or with placeholders for them, where they are made when they are read
+    (`models/deferred.py`)."""
+    if options.init == "sharded":
+        return LossModule(deferred(lambda: build_model(options), seed), options)
     torch.manual_seed(seed)
     module = LossModule(build_model(options), options)
     small: list[Tensor] = []
@@ -84,7 +88,7 @@ def _share(tensors: list[Tensor]) -> None:
 def own_copy(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Give each of a module's parameters or buffers memory of its own on `device`, ties kept."""
     for tensor in {id(t): t for t in tensors}.values():
-        tensor.data = _copied(tensor.detach(), device)
+        tensor.data = _copied(made(tensor).detach(), device)
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:

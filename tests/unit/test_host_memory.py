@@ -21,9 +21,9 @@ def hosts(*memory_bytes: int) -> tuple[Host, ...]:
     return joined(each for each in of_each for _ in range(ranks))
 
 
-def refused(there: tuple[Host, ...], on_cpu: bool = False) -> list[str]:
+def refused(there: tuple[Host, ...], on_cpu: bool = False, is_whole: bool = True) -> list[str]:
     faults: list[Fault] = []
-    refuse_small_hosts(mixed_plan(), PROFILE, there, on_cpu, faults)
+    refuse_small_hosts(mixed_plan(), PROFILE, there, is_whole, on_cpu, faults)
     return [str(fault) for fault in faults]
 
 
@@ -33,7 +33,8 @@ def test_weights_are_built_whole_by_every_rank_that_others_started() -> None:
     assert refused(hosts(enough, enough)) == []
     (said,) = refused(hosts(enough, little))
     assert f"built whole on host1 by each of its {ranks} ranks before they are cut" in said
-    assert said.endswith("; start fewer ranks there")
+    assert said.endswith("; use model.init=sharded, which builds them tensor by tensor")
+    assert refused(hosts(enough, little), is_whole=False) == []
 
 
 def test_weights_are_built_once_for_ranks_of_the_launchers() -> None:

@@ -1,0 +1,134 @@
+"""`model.init=sharded`: initial values made tensor by tensor, the same whoever asks for them."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tests.distributed.jobs import COMMAND, Job, job_in
+from torch import nn
+
+from whale_train.models.build import build_model
+from whale_train.models.deferred import deferred, fill, made
+from whale_train.models.options import HUGGING_FACE, ModelOptions
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
+
+
+def hugging_face(architecture: str, **config: object) -> Callable[[], nn.Module]:
+    options = ModelOptions(target=HUGGING_FACE, architecture=architecture, config=config)
+    return lambda: build_model(options)
+
+
+class Own(nn.Module):
+    """Initialised in every way, and by values that it looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 64)
+        self.tied = self.linear.weight
+        nn.init.orthogonal_(self.linear.weight)
+        self.recurrent = nn.LSTM(64, 32)
+        self.table = nn.Embedding(100, 16, padding_idx=0)
+        nn.init.trunc_normal_(self.table.weight[1:].data, std=0.02)
+        self.register_buffer("scale", torch.linspace(0, 1, 8))
+        self.plain = torch.arange(4) * 2
+        self.noise = nn.Parameter(torch.randn(1000) * float(self.scale[-1]))  # a number: 1.0
+        self.frozen = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": hugging_face("LlamaForCausalLM", intermediate_size=128, **SMALL),
+    "gpt2": hugging_face("GPT2LMHeadModel", n_embd=64, n_layer=2, n_head=4, vocab_size=1000),
+    "bert": hugging_face("BertForMaskedLM", intermediate_size=128, **SMALL),
+    "resnet": hugging_face(
+        "ResNetForImageClassification", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1],
+        layer_type="basic", num_labels=10,
+    ),
+    "own": Own,
+}  # fmt: skip
+
+
+def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    named = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return dict(named)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_are_drawn_as_the_constructor_would(name: str) -> None:
+    """Constants are the very same; what is drawn has the same spread and mean."""
+    torch.manual_seed(0)
+    whole = tensors(MODELS[name]())
+    module = deferred(MODELS[name], seed=0)
+    found = tensors(module)
+    assert found.keys() == whole.keys()
+    for path, expected in whole.items():
+        assert found[path].untyped_storage().nbytes() <= 8, path  # a placeholder
+        assert found[path].requires_grad == expected.requires_grad
+        value, wanted = made(found[path]).detach().double(), expected.detach().double()
+        assert (value.shape, found[path].dtype) == (expected.shape, expected.dtype)
+        spread = float(wanted.std(unbiased=False))
+        if spread == 0.0 or not expected.is_floating_point():
+            assert torch.equal(value, wanted), path
+        elif value.numel() >= 100:
+            assert float(value.std(unbiased=False)) == pytest.approx(spread, rel=0.25), path
+            assert abs(float(value.mean() - wanted.mean())) < 0.3 * spread, path
+
+
+def test_values_do_not_depend_on_who_asks_first() -> None:
+    first, second, other = (tensors(deferred(Own, seed)) for seed in (1, 1, 2))
+    values = {path: made(tensor) for path, tensor in first.items()}
+    for path in reversed(second):
+        assert torch.equal(made(second[path]), values[path]), path
+    assert torch.equal(values["tied"], values["linear.weight"])
+    assert not torch.equal(made(other["noise"]), values["noise"])
+    assert float(values["table.weight"][0].abs().max()) == 0.0  # its padding
+    product = values["linear.weight"].T @ values["linear.weight"]
+    torch.testing.assert_close(product, torch.eye(32), atol=1e-5, rtol=0)
+
+
+def test_what_a_forward_reads_as_it_is_has_values() -> None:
+    module = deferred(Own, seed=0)
+    assert isinstance(module.plain, torch.Tensor)
+    assert module.plain.tolist() == [0, 2, 4, 6]
+
+
+def test_a_parameter_is_filled_where_it_is() -> None:
+    module = deferred(Own, seed=0)
+    assert isinstance(module.noise, nn.Parameter)
+    value, parameter = made(module.noise), module.noise
+    fill(parameter)
+    assert module.noise is parameter
+    assert torch.equal(parameter, value)
+    assert made(parameter) is parameter
+
+
+PLANS = (
+    ("strategy=single", "hardware.devices=1"),
+    ("strategy=dp", "hardware.devices=2"),
+    ("strategy=zero3", "hardware.devices=2"),
+    ("strategy=split", "hardware.devices=2"),
+    ("strategy=pipeline", "strategy.graph.pipeline.stages=2", "hardware.devices=2"),
+)
+
+
+def losses(job: Job) -> NDArray[np.float64]:
+    return np.array([line["loss"] for line in job.metrics()])
+
+
+def test_every_plan_trains_the_same_model(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """gpt under each, and its first loss is that of a model of no use yet."""
+    small = [word for word in COMMAND if not word.startswith(("strategy", "hardware.devices"))]
+    found = []
+    for plan in PLANS:
+        with job_in(tmp_path_factory.mktemp("plan")) as job:
+            job.start(*small, "model.init=sharded", "train.steps=3", *plan)
+            assert job.wait() == [0], job.said("err")
+            found.append(losses(job))
+    assert 5.0 < found[0][0] < 6.5  # log(256) = 5.5
+    for plan, each in zip(PLANS, found, strict=True):
+        np.testing.assert_allclose(each, found[0], rtol=2e-5, err_msg=str(plan))
