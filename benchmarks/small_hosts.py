@@ -1,0 +1,121 @@
+"""A model that none of four hosts could hold, in four control groups.
+
+python benchmarks/small_hosts.py
+
+Four hosts (namespaces that share neither network nor files), each with a rank and a control group
+whose memory is less than the model's weights. `model.init=whole` has to be refused before anything
+starts; with `model.init=sharded` two steps are trained, and what each rank had resident at most is
+set beside its plan, less what the same ranks have of a tiny model. Needs root, iproute2, util-linux
+and a hierarchy of control groups that can be written to.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from tests.distributed.apart import HostApart, hosts_apart
+
+GB = 1e9
+PORT = 29411
+HOSTS = ("apple", "fig", "pear", "plum")
+DEADLINE_S = 1800.0
+COMMAND = (
+    *("-m", "whale_train.launcher.cli", "model=gpt", "strategy=zero3", "optimizer=sgd"),
+    *("hardware=cpu", f"hardware.devices={len(HOSTS)}", "train.precision=bf16"),
+    *("model.sequence_length=16", "data.sequence_length=16", "data.max_bytes=100000"),
+    *("train.global_batch=4", "train.steps=2", "checkpoint.final=false", "model.heads=16"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--depth", type=int, default=24)
+    parser.add_argument("--memory-gb", type=float, default=4.5, help="of each host")
+    options = parser.parse_args()
+    large = (f"model.width={options.width}", f"model.depth={options.depth}")
+    tiny = ("model.width=64", "model.depth=2")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "job"
+        folder.mkdir()
+        with hosts_apart(folder, HOSTS, "10gbit") as hosts, groups(options.memory_gb * GB) as made:
+            whole = run(hosts, made, folder / "whole", *large)
+            if whole is not None:
+                sys.exit("model.init=whole was not refused")
+            sharded = run(hosts, made, folder / "sharded", *large, "model.init=sharded")
+            small = run(hosts, made, folder / "tiny", *tiny, "model.init=sharded")
+            if sharded is None or small is None:
+                sys.exit("model.init=sharded did not train")
+    planned, peaks = sharded
+    show(planned, [peak - base for peak, base in zip(peaks, small[1], strict=True)])
+
+
+def run(
+    hosts: Sequence[HostApart], made: Sequence[Path], run_dir: Path, *overrides: str
+) -> tuple[list[float], list[float]] | None:
+    """Return the bytes that each rank is planned to need, and had at most; None where the job was
+    refused. Exits where it failed."""
+    shared = {"MASTER_ADDR": HOSTS[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(len(HOSTS))}
+    shared |= {"WHALE_TRAIN_SECRET": "5" * 64, "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
+    shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    started = []
+    for rank, (host, group) in enumerate(zip(hosts, made, strict=True)):
+        joins = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+        command = (sys.executable, *COMMAND, *overrides, f"hydra.run.dir={run_dir}")
+        started.append(
+            subprocess.Popen(
+                host.command("sh", "-c", joins, "-", *command),
+                env=os.environ | shared | {"RANK": str(rank), "GROUP_RANK": str(rank)},
+            )
+        )
+    statuses = [process.wait(DEADLINE_S) for process in started]
+    if set(statuses) == {2}:
+        return None
+    if any(statuses):
+        sys.exit(f"exit statuses {statuses}")
+    plan = json.loads((run_dir / "plan.json").read_text())
+    planned = [rank["memory_bytes"]["total"] for rank in plan["ranks"]]
+    return planned, json.loads((run_dir / "summary.json").read_text())["peak_memory_bytes"]
+
+
+@contextmanager
+def groups(memory_bytes: float) -> Iterator[list[Path]]:
+    """Make a control group of so much memory for each host, of either version."""
+    root = Path("/sys/fs/cgroup")
+    root, limit = (
+        (root / "memory", "memory.limit_in_bytes")
+        if (root / "memory").is_dir()
+        else (root, "memory.max")
+    )
+    made = [root / f"whale-train-{os.getpid()}-{name}" for name in HOSTS]
+    try:
+        for group in made:
+            group.mkdir()
+            (group / limit).write_text(str(int(memory_bytes)))
+        yield made
+    finally:
+        for group in made:
+            if group.is_dir():
+                group.rmdir()
+
+
+def show(planned: Sequence[float], measured: Sequence[float]) -> None:
+    table = Table(box=None)
+    for name in ("rank", "planned GB", "resident GB", "off by"):
+        table.add_column(name, justify="right")
+    for rank, (plan, there) in enumerate(zip(planned, measured, strict=True)):
+        row = (f"{plan / GB:.2f}", f"{there / GB:.2f}", f"{there / plan - 1:+.1%}")
+        table.add_row(str(rank), *row)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
