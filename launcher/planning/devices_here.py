@@ -49,12 +49,16 @@ def joined_cluster(name: str, hosts: Sequence[Host]) -> Cluster:
 
 
 def processes_joined(cluster: Cluster, hosts: Sequence[Host]) -> Cluster:
-    """Return the CPU processes of `cluster` on the hosts whose ranks they are, where there are as
-    many."""
+    """Return the CPU processes of `cluster` on the hosts whose ranks they are, each with its share
+    of its host's memory, where there are as many."""
     (node,) = cluster.nodes
     if len(hosts) < 2 or len(node.devices) != sum(len(host.ranks) for host in hosts):
         return cluster
-    nodes = (replace(node, devices=node.devices[: len(x.ranks)], at=x.node) for x in hosts)
+    nodes = []
+    for host in hosts:
+        share = host.memory_bytes / len(host.ranks)
+        process = replace(node.devices[0], memory_bytes=share)
+        nodes.append(replace(node, devices=(process,) * len(host.ranks), at=host.node))
     return replace(cluster, nodes=tuple(nodes), network=_UNKNOWN_NETWORK)
 
 

@@ -23,6 +23,7 @@ from whale_train.launcher.planning.architectures import faults_of
 from whale_train.launcher.planning.devices_here import (
     Place,
     joined_cluster,
+    processes_joined,
     refuse_other_order,
     said_of_figures,
     seated,
@@ -256,6 +257,16 @@ def test_nodes_are_emulated_on_hosts_with_as_many_ranks() -> None:
         *(("pear", 2), ("apple", 3))
     ]
     assert where(request(), cluster, started(pear=[[]] * 5)) == Place(cluster, "cpu", True)
+
+
+def test_processes_have_the_memory_of_their_hosts() -> None:
+    cluster = read({"kind": "cpu", "devices": 3}, machine())
+    seen = [Seen("0", "pear", 2, 6 * 10**9, ()), Seen("1", "fig", 2, 8 * 10**9, ())]
+    there = joined([seen[0], seen[1], seen[1]])
+    found = processes_joined(cluster, there)
+    assert [(node.at, len(node.devices)) for node in found.nodes] == [("0", 1), ("1", 2)]
+    assert [device.memory_bytes for device in found.devices] == [6e9, 4e9, 4e9]
+    assert processes_joined(cluster, there[:1]) is cluster  # all on one, or not as many
 
 
 def test_hosts_that_nodes_cannot_be_emulated_on_are_named() -> None:
