@@ -29,7 +29,7 @@ HOSTS = ("apple", "fig", "pear", "plum")
 DEADLINE_S = 1800.0
 COMMAND = (
     *("-m", "whale_train.launcher.cli", "model=gpt", "strategy=zero3", "optimizer=sgd"),
-    *("hardware=cpu", f"hardware.devices={len(HOSTS)}", "train.precision=bf16"),
+    *("hardware=cpu", f"hardware.devices={len(HOSTS)}"),
     *("model.sequence_length=16", "data.sequence_length=16", "data.max_bytes=100000"),
     *("train.global_batch=4", "train.steps=2", "checkpoint.final=false", "model.heads=16"),
 )
@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--depth", type=int, default=24)
-    parser.add_argument("--memory-gb", type=float, default=4.5, help="of each host")
+    parser.add_argument("--memory-gb", type=float, default=5.0, help="of each host")
     options = parser.parse_args()
     large = (f"model.width={options.width}", f"model.depth={options.depth}")
     tiny = ("model.width=64", "model.depth=2")

@@ -56,11 +56,21 @@ def made(tensor: Tensor) -> Tensor:
     return value
 
 
-def fill(parameter: nn.Parameter) -> None:
-    """Give a placeholder its value, in memory of its own from here on."""
-    if hasattr(parameter, _ATTRIBUTE):
-        parameter.data = made(parameter)
-        delattr(parameter, _ATTRIBUTE)
+def fill(parameter: nn.Parameter) -> Callable[[], Tensor] | None:
+    """Give a placeholder its value, in memory of its own from here on; return what makes that value
+    once more. None, and nothing is done, for any other parameter."""
+    recorded = getattr(parameter, _ATTRIBUTE, None)
+    if recorded is None:
+        return None
+    recording, fake = recorded
+    delattr(parameter, _ATTRIBUTE)
+    parameter.data = recording.made(fake)
+
+    def again() -> Tensor:
+        value: Tensor = recording.made(fake)
+        return value
+
+    return again
 
 
 class _Operation(NamedTuple):

@@ -48,9 +48,9 @@ class _Cast(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         for parameter in self._module.parameters(recurse):
-            fill(parameter)
+            again = fill(parameter)
             if parameter.dtype == torch.float32:  # it is looked at more than once
-                self._narrow.narrow(parameter, *self._place)
+                self._narrow.narrow(parameter, *self._place, again)
             yield parameter
 
 

@@ -6,7 +6,7 @@ gradient is fp32 from the backward that makes it on (`Tensor.grad_dtype`). DeepS
 the fp32 master of the 16-bit value; here it gets the value it is to have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,37 +19,52 @@ class NarrowWeights:
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
         self.parameters = frozenset(parameters)
         self._dtype = dtype
-        self._exact: dict[nn.Parameter, Tensor] = {}
+        self._exact: dict[nn.Parameter, Callable[[], Tensor]] = {}
         for parameter in parameters:
             parameter.grad_dtype = torch.float32
 
-    def narrow(self, parameter: nn.Parameter, rank: int = 0, ranks: int = 1) -> None:
+    def narrow(
+        self,
+        parameter: nn.Parameter,
+        rank: int = 0,
+        ranks: int = 1,
+        again: Callable[[], Tensor] | None = None,
+    ) -> None:
         """Give `parameter`, if it is one of these, its 16-bit value, and remember of its fp32 value
         the part that ZeRO 3 leaves to `rank` of `ranks`: equal parts of the flat tensor, of which
-        the last is padded."""
+        the last is padded; or how to have the value `again`, where that can be."""
         if parameter not in self.parameters:
             return
-        exact = parameter.detach()
-        if ranks > 1:
-            size = -(-exact.numel() // ranks)
-            exact = exact.flatten()[size * rank : size * (rank + 1)].clone()
-        # Beside what a GPU is about to hold, the whole value were too much.
-        self._exact[parameter] = exact if ranks > 1 else exact.cpu()
+        if again is not None:
+            self._exact[parameter] = lambda: _part(again(), rank, ranks)
+        elif ranks > 1:
+            part = _part(parameter.detach(), rank, ranks).clone()
+            self._exact[parameter] = lambda: part
+        else:  # beside what a GPU is about to hold, the whole value were too much
+            whole = parameter.detach().cpu()
+            self._exact[parameter] = lambda: whole
         parameter.data = parameter.data.to(self._dtype)
 
     def give_masters(self, optimizer: Any, stage: int) -> None:
         """Write the fp32 values that were remembered into the partitions of `optimizer`."""
-        for parameter, exact in self._exact.items():
+        for parameter, remembered in self._exact.items():
             if stage == 3:
+                exact = remembered()
                 master, _ = optimizer._get_fp32_opt_state_partition(
                     parameter, release_swap_buffers=False
                 )
-                master[: exact.numel()].data.copy_(exact.flatten())
+                master[: exact.numel()].data.copy_(exact)
                 continue
             own = parameter._hp_mapping  # type: ignore[attr-defined]
             if own is None:  # another rank has all of it
                 continue
             address = own.lp_fragment_address
-            part = exact.flatten().narrow(0, address.start, address.numel)
+            part = remembered().flatten().narrow(0, address.start, address.numel)
             own.hp_fragment.data.copy_(part)
         self._exact = {}
+
+
+def _part(value: Tensor, rank: int, ranks: int) -> Tensor:
+    """Return the part of a flat tensor that ZeRO 3 leaves to `rank` of `ranks`."""
+    size = -(-value.numel() // ranks)
+    return value.flatten()[size * rank : size * (rank + 1)]

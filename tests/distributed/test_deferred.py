@@ -101,7 +101,10 @@ def test_a_parameter_is_filled_where_it_is() -> None:
     module = deferred(Own, seed=0)
     assert isinstance(module.noise, nn.Parameter)
     value, parameter = made(module.noise), module.noise
-    fill(parameter)
+    again = fill(parameter)
+    assert again is not None
+    assert torch.equal(again(), value)
+    assert fill(parameter) is None
     assert module.noise is parameter
     assert torch.equal(parameter, value)
     assert made(parameter) is parameter
@@ -114,6 +117,8 @@ PLANS = (
     ("strategy=split", "hardware.devices=2"),
     ("strategy=pipeline", "strategy.graph.pipeline.stages=2", "hardware.devices=2"),
 )
+# What ZeRO 3 holds in 16 bits has its fp32 master from the same values, made once more.
+IN_16_BITS = ("strategy=zero3", "hardware.devices=2", "train.precision=bf16")
 
 
 def losses(job: Job) -> NDArray[np.float64]:
@@ -124,11 +129,12 @@ def test_every_plan_trains_the_same_model(tmp_path_factory: pytest.TempPathFacto
     """gpt under each, and its first loss is that of a model of no use yet."""
     small = [word for word in COMMAND if not word.startswith(("strategy", "hardware.devices"))]
     found = []
-    for plan in PLANS:
+    for plan in (*PLANS, IN_16_BITS):
         with job_in(tmp_path_factory.mktemp("plan")) as job:
             job.start(*small, "model.init=sharded", "train.steps=3", *plan)
             assert job.wait() == [0], job.said("err")
             found.append(losses(job))
     assert 5.0 < found[0][0] < 6.5  # log(256) = 5.5
-    for plan, each in zip(PLANS, found, strict=True):
+    for plan, each in zip(PLANS, found, strict=False):
         np.testing.assert_allclose(each, found[0], rtol=2e-5, err_msg=str(plan))
+    np.testing.assert_allclose(found[-1], found[0], rtol=5e-3)
