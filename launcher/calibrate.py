@@ -66,7 +66,8 @@ def announced(cluster: Cluster, count: int, threads_of: Callable[[int], int]) ->
     each, alone = threads_of(count), threads_of(1)
     if cluster.on_cpu and each != alone:
         said += f", {_in_threads(each)}, in turns with one that has {alone}"
-    return f"{said}: less than a minute"
+    across = len({node.at for node in cluster.nodes}) > 1
+    return f"{said}: {'a minute or two' if across else 'less than a minute'}"
 
 
 def _in_threads(threads: int) -> str:

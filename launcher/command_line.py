@@ -64,13 +64,14 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
     keys = {o.key_or_group for o in parsed}
     own_class = "model._target_" in keys and "model" not in keys
     custom = own_class or any(o.key_or_group == "model" and o.value() == "custom" for o in parsed)
+    on_slurm = any(o.key_or_group == "launcher" and o.value() == "slurm" for o in parsed)
     found = []
     for override in parsed:
         first, _, name = override.key_or_group.partition(".")
         text = str(override.input_line)
         free = (
             first == "strategy"
-            or override.key_or_group.startswith("launcher.sbatch")
+            or (on_slurm and override.key_or_group.startswith("launcher.sbatch"))
             or (custom and first == "model" and name.split(".")[0] not in MODEL_KEYS)
         )
         if name and free and not override.is_delete():

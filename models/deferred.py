@@ -56,15 +56,15 @@ def made(tensor: Tensor) -> Tensor:
     return value
 
 
-def fill(parameter: nn.Parameter) -> Callable[[], Tensor] | None:
-    """Give a placeholder its value, in memory of its own from here on; return what makes that value
-    once more. None, and nothing is done, for any other parameter."""
-    recorded = getattr(parameter, _ATTRIBUTE, None)
+def fill(tensor: Tensor) -> Callable[[], Tensor] | None:
+    """Turn a placeholder into a tensor with its value, and return what makes that value once more.
+    Return None for any other tensor, which stays as it is."""
+    recorded = getattr(tensor, _ATTRIBUTE, None)
     if recorded is None:
         return None
     recording, fake = recorded
-    delattr(parameter, _ATTRIBUTE)
-    parameter.data = recording.made(fake)
+    delattr(tensor, _ATTRIBUTE)
+    tensor.data = recording.made(fake)
 
     def again() -> Tensor:
         value: Tensor = recording.made(fake)
@@ -143,7 +143,8 @@ class _Recording(TorchDispatchMode):
         operation = self._operations[number]
         if torch.Tag.nondeterministic_seeded in operation.function.tags:
             digest = hashlib.sha256(f"{self._seed} {number}".encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:7], "little"))
+            # Not torch's, which would seed the GPUs' generators too, and for good.
+            torch.default_generator.manual_seed(int.from_bytes(digest[:7], "little"))
         args, kwargs = tree_map(real, (operation.args, operation.kwargs))
         result = operation.function(*args, **kwargs)
         for fake, tensor in zip(tree_leaves(operation.result), tree_leaves(result), strict=True):

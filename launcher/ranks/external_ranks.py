@@ -151,11 +151,11 @@ class JobProcess:
             _check_world(self._place, plan)
 
     def wait(self, poll: Callable[[], None]) -> Outcome:
-        """As HostProcess's."""
+        """Wait for the run's end, as `HostProcess.wait` does."""
         return self._process.wait(poll)
 
     def stop(self) -> None:
-        """As HostProcess's."""
+        """End all its processes, as `HostProcess.stop` does."""
         self._process.stop()
 
 

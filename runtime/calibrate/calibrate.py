@@ -261,9 +261,9 @@ def measured_link(
     group: dist.ProcessGroup, device: torch.device, beside: dist.ProcessGroup | None = None
 ) -> Link:
     """Return an alpha-beta link through which all-reduces of `group` take as long as they do, as
-    rings. With a group of the same ranks `beside` it, by which they meet, they carry theirs
-    themselves while they wait; else transfers go on beside computing, and `busy` is how much they
-    slow it."""
+    rings. Transfers go on beside computing, and `busy` is how much they slow it. Ranks of a group
+    in shared memory move the data themselves while they wait; it has no barrier, and is given with
+    a group of the same ranks `beside` it that has one."""
     meets = beside or group
     members = dist.get_world_size(group)
     small = _all_reduce_s(group, meets, device, _SMALL_BYTES, 40)

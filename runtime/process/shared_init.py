@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from whale_train.models.build import build_model
-from whale_train.models.deferred import deferred, made
+from whale_train.models.deferred import deferred, fill
 from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
 
@@ -88,7 +88,10 @@ def _share(tensors: list[Tensor]) -> None:
 def own_copy(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Give each of a module's parameters or buffers memory of its own on `device`, ties kept."""
     for tensor in {id(t): t for t in tensors}.values():
-        tensor.data = _copied(made(tensor).detach(), device)
+        if fill(tensor) is None:
+            tensor.data = _copied(tensor.detach(), device)
+        else:  # which nobody else has
+            tensor.data = tensor.data.to(device)
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:

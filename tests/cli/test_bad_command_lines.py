@@ -210,6 +210,12 @@ VALUES = (
         "launcher.hosts=[gpu1,gpu2]",
     ),
     Case(
+        "sbatch_without_slurm",
+        "launcher.sbatch.partition=gpu",
+        "launcher.sbatch.partition=gpu is not a key of the config; did you mean "
+        "launcher.max_restarts?",
+    ),
+    Case(
         "lr_negative",
         "optimizer.lr=-1",
         "optimizer.lr=-1 is not above 0; use more than 0",

@@ -91,6 +91,15 @@ def test_values_do_not_depend_on_who_asks_first() -> None:
     torch.testing.assert_close(product, torch.eye(32), atol=1e-5, rtol=0)
 
 
+def test_a_programs_own_draws_are_not_disturbed() -> None:
+    parameters = tensors(deferred(Own, seed=1))
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    made(parameters["noise"])
+    assert torch.equal(torch.rand(4), expected)
+
+
 def test_what_a_forward_reads_as_it_is_has_values() -> None:
     module = deferred(Own, seed=0)
     assert isinstance(module.plain, torch.Tensor)
