@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -15,9 +16,16 @@ from rich.text import Text
 from whale_train.config import Request
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault
+from whale_train.launcher.job_end import JobEnd, finish, never_met
 from whale_train.launcher.planning.calibrations import keep
-from whale_train.launcher.planning.plan_request import Resolved
+from whale_train.launcher.planning.placing import threads_of
+from whale_train.launcher.planning.plan_request import Resolved, resolve_request
+from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
+from whale_train.launcher.ranks.rank_env import LaunchPlace
+from whale_train.launcher.ranks.run_files import make_run_dir, start_ranks
+from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.ui.terminal import Portable
+from whale_train.limits import cores
 from whale_train.models.options import ModelOptions
 from whale_train.quantities import in_seconds
 from whale_train.strategies.hardware.calibration import Calibration
@@ -26,6 +34,42 @@ from whale_train.strategies.hardware.cluster import Cluster, Link
 _MODEL = {"_target_": "whale_train.models.class_head.ClassHead", "num_classes": 10}
 _DATA = {"kind": "classes", "num_classes": 10, "num_samples": 1000}
 _SAMPLES = 1000  # of which every rank has some
+
+
+def calibrate(
+    request: Request,
+    run_dir: Path,
+    console: Console,
+    place: LaunchPlace | None,
+    signals: StopSignals,
+) -> JobEnd:
+    """Have ranks measure the devices that are here, or on the hosts they were started on; keep and
+    show the figures."""
+    request = measuring(request)
+    run_dir = make_run_dir(request, run_dir)
+    process = JobProcess(run_dir, place)
+    try:
+        with process.planned(request, signals.poll, console) as resolved:
+            refuse_others(resolved)
+        asked = count = resolved.plan.world_size
+        if place is None:
+            count = at_once(resolved.cluster)
+        if count < asked:
+            console.print(f"{count} of {asked} processes measure: as many as there are cores for")
+            request = measuring(request, count)
+            resolved = resolve_request(request.model_copy(update={"mode": "train"}))
+        start_ranks(run_dir, resolved, request)
+        threads = partial(threads_of, request, cores())
+        console.print(announced(resolved.cluster, count, threads))
+        outcome = process.wait(signals.poll)
+    except NeverMet as error:
+        return never_met(error.outcome, run_dir)
+    finally:
+        process.stop()
+    if outcome.status != "done":
+        return finish(outcome, resolved, run_dir, console)
+    show(kept_of(run_dir), console)
+    return JobEnd("done", run_dir)
 
 
 def measuring(request: Request, devices: int | None = None) -> Request:

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -22,14 +21,7 @@ from whale_train.launcher.attempts import (
     steps_done,
     write_attempts,
 )
-from whale_train.launcher.calibrate import (
-    announced,
-    at_once,
-    kept_of,
-    measuring,
-    refuse_others,
-    show,
-)
+from whale_train.launcher.calibrate import calibrate
 from whale_train.launcher.command_line import compared_strategies
 from whale_train.launcher.export import export, export_into
 from whale_train.launcher.job_end import JobEnd, finish, interrupted, never_met, started_elsewhere
@@ -37,7 +29,6 @@ from whale_train.launcher.planning.plan_request import (
     Resolved,
     resolve_each,
     resolve_request,
-    threads_of,
 )
 from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
 from whale_train.launcher.ranks.host_process import Outcome
@@ -71,7 +62,6 @@ from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.terminal import Portable, open_console
 from whale_train.launcher.verify import verify
-from whale_train.limits import cores
 from whale_train.models.hub import fetch
 from whale_train.strategies.plan.plan import Plan
 
@@ -108,7 +98,7 @@ def run_job(
                     resolve_request(request.model_copy(update={"mode": "plan"}))
                 return JobEnd("done", run_dir, submission=submission)
             if request.mode == "calibrate":
-                return _calibrate(request, run_dir, console, place, signals)
+                return calibrate(request, run_dir, console, place, signals)
             if request.mode == "verify":
                 return verify(request, run_dir, console, place, signals)
             with in_use(run_dir):
@@ -231,10 +221,7 @@ def _attempt(
     begun = keep_steps(run_dir, 0 if resumed is None else resumed.step)
     process = JobProcess(run_dir, place)
     try:
-        hosts = process.hosts(signals.poll, console)
-        with process.planning():
-            resolved = resolve_request(request, hosts=hosts)
-            process.check_world(resolved.plan)
+        with process.planned(request, signals.poll, console) as resolved:
             if resumed is not None:
                 refuse_other_model(resumed.path, resolved.profile)
                 refuse_other_size(resumed.path, resolved.num_samples)
@@ -266,48 +253,3 @@ def _offloads_adam(request: Request, plan: Plan) -> bool:
     """Return whether the optimizer is DeepSpeed's CPUAdam."""
     offloaded = any(t.offload["optimizer"] == "cpu" for t in plan.task_graphs)
     return offloaded and request.optimizer.name != "sgd"
-
-
-def _calibrate(
-    request: Request,
-    run_dir: Path,
-    console: Console,
-    place: LaunchPlace | None,
-    signals: StopSignals,
-) -> JobEnd:
-    """Ranks on the devices that are here, or on the hosts they were started on, measure them; the
-    figures are kept and shown."""
-    request = measuring(request)
-    run_dir = make_run_dir(request, run_dir)
-    process = JobProcess(run_dir, place)
-    try:
-        hosts = process.hosts(signals.poll, console)
-        with process.planning():
-            resolved = resolve_request(_in_earnest(request), hosts=hosts)
-            process.check_world(resolved.plan)
-            refuse_others(resolved)
-        asked = count = resolved.plan.world_size
-        if hosts is None:
-            count = at_once(resolved.cluster)
-        if count < asked:
-            console.print(f"{count} of {asked} processes measure: as many as there are cores for")
-            request = measuring(request, count)
-            resolved = resolve_request(_in_earnest(request))
-        start_ranks(run_dir, resolved, request)
-        threads = partial(threads_of, request, cores())
-        console.print(announced(resolved.cluster, count, threads))
-        outcome = process.wait(signals.poll)
-    except NeverMet as error:
-        return never_met(error.outcome, run_dir)
-    finally:
-        process.stop()
-    if outcome.status != "done":
-        return finish(outcome, resolved, run_dir, console)
-    show(kept_of(run_dir), console)
-    return JobEnd("done", run_dir)
-
-
-def _in_earnest(request: Request) -> Request:
-    """Return the request whose ranks start as those of a training, and are refused for the same
-    reasons."""
-    return request.model_copy(update={"mode": "train"})

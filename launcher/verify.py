@@ -10,7 +10,7 @@ from whale_train.config import Request
 from whale_train.errors import Fault, PlanError
 from whale_train.launcher.compare_runs import compare
 from whale_train.launcher.job_end import JobEnd, finish, never_met
-from whale_train.launcher.planning.plan_request import Resolved, resolve_request, training_of
+from whale_train.launcher.planning.plan_request import Resolved, training_of
 from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
 from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_dir import write_json
@@ -35,12 +35,7 @@ def verify(
     run_dir = make_run_dir(request, run_dir)
     processes = [JobProcess(run_dir, place)]
     try:
-        hosts = processes[0].hosts(signals.poll, console)
-        with processes[0].planning():
-            # Its ranks start as those of a training, and are refused for the same reasons.
-            in_earnest = request.model_copy(update={"mode": "train"})
-            resolved = resolve_request(in_earnest, hosts=hosts)
-            processes[0].check_world(resolved.plan)
+        with processes[0].planned(request, signals.poll, console) as resolved:
             alone, one_process = on_one_process(request, resolved)
         start_ranks(run_dir, resolved, request)
         show_resolved(resolved, request, console)

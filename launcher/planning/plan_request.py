@@ -12,40 +12,34 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from whale_train.config import AUTO, Request
+from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
-from whale_train.hosts import Host, this_host
+from whale_train.hosts import Host
 from whale_train.launcher.planning.architectures import refused_architectures
 from whale_train.launcher.planning.calibrations import kept
 from whale_train.launcher.planning.check_data import check_data
 from whale_train.launcher.planning.checkpoint_memory import said_of_copies
 from whale_train.launcher.planning.compare_samples import compared, must_compare
 from whale_train.launcher.planning.devices_here import (
-    Place,
     cards_of,
-    joined_cluster,
-    processes_joined,
     refuse_other_order,
     said_of_figures,
     seated,
-    where,
 )
 from whale_train.launcher.planning.emulation import bandwidths_in_use, relative_bandwidths
 from whale_train.launcher.planning.emulation import paces as emulated_paces
 from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
 from whale_train.launcher.planning.host_memory import refuse_small_hosts
-from whale_train.launcher.planning.machine import facts_of, threads_asked
+from whale_train.launcher.planning.placing import place_of, this_host_of, threads_of
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
-from whale_train.nvml import visible_gpus
 from whale_train.strategies.grammar.nodes import Replicate, Strategy, every_node, read_strategy
 from whale_train.strategies.graph.operation_graph import ModelProfile
-from whale_train.strategies.hardware.calibration import calibrated, on_cores, stand_ins
+from whale_train.strategies.hardware.calibration import stand_ins
 from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster
-from whale_train.strategies.hardware.inventory import read_inventory
 from whale_train.strategies.memory.malloc_headroom import THRESHOLD, said_of_holes
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
@@ -98,8 +92,8 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     faults: list[Fault] = []
     strategy, training = request.strategy_graph(), training_of(request)
     use_all = hosts is not None
-    hosts = hosts or _this_host(request)
-    place = _place(request, hosts, faults)
+    hosts = hosts or this_host_of(request)
+    place = place_of(request, hosts, faults)
     if place is not None:
         if not strategy.is_auto:
             refuse_without_model(strategy, place.cluster, training, faults)
@@ -219,7 +213,7 @@ def resolve_each(
     Raises ConfigError where the request is wrong under all of them."""
     faults: list[Fault] = []
     training = training_of(request)
-    place, dataset = _place(request, _this_host(request), faults), _dataset(request, faults)
+    place, dataset = place_of(request, this_host_of(request), faults), _dataset(request, faults)
     if faults or place is None or dataset is None:
         raise ConfigError(faults)
     cluster, device, emulated = place.cluster, place.device, place.emulated
@@ -243,66 +237,6 @@ def resolve_each(
         except RequestError as error:
             found[name] = error
     return found
-
-
-def _this_host(request: Request) -> tuple[Host, ...]:
-    """Return the host that this is; GPUs that nobody asks for are not looked for."""
-    looks = request.mode == "train" or "kind" in request.hardware
-    return (this_host(visible_gpus() if looks else ()),)
-
-
-def _place(request: Request, hosts: Sequence[Host], faults: list[Fault]) -> Place | None:
-    """Return where the ranks run, on the devices of the inventory, or of the hosts where that is
-    asked for."""
-    name = request.names.get("hardware", "hardware")
-    machine = facts_of(hosts[0])
-    try:
-        cluster: Cluster | None
-        if request.hardware.get("kind") == "local" and _has_ranks_on_gpus(hosts):
-            cluster = joined_cluster(name, hosts)
-        else:
-            cluster = read_inventory(_with_ranks(request.hardware, hosts), name, faults, machine)
-        if cluster is None:
-            return None
-        if cluster.on_cpu and len(cluster.nodes) == 1:
-            cluster = processes_joined(cluster, hosts)
-        place = where(request, cluster, hosts)
-        return replace(place, cluster=_as_measured(place.cluster, request, hosts))
-    except ConfigError as error:
-        faults += error.faults
-        return None
-
-
-def _with_ranks(hardware: Mapping[str, Any], hosts: Sequence[Host]) -> Mapping[str, Any]:
-    """Return an inventory with as many CPU processes as ranks were started, where it leaves their
-    number open: under torchrun it may be another each time they are started."""
-    ranks = sum(len(host.ranks) for host in hosts)
-    if not ranks or hardware.get("kind") is None or hardware.get("devices", AUTO) != AUTO:
-        return hardware
-    return {**hardware, "kind": "cpu", "devices": ranks}
-
-
-def _has_ranks_on_gpus(hosts: Sequence[Host]) -> bool:
-    return any(host.ranks for host in hosts) and any(host.cards for host in hosts)
-
-
-def _as_measured(cluster: Cluster, request: Request, hosts: Sequence[Host]) -> Cluster:
-    """`cluster` with the figures that were measured of its devices, and the processors that its
-    CPU processes share: of all of them, and of fewer where these have more threads each. Raises
-    ConfigError for a calibration that cannot be read."""
-    cores = sum(host.cores for host in hosts)
-    threads = partial(threads_of, request, cores)
-    if cluster.on_cpu:
-        processes = on_cores(cluster, kept(), cores, threads)
-        one_host = len(cluster.nodes) == 1
-        return processes if one_host else replace(processes, shared_memory=None, fewer={})
-    return calibrated(cluster, kept(), threads(len(cluster.devices)))
-
-
-def threads_of(request: Request, cores: int, ranks: int) -> int:
-    """Return the threads of each of so many CPU processes: what the request says, or the
-    environment for all its programs, or else a share of the cores."""
-    return request.launcher.threads or threads_asked() or max(1, cores // ranks)
 
 
 def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:

@@ -16,8 +16,10 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault, LaunchError, PlanError, RequestError
 from whale_train.hosts import HOSTS, REFUSED, Host, read_hosts
+from whale_train.launcher.planning.plan_request import Resolved, resolve_request
 from whale_train.launcher.ranks.host_process import (
     HOST_PROGRAM,
     POLL_S,
@@ -117,12 +119,37 @@ class JobProcess:
         program = HOST_PROGRAM if place is None else MEMBER_PROGRAM
         self._process = HostProcess.start(run_dir, program)
 
-    def hosts(self, poll: Callable[[], None], console: Console) -> tuple[Host, ...] | None:
-        """Return the hosts that ranks were started on, once they have met; None where none were.
-        Says which of them do not share the run directory. Raises NeverMet where they did not
-        meet."""
-        if self._place is None:
-            return None
+    @contextmanager
+    def planned(
+        self, request: Request, poll: Callable[[], None], console: Console
+    ) -> Iterator[Resolved]:
+        """Give the plan of a request whose ranks start as those of a training, on the hosts that
+        have met. Ranks that wait for it are told where it is refused, here or inside.
+
+        Raises NeverMet where the ranks did not meet, and ConfigError or PlanError.
+        """
+        hosts = None if self._place is None else self._hosts(poll, console)
+        try:
+            resolved = resolve_request(request.model_copy(update={"mode": "train"}), hosts=hosts)
+            if self._place is not None:
+                _check_world(self._place, resolved.plan)
+            yield resolved
+        except RequestError:
+            if self._place is not None:
+                _refuse(self._run_dir, self._process)
+            raise
+
+    def wait(self, poll: Callable[[], None]) -> Outcome:
+        """Wait for the run's end, as `HostProcess.wait` does."""
+        return self._process.wait(poll)
+
+    def stop(self) -> None:
+        """End all its processes, as `HostProcess.stop` does."""
+        self._process.stop()
+
+    def _hosts(self, poll: Callable[[], None], console: Console) -> tuple[Host, ...]:
+        """Return the hosts that ranks were started on, once they have met, and say which of them do
+        not share the run directory."""
         while not (self._run_dir / HOSTS).exists():
             if self._process.has_ended:
                 raise NeverMet(self._process.wait(poll))
@@ -134,29 +161,6 @@ class JobProcess:
             said = f"{apart}: not this file system; logs stay there, in a directory of that name"
             console.print(said, soft_wrap=True, markup=False, highlight=False)
         return hosts
-
-    @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Around the making of a plan: ranks that wait for it are told where there will be none."""
-        try:
-            yield
-        except RequestError:
-            if self._place is not None:
-                _refuse(self._run_dir, self._process)
-            raise
-
-    def check_world(self, plan: Plan) -> None:
-        """Raises PlanError unless as many ranks were started as the plan has."""
-        if self._place is not None:
-            _check_world(self._place, plan)
-
-    def wait(self, poll: Callable[[], None]) -> Outcome:
-        """Wait for the run's end, as `HostProcess.wait` does."""
-        return self._process.wait(poll)
-
-    def stop(self) -> None:
-        """End all its processes, as `HostProcess.stop` does."""
-        self._process.stop()
 
 
 def _refuse(run_dir: Path, member: HostProcess) -> None:

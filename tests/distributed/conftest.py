@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.distributed.apart import HostApart, hosts_apart
 from tests.distributed.equality import Jobs
+from tests.distributed.jobs import Job, job_in
 from tests.distributed.served import Served
 from tests.distributed.test_parallel_strategies import write_arrays
 from tests.distributed.test_same_mathematics import Run
@@ -43,3 +45,18 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arrays")
     write_arrays(folder)
     return folder
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """Give a job of processes, in a folder of its own, of which nothing is left afterwards."""
+    (tmp_path / "job").mkdir()
+    with job_in(tmp_path / "job") as job:
+        yield job
+
+
+@pytest.fixture
+def hosts(job: Job) -> Iterator[list[HostApart]]:
+    """Give two hosts that share no files, of which the first has the job's folder."""
+    with hosts_apart(job.folder, ("apple", "pear")) as hosts:
+        yield hosts

@@ -9,11 +9,10 @@ import re
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.distributed.jobs import COMMAND, Job, job_in
+from tests.distributed.jobs import COMMAND, Job
 from tests.pairs import IS_FULL
 
 from whale_train.hosts import Seen, joined
@@ -24,12 +23,6 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 STEPS = ("train.steps=4",)
 ENDLESS = ("train.steps=1000000",)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    with job_in(tmp_path) as job:
-        yield job
 
 
 @pytest.fixture(scope="module")

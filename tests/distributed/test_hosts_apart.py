@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 import yaml
-from tests.distributed.apart import HostApart, can_be_apart, hosts_apart
+from tests.distributed.apart import HostApart, can_be_apart
 from tests.distributed.jobs import COMMAND, Job, job_in
 from tests.pairs import IS_FULL
 
@@ -23,19 +23,6 @@ MIX = (
     "{devices: 1, device: p100_pcie_16gb, link: pcie3_x16}]",
 )
 SMALL = [word for word in COMMAND if not word.startswith(("strategy", "hardware"))]
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    (tmp_path / "job").mkdir()
-    with job_in(tmp_path / "job") as job:
-        yield job
-
-
-@pytest.fixture
-def hosts(job: Job) -> Iterator[list[HostApart]]:
-    with hosts_apart(job.folder, ("apple", "pear")) as hosts:
-        yield hosts
 
 
 def start(

@@ -27,13 +27,6 @@ MIX = (
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    (tmp_path / "job").mkdir()
-    with job_in(tmp_path / "job") as job:
-        yield job
-
-
-@pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[list[HostApart]]:
     """Each with a folder of its own, beside the one of jobs, which they share."""
     (tmp_path / "own").mkdir()

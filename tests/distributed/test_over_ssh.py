@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.distributed.apart import HostApart, can_be_apart, hosts_apart
+from tests.distributed.apart import HostApart, can_be_apart
 from tests.distributed.jobs import Job, job_in
 from tests.distributed.sshd import SSHD, sshd_on
 from tests.distributed.test_hosts_apart import MIX, SMALL
@@ -23,19 +23,6 @@ pytestmark = [
     pytest.mark.skipif(SSHD is None, reason="needs sshd"),
 ]
 OVER_SSH = ("launcher=ssh", "launcher.hosts=[apple,pear]", "hydra.run.dir=runs/a/b")
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    (tmp_path / "job").mkdir()
-    with job_in(tmp_path / "job") as job:
-        yield job
-
-
-@pytest.fixture
-def hosts(job: Job) -> Iterator[list[HostApart]]:
-    with hosts_apart(job.folder, ("apple", "pear")) as hosts:
-        yield hosts
 
 
 @pytest.fixture
