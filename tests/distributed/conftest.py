@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from tests.distributed.apart import HostApart, hosts_apart
+from tests.distributed.cases import Run
 from tests.distributed.equality import Jobs
 from tests.distributed.jobs import Job, job_in
 from tests.distributed.served import Served
 from tests.distributed.test_parallel_strategies import write_arrays
-from tests.distributed.test_same_mathematics import Run
 from tests.distributed.test_verify import Sides
 
 
@@ -29,7 +29,7 @@ def jobs(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 @pytest.fixture(scope="session")
 def run(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run cases of `test_same_mathematics`, equal ones once."""
+    """Run cases, equal ones once."""
     return Run(tmp_path_factory.mktemp("equality"), jobs)
 
 

@@ -5,10 +5,7 @@ Each test is one job with `train.accumulate`, against `strategy=single` without 
 
 import pytest
 import torch
-from tests.distributed.equality import JobFailed, assert_equal
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_loss_means import CrossEntropies, entropy_batch, part
-from tests.distributed.test_same_mathematics import (
+from tests.distributed.cases import (
     CLIPPED,
     EVALUATED,
     ONE,
@@ -18,6 +15,9 @@ from tests.distributed.test_same_mathematics import (
     Run,
     zero_backbone,
 )
+from tests.distributed.equality import JobFailed, assert_equal
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_loss_means import CrossEntropies, entropy_batch, part
 from tests.pairs import covering, pairs
 from torch import Tensor, fx
 from torch import distributed as dist

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.distributed.cases import hardware
 from tests.distributed.equality import run_job
 from tests.distributed.served import Served
 from tests.distributed.test_parallel_strategies import MODELS, pipeline
-from tests.distributed.test_same_mathematics import hardware
 from tests.pairs import IS_FULL, covering
 
 from whale_train.checkpoint_files import check, folder_of

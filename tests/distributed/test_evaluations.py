@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.distributed.cases import ONE, UNEVEN, hardware
 from tests.distributed.equality import JobFailed, Jobs, save
 from tests.distributed.evaluated_models import Tagger, Taught
-from tests.distributed.test_same_mathematics import ONE, UNEVEN, hardware
 from torch import Tensor
 
 from whale_train.data.arrays import ArraysOptions

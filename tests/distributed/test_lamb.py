@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.distributed.equality import JobFailed, assert_equal
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_same_mathematics import (
+from tests.distributed.cases import (
     CLIPPED,
     TOLERANCE,
     UNEVEN,
@@ -16,6 +14,8 @@ from tests.distributed.test_same_mathematics import (
     Run,
     zero_backbone,
 )
+from tests.distributed.equality import JobFailed, assert_equal
+from tests.distributed.harness import run_ranks
 from torch import distributed as dist
 from torch import nn
 

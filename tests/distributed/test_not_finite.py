@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.distributed.cases import TOLERANCE, hardware
 from tests.distributed.equality import Computed, JobFailed, Jobs, assert_equal, save
 from tests.distributed.test_parallel_strategies import pipeline
-from tests.distributed.test_same_mathematics import TOLERANCE, hardware
 from torch import Tensor, nn
 
 BATCH, STEPS, BAD_STEP = 8, 6, 4

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.distributed.cases import OPTIMIZERS, TOLERANCE, hardware
 from tests.distributed.equality import Arrays, JobFailed, Jobs, assert_equal, save
-from tests.distributed.test_same_mathematics import OPTIMIZERS, TOLERANCE, hardware
 from tests.pairs import covering
 
 STEPS, GLOBAL_BATCH, SEQUENCE, SAMPLES = 4, 8, 12, 16

@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.distributed.equality import Computed, JobFailed, Jobs, assert_equal, save
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_same_mathematics import (
+from tests.distributed.cases import (
     CLIPPED,
     GLOBAL_BATCH,
     SAMPLES,
@@ -19,6 +17,8 @@ from tests.distributed.test_same_mathematics import (
     Run,
     zero_backbone,
 )
+from tests.distributed.equality import Computed, JobFailed, Jobs, assert_equal, save
+from tests.distributed.harness import run_ranks
 from torch import distributed as dist
 from torch import nn
 
