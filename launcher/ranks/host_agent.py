@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class Start:
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
-    ranks: tuple[Mapping[str, str], ...] = field(default=())
+    ranks: tuple[Mapping[str, str], ...]
 
 
 def order_of(content: Wanted | Start) -> str:

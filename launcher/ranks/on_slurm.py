@@ -48,7 +48,7 @@ class Submission:
 
     @classmethod
     def of(cls, request: Request, arguments: Sequence[str], run_dir: Path) -> "Submission":
-        """Raises ConfigError for what cannot be submitted."""
+        """Return how to submit the request. Raises ConfigError for one that cannot be."""
         faults: list[Fault] = []
         for name in ("sbatch", "squeue"):
             if shutil.which(name) is None:
@@ -192,6 +192,8 @@ def summary_of(job: Any) -> str:
     except OSError:
         return ""
     _, done, rest = said.rpartition("\ndone: ")
+    if not done:
+        return ""
     own = [line for line in (done + rest).splitlines() if not line.startswith("submitit ")]
     return "\n".join(own).strip()
 

@@ -4,11 +4,9 @@ They go through a group of CPU communication of rank 0 and of those hosts' ranks
 the ranks: nobody else asks it for anything, so that a thread may use it beside the steps.
 """
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,7 +49,7 @@ class Carrier:
         if not self.is_apart:
             hand_over(folder, part)
             return
-        self._send(asdict(part), 0)
+        dist.send_object_list([part.to_json()], 0, self._group)
         for file in part.files:
             self._send_file(folder / file.path, file.bytes, 0)
             (folder / file.path).unlink()
@@ -113,21 +111,14 @@ class Carrier:
     def _received(self, folder: Path, rank: int) -> Part:
         """Return the part of `rank`, whose files are in `folder` then, or why they are not."""
         try:
-            said = self._receive(rank)
-            part = Part(rank, tuple(FileRecord(**file) for file in said["files"]), said["error"])
+            said: list[Any] = [None]
+            dist.recv_object_list(said, rank, self._group)
+            part = Part.from_json(said[0])
             errors = [self._receive_file(folder / x.path, x.bytes, rank) for x in part.files]
         except RuntimeError as error:  # it has ended
             return Part(rank, error=f"its files did not arrive ({str(error).splitlines()[0]})")
         failed = next(filter(None, errors), "")
         return Part(rank, error=failed) if failed else part
-
-    def _send(self, content: Any, target: int) -> None:
-        dist.send_object_list([json.dumps(content)], target, self._group)
-
-    def _receive(self, source: int) -> Any:
-        said: list[Any] = [None]
-        dist.recv_object_list(said, source, self._group)
-        return json.loads(said[0])
 
     def _send_file(self, path: Path, size: int, target: int) -> None:
         with path.open("rb") as file:

@@ -27,6 +27,15 @@ class Part:
     files: tuple[FileRecord, ...] = ()
     error: str = ""
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Part":
+        content = json.loads(text)
+        files = tuple(FileRecord(**file) for file in content["files"])
+        return cls(content["rank"], files, content["error"])
+
 
 def written(folder: Path, rank: int, write: Callable[[], Iterable[FileRecord]]) -> Part:
     """Return what `rank` has written to `folder` by `write`. Of one that failed nothing is left
@@ -46,7 +55,7 @@ def hand_over(folder: Path, part: Part) -> None:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".part_{part.rank}.partial"
-        partial.write_text(json.dumps(asdict(part)))
+        partial.write_text(part.to_json())
         partial.replace(folder / f".part_{part.rank}")
 
 
@@ -62,8 +71,7 @@ def gathered(folder: Path, own: Part, ranks: int, timeout_s: float) -> list[File
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if path.exists():
-            said = json.loads(path.read_text())
-            parts.append(Part(rank, tuple(FileRecord(**x) for x in said["files"]), said["error"]))
+            parts.append(Part.from_json(path.read_text()))
             path.unlink()
         else:
             parts.append(Part(rank, error=f"had not written its part after {timeout_s:g} s"))

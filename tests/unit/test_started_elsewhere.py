@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from whale_train.config import Request, read_request
 from whale_train.errors import ConfigError, Fault
 from whale_train.hosts import Seen
 from whale_train.launcher.command_line import composed, rewritten
-from whale_train.launcher.ranks.on_slurm import Submission, minutes
+from whale_train.launcher.ranks.on_slurm import Submission, minutes, summary_of
 from whale_train.launcher.ranks.ranks_on import ranks_on
 
 MIX = "hardware=v100_p100_mix"
@@ -105,6 +106,16 @@ def test_times_are_slurms(written: str, expected: int) -> None:
     request = request_of("launcher=slurm", f"launcher.sbatch.time='{written}'")
     assert minutes(request, faults) == expected
     assert not faults
+
+
+def test_how_a_job_ended_is_what_it_said_last(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = SimpleNamespace(paths=SimpleNamespace(stdout=out))
+    assert summary_of(job) == ""  # it never began
+    out.write_text("submitit INFO - x\nstep 1/1  loss 1\n")
+    assert summary_of(job) == ""
+    out.write_text("step 1/1\ndone: 1 steps\nthe trained model: m\nsubmitit INFO - y\n")
+    assert summary_of(job) == "done: 1 steps\nthe trained model: m"
 
 
 @pytest.mark.parametrize(
