@@ -171,11 +171,26 @@ def _ends(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int]
     found, place = [0], 0
     for number, stage in enumerate(stages):
         end = min(stage.end(place, slowest), units - (len(stages) - number - 1))
-        if end <= place:
-            return None
+        if end <= place:  # beginning earlier, it may have a unit that it can take
+            return _ends_of_all(stages, units, slowest)
         found.append(end)
         place = end
     return found if place == units else None
+
+
+def _ends_of_all(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int] | None:
+    """Return what `_ends` does, with every place looked at where a stage may end."""
+    found, places = [0], [0]
+    for number, stage in enumerate(stages):
+        last = units - (len(stages) - number - 1)
+        reached: set[int] = set()
+        for place in places:
+            reached.update(range(place + 1, min(stage.end(place, slowest), last) + 1))
+        if not reached:
+            return None
+        places = sorted(reached)
+        found.append(places[-1])
+    return found if found[-1] == units else None
 
 
 def _beginnings(stages: Sequence[StageCosts], units: int, slowest: float) -> list[int]:
@@ -191,10 +206,12 @@ def _slowest(stages: Sequence[StageCosts], units: int) -> float:
     """Return the least time that the slowest stage takes in any cut, by bisection: a stage that
     takes as much as it may leaves the least to the later ones."""
     rate = sum(stage.copies / max(stage.seconds[units], 1e-30) for stage in stages)
-    low = high = 1 / rate
+    low = high = 1 / rate  # what it would be if all units took one stage equally long
     while _ends(stages, units, high) is None:
         low, high = high, 2 * high
-    for _ in range(_HALVINGS if high > low else 0):
+    while low == high or (low and _ends(stages, units, low) is not None):
+        low, high = low / 2, low
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if _ends(stages, units, middle) is None:
             low = middle

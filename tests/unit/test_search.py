@@ -15,7 +15,7 @@ from tests.unit.test_auto import AUTO, FAST, NAMES, SLOW, cluster, found_for
 from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
-from whale_train.strategies.estimate.stage_dp import Hop, StageCosts, cut
+from whale_train.strategies.estimate.stage_dp import Cut, Hop, StageCosts, cut
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
@@ -164,6 +164,25 @@ def stage(seconds: Sequence[float], room: float, copies: int = 1, flight: int = 
     return StageCosts(
         sums, none, none, ones, ones, 0.0, 1.0, flight, room, copies, can_recompute=False
     )
+
+
+def test_a_stage_ends_earlier_for_one_that_cannot_begin_where_it_could_end() -> None:
+    """The fifth unit is long, but for two copies on the third stage."""
+    stages = [
+        stage([1.0] * 7, room=4.0),
+        stage([1.0, 1.0, 1.0, 1.0, 7.0, 1.0, 1.0], room=1.0),
+        stage([1.0, 1.0, 1.0, 1.0, 8.0, 1.0, 1.0], room=1.0, copies=2),
+        stage([1.0] * 7, room=2.0),
+    ]
+    found = cut(stages, [Hop(0.0, 0.0)] * 3, [0.0] * 8, 4)
+    assert found == Cut((0, 3, 4, 5, 7), 26.0)
+
+
+def test_units_that_one_stage_takes_long_for_are_given_to_another() -> None:
+    """Of nine seconds for one unit no stage has to take any."""
+    stages = [stage([1.0] * 4, room=4.0), stage([1.0, 9.0, 1.0, 1.0], room=2.0)]
+    found = cut(stages, [Hop(0.0, 0.1)], [0.0, 0.0, 1.0, 0.0, 0.0], 4)
+    assert found == Cut((0, 2, 4), 10.2)
 
 
 @settings(max_examples=200, deadline=None)
