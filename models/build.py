@@ -24,6 +24,7 @@ from whale_train.models.batch_parts.targets import REMEDY, no_module
 from whale_train.models.hub import folder_of
 from whale_train.models.loss_module import by_keyword
 from whale_train.models.options import RULES, ModelOptions
+from whale_train.models.stored import open_folder
 
 _MODEL_NAME = re.compile(r"(?!Auto|TF|Flax)\w*(For[A-Z]\w*|Model)(?<!PreTrainedModel)")
 _NO_MODEL_NAME = re.compile(r"\w*(Config|Processor|Pil|Fast|Output|Tokenizer)|\w*Dataset\w*")
@@ -251,7 +252,8 @@ def hugging_face(
     """Return the class `architecture` of transformers, with `config` over its config's defaults.
 
     Random weights from torch's global generator, or those that `pretrained` names, in fp32; with
-    `adapters`, they are frozen and have additions. On the meta device no weights are read.
+    `adapters`, they are frozen and have additions. On the meta device no weights are read. Raises
+    ConfigError for a folder without weights that can be read.
     """
     import transformers
 
@@ -260,13 +262,7 @@ def hugging_face(
     if pretrained is None or torch.get_default_device().type == "meta":
         model = made(settings)
     else:
-        model = made.from_pretrained(
-            folder_of(pretrained),
-            config=settings,
-            local_files_only=True,
-            use_safetensors=True,
-            dtype=torch.float32,
-        )
+        model, _ = open_folder(made, settings, folder_of(pretrained))
     assert isinstance(model, nn.Module)
     return model if adapters is None else add_adapters(model, adapters)
 

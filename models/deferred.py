@@ -4,11 +4,15 @@ A model is built on tensors without memory, and what its constructor does to the
 parameter's value is made by doing so much of it again as that value depends on; random numbers come
 from a generator seeded by the seed and the operation's number. So values depend neither on the plan
 nor on who asks for them first, and nobody has to hold the whole model; they are not those that one
-process would draw one after another. The idea is torchdistx's deferred initialisation.
+process would draw one after another. Reading a tensor of a folder is such an operation too. The
+idea is torchdistx's deferred initialisation.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,37 +26,53 @@ from torch.storage import UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from whale_train.models.stored import mapped
+
+_STORED = torch.ops.whale_train.stored.default
 _ATTRIBUTE = "_whale_deferred"  # of a placeholder: its recording, and the tensor recorded
 
 
-def deferred(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+def deferred(
+    build: Callable[[], nn.Module], seed: int, *, draws_at_once: bool = False
+) -> nn.Module:
     """Return the module that `build` gives, with placeholders for its parameters and buffers: of
-    their shapes and dtypes, and without memory. `made` gives their values."""
+    their shapes and dtypes, and without memory. `made` gives their values. With `draws_at_once`,
+    those that depend on random numbers have their values, drawn as one process draws them after
+    `torch.manual_seed(seed)`."""
     recording = _Recording(seed)
-    with FakeTensorMode(allow_non_fake_inputs=True), recording:
+    with _convertible(), _Mode(allow_non_fake_inputs=True), recording:
         module = build()
-    placeholders: dict[int, Tensor] = {}
+    fakes = {
+        id(tensor): tensor
+        for tensor in (*module.parameters(), *module.buffers())
+        if isinstance(tensor, FakeTensor)
+    }
+    drawn = recording.drawn(fakes.values()) if draws_at_once else {}
+    instead = {key: recording.replacing(fake, drawn.get(key)) for key, fake in fakes.items()}
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
-                if isinstance(tensor, FakeTensor):
-                    if id(tensor) not in placeholders:
-                        placeholders[id(tensor)] = recording.placeholder(tensor)
-                    held[name] = placeholders[id(tensor)]  # type: ignore[assignment]
+                held[name] = instead.get(id(tensor), tensor)  # type: ignore[assignment]
         for name, value in vars(part).items():
             if isinstance(value, FakeTensor):  # of neither; a forward reads it as it is
                 vars(part)[name] = recording.made(value)
     return module
 
 
+def is_deferred(tensor: Tensor) -> bool:
+    """Return whether it is a placeholder of `deferred`."""
+    return hasattr(tensor, _ATTRIBUTE)
+
+
 def made(tensor: Tensor) -> Tensor:
     """Return the initial value that a placeholder of `deferred` stands for; of any other tensor,
-    itself."""
+    itself. One that is a tensor of a file is given as it is there, perhaps in another dtype than
+    the placeholder's, and takes memory only for what is read of it."""
     recorded = getattr(tensor, _ATTRIBUTE, None)
     if recorded is None:
         return tensor
     recording, fake = recorded
-    value: Tensor = recording.made(fake)
+    value: Tensor = recording.made(fake, may_map=True)
     return value
 
 
@@ -73,12 +93,71 @@ def fill(tensor: Tensor) -> Callable[[], Tensor] | None:
     return again
 
 
+@dataclass(frozen=True)
+class _View:
+    """A recorded tensor as it was then: its storage may be exchanged later (`x.data = y`)."""
+
+    storage: int
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, fake: Tensor) -> "_View":
+        place = (fake.dtype, fake.device, int(fake.storage_offset()))
+        return cls(_storage(fake), *place, fake.shape, fake.stride())
+
+    def within(self, storages: Mapping[int, UntypedStorage]) -> Tensor:
+        """Return what it is a view of, in memory."""
+        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+        return tensor.set_(storages[self.storage], self.offset, self.shape, self.stride)
+
+
 class _Operation(NamedTuple):
+    """What was done: its arguments, by place and by name, and its result, with views in the place
+    of tensors; and the storages of all tensors that it reads or writes."""
+
     function: Any
-    args: Any
-    kwargs: Any
-    result: Any
-    storages: frozenset[int]  # of all tensors it reads or writes
+    done: tuple[Any, Any, Any]
+    storages: frozenset[int]
+
+    @property
+    def result(self) -> Any:
+        return self.done[2]
+
+
+class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """What tensors without memory are made by: theirs, and of what is copied with them, for good.
+
+    Each has its mode as an attribute, so that `copy.deepcopy` of a module would copy the mode.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Mode":
+        return self
+
+
+@contextmanager
+def _convertible() -> Iterator[None]:
+    """Let a module's `to` (dtype, device) and `copy.deepcopy` take parameters without memory.
+
+    The first exchanges such a parameter with the converted one, which is refused where anything has
+    a weak reference to it, as FakeTensorMode has to all it makes; the second asks where its data
+    are, with a warning (torch 2.13).
+    """
+
+    def put(parameter: Tensor, converted: Tensor) -> None:
+        parameter.data = converted.data
+
+    exchange = torch.utils.swap_tensors
+    torch.utils.swap_tensors = put
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
+    finally:
+        torch.utils.swap_tensors = exchange
 
 
 class _Recording(TorchDispatchMode):
@@ -89,6 +168,7 @@ class _Recording(TorchDispatchMode):
         self._seed = seed
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}  # of a storage: numbers of operations
+        self._alive: list[UntypedStorage] = []  # so that none has the number of one before it
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -100,56 +180,101 @@ class _Recording(TorchDispatchMode):
             real_args, real_kwargs = tree_map(self._value, (args, kwargs))
             with _disable_current_modes():
                 return function(*real_args, **real_kwargs)
-        results = list(_fakes(result))
-        if results:
-            written = {_storage(tensor) for tensor in results}
-            for argument, given in zip(function._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    written |= {_storage(tensor) for tensor in _fakes(given)}
-            read = {_storage(tensor) for tensor in _fakes((args, kwargs))}
+        read = {_storage(tensor) for tensor in _fakes((args, kwargs))}
+        written = {_storage(tensor) for tensor in _fakes(result)} - read
+        for number, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[number] if number < len(args) else kwargs.get(argument.name)
+                written |= {_storage(tensor) for tensor in _fakes(given)}
+        if written:  # else it gives views of what it was given
             number = len(self._operations)
-            operation = _Operation(function, args, kwargs, result, frozenset(read | written))
-            self._operations.append(operation)
+            done = tree_map(_as_view, (args, kwargs, result))
+            self._operations.append(_Operation(function, done, frozenset(read | written)))
+            self._alive += (tensor.untyped_storage() for tensor in _fakes((args, kwargs, result)))
             for storage in written:
                 self._writers.setdefault(storage, []).append(number)
         return result
 
-    def placeholder(self, fake: Tensor) -> Tensor:
-        """Return a tensor of the same shape and dtype, all of whose elements are one."""
-        tensor = torch.empty((), dtype=fake.dtype).expand(fake.shape)
+    def replacing(self, fake: Tensor, value: Tensor | None) -> Tensor:
+        """Return what a module is to have in place of a recorded tensor: its value, or, where that
+        is None, a placeholder: of its shape and dtype, and all of whose elements are one."""
+        is_placeholder = value is None
+        tensor = torch.empty((), dtype=fake.dtype).expand(fake.shape) if value is None else value
         if isinstance(fake, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=fake.requires_grad)
-        setattr(tensor, _ATTRIBUTE, (self, fake))
+        if is_placeholder:
+            setattr(tensor, _ATTRIBUTE, (self, fake))
         return tensor
 
-    def made(self, fake: Tensor) -> Tensor:
-        """Return the value of a recorded tensor, in memory of its own."""
+    def made(self, fake: Tensor, may_map: bool = False) -> Tensor:
+        """Return the value of a recorded tensor, in memory of its own. With `may_map`, one that is
+        a tensor of a file is that tensor, mapped into memory and of the file's dtype."""
+        view = _View.of(fake)
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
+            numbers = sorted(self._needed(view.storage, len(self._operations)))
+            if may_map and len(numbers) == 1:
+                only = self._operations[numbers[0]]
+                if only.function is _STORED and only.result == view:
+                    path, name = only.done[0][:2]
+                    return mapped(path, name)
             storages: dict[int, UntypedStorage] = {}
-            for number in sorted(self._needed(_storage(fake), len(self._operations))):
+            for number in numbers:
+                self._seed_for(number)
                 self._do(number, storages)
-            return _tensor_of(fake, storages).clone(memory_format=torch.contiguous_format)
+            return view.within(storages).clone(memory_format=torch.contiguous_format)
+
+    def drawn(self, fakes: Iterable[FakeTensor]) -> dict[int, Tensor]:
+        """Return, by id, the values of those recorded tensors that depend on random numbers, as
+        one process draws them that does every operation in its order."""
+        end = len(self._operations)
+        draws = {number for number in range(end) if self._draws(number)}
+        needed = set(draws)
+        for number in draws:
+            for storage in self._operations[number].storages:
+                needed |= self._needed(storage, number)
+        chosen: dict[int, _View] = {}
+        for fake in fakes:
+            view = _View.of(fake)
+            of_this = self._needed(view.storage, end)
+            if of_this & draws:
+                chosen[id(fake)] = view
+                needed |= of_this
+        with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(self._seed)
+            storages: dict[int, UntypedStorage] = {}
+            for number in sorted(needed):
+                self._do(number, storages)
+            return {key: view.within(storages).clone() for key, view in chosen.items()}
+
+    def _draws(self, number: int) -> bool:
+        """Return whether an operation takes random numbers of the CPU's generator."""
+        operation = self._operations[number]
+        random = torch.Tag.nondeterministic_seeded in operation.function.tags
+        return random and all(view.device.type == "cpu" for view in _views(operation.result))
 
     def _value(self, value: Any) -> Any:
         return self.made(value) if isinstance(value, FakeTensor) else value
+
+    def _seed_for(self, number: int) -> None:
+        """Give an operation that draws the random numbers that are its own."""
+        if self._draws(number):
+            digest = hashlib.sha256(f"{self._seed} {number}".encode()).digest()
+            # Not torch.manual_seed, which would seed the GPUs' generators too, and for good.
+            torch.default_generator.manual_seed(int.from_bytes(digest[:7], "little"))
 
     def _do(self, number: int, storages: dict[int, UntypedStorage]) -> None:
         """Do an operation again, on what `storages` have by the recorded ones, with what it makes
         added to them."""
 
         def real(value: Any) -> Any:
-            return _tensor_of(value, storages) if isinstance(value, FakeTensor) else value
+            return value.within(storages) if isinstance(value, _View) else value
 
         operation = self._operations[number]
-        if torch.Tag.nondeterministic_seeded in operation.function.tags:
-            digest = hashlib.sha256(f"{self._seed} {number}".encode()).digest()
-            # Not torch's, which would seed the GPUs' generators too, and for good.
-            torch.default_generator.manual_seed(int.from_bytes(digest[:7], "little"))
-        args, kwargs = tree_map(real, (operation.args, operation.kwargs))
+        args, kwargs = tree_map(real, operation.done[:2])
         result = operation.function(*args, **kwargs)
-        for fake, tensor in zip(tree_leaves(operation.result), tree_leaves(result), strict=True):
-            if isinstance(fake, FakeTensor):
-                storages[_storage(fake)] = tensor.untyped_storage()
+        for view, tensor in zip(tree_leaves(operation.result), tree_leaves(result), strict=True):
+            if isinstance(view, _View):
+                storages[view.storage] = tensor.untyped_storage()
 
     def _needed(self, storage: int, end: int) -> set[int]:
         """Return the numbers of the operations before `end` that a storage's values depend on."""
@@ -168,16 +293,14 @@ def _fakes(values: Any) -> Iterator[FakeTensor]:
     return (value for value in tree_leaves(values) if isinstance(value, FakeTensor))
 
 
+def _views(values: Any) -> Iterator[_View]:
+    return (value for value in tree_leaves(values) if isinstance(value, _View))
+
+
+def _as_view(value: Any) -> Any:
+    return _View.of(value) if isinstance(value, FakeTensor) else value
+
+
 def _storage(tensor: Tensor) -> int:
     number: int = tensor.untyped_storage()._cdata
     return number
-
-
-def _tensor_of(fake: Tensor, storages: dict[int, UntypedStorage]) -> Tensor:
-    """Return the tensor that a recorded one stands for: a view of its storage."""
-    return torch.empty(0, dtype=fake.dtype).set_(
-        storages[_storage(fake)],
-        fake.storage_offset(),
-        fake.shape,
-        fake.stride(),
-    )

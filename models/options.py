@@ -40,9 +40,9 @@ class ModelOptions(BaseModel):
     `arguments` are the constructor arguments of every other class. `loss_over` says what a batch's
     loss is of its samples' losses, where the model's graph does not; `samples_are_independent`
     vouches for a model that nothing has proven to be trained equally in parts. `init` is how the
-    initial weights are made: `whole`, as one process draws them, or `sharded`, tensor by tensor
-    where they are wanted, for models that no host could hold; these are other draws, whatever the
-    plan the same.
+    initial weights are made that no folder has: `whole`, as one process draws them, or `sharded`,
+    tensor by tensor where they are wanted, for models that no host could hold; these are other
+    draws, whatever the plan the same.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -72,6 +72,11 @@ class ModelOptions(BaseModel):
     def adds_to_a_folder(self) -> bool:
         """Whether what is frozen is the weights of a folder, which any run reads there."""
         return self.adapters is not None and self.pretrained is not None
+
+    @property
+    def is_built_whole(self) -> bool:
+        """Whether the whole model is in memory before ranks take their parts of it."""
+        return self.init == "whole" and self.pretrained is None
 
     @property
     def class_name(self) -> str:
@@ -107,9 +112,6 @@ class ModelOptions(BaseModel):
                 rule, remedy = RULES[key]
                 rule = rule if key in values else "is not given"
                 faults.append(Fault(f"model.{key}", str(values.get(key, "")), rule, remedy))
-        if not faults and options.init == "sharded" and options.pretrained is not None:
-            rule, remedy = "makes no weights of a folder's", "use model.init=whole"
-            faults.append(Fault("model.init", "sharded", rule, remedy))
         if faults:
             raise ConfigError(faults)
         return options

@@ -121,7 +121,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
         faults += refused_architectures(cards_of(made.used, hosts))
     if request.mode == "train":
         refuse_other_order(made.used, hosts, faults)
-        is_whole = request.model.init == "whole"
+        is_whole = request.model.is_built_whole
         refuse_small_hosts(made.plan, profile, hosts, is_whole, device == "cpu", faults)
     on_one_host = device == "cpu" and len(hosts) == 1
     shared = memory_bytes() if on_one_host and request.mode != "plan" else None

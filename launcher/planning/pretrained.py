@@ -4,22 +4,19 @@ Names are compared by transformers itself, which knows what it renamed and joine
 written: it is given tensors of the shapes that the files say, which take no memory.
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
-from whale_train.checkpoint_files import BrokenCheckpoint, stored_blocks
 from whale_train.errors import ConfigError, Fault, listed
 from whale_train.models.build import load_class, training_config
+from whale_train.models.deferred import deferred
 from whale_train.models.hub import KEY, folder_of
 from whale_train.models.options import ModelOptions
+from whale_train.models.stored import open_folder
 from whale_train.strategies.plan.plan import Decision
-
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -57,16 +54,18 @@ def compare_names(options: ModelOptions) -> LoadedNames:
     assert options.pretrained is not None
     made: Any = load_class(options)
     config = training_config(made.config_class, options.config, options.pretrained)
-    shapes = dict(_shapes_in(folder_of(options.pretrained)))
+    folder = folder_of(options.pretrained)
+    said: Mapping[str, Any] = {}
+
+    def build() -> nn.Module:
+        nonlocal said
+        model, said = open_folder(made, config, folder, any_shape=True)
+        return model
+
     try:
-        model, said = made.from_pretrained(
-            None,
-            config=config,
-            state_dict=shapes,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        model: Any = deferred(build, seed=0)
+    except ConfigError:
+        raise
     except Exception as error:  # of names and shapes that it cannot join
         why = " ".join(f"{type(error).__name__}: {error}".split())
         rule, remedy = f"cannot be loaded ({why})", "use weights that from_pretrained opens"
@@ -80,30 +79,3 @@ def compare_names(options: ModelOptions) -> LoadedNames:
         tuple(sorted(name for name, *_ in said["mismatched_keys"])),
         tuple(name for name in missing if name.startswith(prefix)),
     )
-
-
-def _shapes_in(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a folder of weights by name, all of one zero."""
-    zero = torch.zeros(())
-    try:
-        for path in _files_of(folder):
-            for name, stored in stored_blocks(path):
-                yield name, zero.expand(stored.block.shape)
-    except BrokenCheckpoint as error:
-        fault = Fault(KEY, str(folder), f"is damaged: {error}", "copy it again")
-        raise ConfigError([fault]) from None
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """Return the files that transformers reads weights from. Raises ConfigError for none, and
-    BrokenCheckpoint where the list of them is damaged."""
-    if (folder / _WEIGHTS).exists():
-        return [folder / _WEIGHTS]
-    if (folder / _INDEX).exists():
-        try:
-            where = json.loads((folder / _INDEX).read_text())["weight_map"]
-            return [folder / name for name in sorted(set(where.values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BrokenCheckpoint(f"{folder / _INDEX} cannot be read ({error})") from None
-    remedy = "write them so, with save_pretrained: files of pickles may run code"
-    raise ConfigError([Fault(KEY, str(folder), "has no weights in safetensors", remedy)])

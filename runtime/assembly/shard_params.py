@@ -59,12 +59,12 @@ def own_tensors(
             whole = buffers.get(path) if learned is None else learned
             if whole is None:
                 whole = constants[path]
-            whole = made(whole)
+            dtype, whole = whole.dtype, made(whole).detach()
             if path in layouts:
-                part = shard_of(whole.detach(), layouts[path], intervals[path], index)
+                part = shard_of(whole, layouts[path], intervals[path], index)
             else:
-                part = whole.detach().clone(memory_format=torch.contiguous_format)
-            part = part.to(seat.device)
+                part = whole.clone(memory_format=torch.contiguous_format)
+            part = part.to(seat.device, dtype)
             if learned is not None:
                 part = nn.Parameter(part, requires_grad=path in trained)
                 for held, name in places[id(learned)]:

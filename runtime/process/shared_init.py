@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from whale_train.models.build import build_model
-from whale_train.models.deferred import deferred, fill
+from whale_train.models.deferred import deferred, fill, is_deferred
 from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
 
@@ -26,16 +26,19 @@ _OWN_FILE_BYTES = 2**20
 
 def build_shared(options: ModelOptions, seed: int) -> LossModule:
     """Return the model that `torch.manual_seed(seed); build()` gives, its tensors in mapped
-    memory; or with placeholders for them, where they are made when they are read
-    (`models/deferred.py`)."""
-    if options.init == "sharded":
-        return LossModule(deferred(lambda: build_model(options), seed), options)
-    torch.manual_seed(seed)
-    module = LossModule(build_model(options), options)
+    memory; or with placeholders for them, where they are made, or read of a folder, when they are
+    wanted (`models/deferred.py`)."""
+    if options.is_built_whole:
+        torch.manual_seed(seed)
+        model = build_model(options)
+    else:
+        at_once = options.init == "whole"
+        model = deferred(lambda: build_model(options), seed, draws_at_once=at_once)
+    module = LossModule(model, options)
     small: list[Tensor] = []
-    for tensor in {
-        id(t): t for t in (*module.parameters(), *module.buffers()) if t.numel()
-    }.values():
+    for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
+        if is_deferred(tensor) or not tensor.numel():
+            continue
         if tensor.nbytes < _OWN_FILE_BYTES:
             small.append(tensor)
         else:

@@ -1,17 +1,23 @@
 """`model.init=sharded`: initial values made tensor by tensor, the same whoever asks for them."""
 
+import copy
+import resource
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 from tests.distributed.jobs import COMMAND, Job, job_in
 from torch import nn
 
 from whale_train.models.build import build_model
-from whale_train.models.deferred import deferred, fill, made
+from whale_train.models.deferred import deferred, fill, is_deferred, made
 from whale_train.models.options import HUGGING_FACE, ModelOptions
+from whale_train.models.stored import stored
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
 
@@ -36,6 +42,8 @@ class Own(nn.Module):
         self.plain = torch.arange(4) * 2
         self.noise = nn.Parameter(torch.randn(1000) * float(self.scale[-1]))  # a number: 1.0
         self.frozen = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.short = nn.Linear(8, 64).to(torch.bfloat16)
+        self.copied = copy.deepcopy(self.short).requires_grad_(False)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -147,3 +155,63 @@ def test_every_plan_trains_the_same_model(tmp_path_factory: pytest.TempPathFacto
     for plan, each in zip(PLANS, found, strict=False):
         np.testing.assert_allclose(each, found[0], rtol=2e-5, err_msg=str(plan))
     np.testing.assert_allclose(found[-1], found[0], rtol=5e-3)
+
+
+FOLDERS = {  # of a model with a part that its folder lacks, two, or none
+    "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", {"pad_token_id": 0, **SMALL}),
+    "bert": ("BertModel", "BertForTokenClassification", {"intermediate_size": 128, **SMALL}),
+    "mixtral": (
+        *("MixtralForCausalLM", "MixtralForCausalLM"),
+        {"num_local_experts": 4, "num_key_value_heads": 2, "intermediate_size": 128, **SMALL},
+    ),
+    "resnet": (
+        *("ResNetModel", "ResNetForImageClassification"),
+        {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1]},
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_is_read_as_transformers_does(
+    name: str, precision: torch.dtype, tmp_path: Path
+) -> None:
+    """All of it, and what it lacks is drawn as one process draws it."""
+    saved, architecture, config = FOLDERS[name]
+    given = getattr(transformers, saved).config_class(**config)
+    getattr(transformers, saved)(given).to(precision).save_pretrained(tmp_path)
+    options = ModelOptions(
+        target=HUGGING_FACE, architecture=architecture, config=config, pretrained=str(tmp_path)
+    )
+    torch.manual_seed(3)
+    wanted = getattr(transformers, architecture).from_pretrained(tmp_path, dtype=torch.float32)
+    expected = tensors(wanted)
+    module = deferred(lambda: build_model(options), seed=3, draws_at_once=True)
+    found = tensors(module)
+    assert found.keys() == expected.keys()
+    for path, tensor in found.items():
+        given_by_folder = is_deferred(tensor)
+        value = made(tensor).to(tensor.dtype)
+        assert torch.equal(value, expected[path]), path
+        if given_by_folder:
+            assert tensor.untyped_storage().nbytes() <= 8, path
+        else:
+            assert path.startswith(("score", "classifier")), path
+
+
+def test_of_a_folder_only_what_is_taken_is_read(tmp_path: Path) -> None:
+    """A tensor of 256 MB, of which a rank takes one row."""
+    shape = [2**13, 2**13]
+    save_file({"weight": torch.ones(shape)}, tmp_path / "one.safetensors")
+    given = (str(tmp_path / "one.safetensors"), "weight", shape, torch.float32)
+
+    def build() -> nn.Module:
+        module = nn.Module()
+        module.weight = nn.Parameter(stored(*given))
+        return module
+
+    value = made(tensors(deferred(build, seed=0))["weight"])
+    pages = -(-value.nbytes // resource.getpagesize())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert float(value[5].sum()) == 2**13
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages / 100

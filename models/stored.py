@@ -1,0 +1,120 @@
+"""Weights of a folder, as tensors that are read when their values are wanted.
+
+transformers puts them into a model: it knows what it renamed, joined and cut since a folder was
+written. Within `deferred` it is given tensors without memory, so that joining is written down too
+and done where its result is read.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from whale_train.errors import ConfigError, Fault
+from whale_train.models.hub import KEY
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# transformers reads in threads of its own, where what is done to a tensor is not written down.
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+def open_folder(
+    made: Any, config: Any, folder: Path, *, any_shape: bool = False
+) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Return the model of the class `made` of transformers with the weights in `folder`, in fp32,
+    and what transformers says of their names (`from_pretrained`'s loading info). With `any_shape`,
+    weights of another shape than the model's are left out. Raises ConfigError for a folder
+    without weights in safetensors and for damaged files, and what transformers raises."""
+    weights = {name: stored(*where) for name, where in _tensors_in(folder)}
+    with _quiet_transformers():
+        model, said = made.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=any_shape,
+            output_loading_info=True,
+        )
+    return model, said
+
+
+@torch.library.custom_op("whale_train::stored", mutates_args=())
+def stored(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the tensor `name` of a safetensors file, in memory of its own."""
+    return mapped(path, name).to(dtype, copy=True)
+
+
+@stored.register_fake
+def _(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def mapped(path: str, name: str) -> Tensor:
+    """Return a tensor of a safetensors file in the file's dtype; what nobody reads of it takes no
+    memory."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def _tensors_in(folder: Path) -> Iterator[tuple[str, tuple[str, str, list[int], torch.dtype]]]:
+    """Yield the arguments of `stored` for the tensors of a folder, by name."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in _files_of(folder):
+        try:
+            with _disable_current_modes(), safe_open(path, "pt") as file:
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise _damaged(folder, f"{path} cannot be read as safetensors ({error})") from None
+        for name, tensor in found.items():
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            yield name, (str(path), name, list(tensor.shape), dtype)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Return the files that transformers reads weights from."""
+    if (folder / _WEIGHTS).exists():
+        return [folder / _WEIGHTS]
+    if (folder / _INDEX).exists():
+        try:
+            where = json.loads((folder / _INDEX).read_text())["weight_map"]
+            return [folder / name for name in sorted(set(where.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _damaged(folder, f"{folder / _INDEX} cannot be read ({error})") from None
+    remedy = "write them so, with save_pretrained: files of pickles may run code"
+    raise ConfigError([Fault(KEY, str(folder), "has no weights in safetensors", remedy)])
+
+
+def _damaged(folder: Path, why: str) -> ConfigError:
+    return ConfigError([Fault(KEY, str(folder), f"is damaged: {why}", "copy it again")])
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Let transformers read without threads, bars and a report of names, which the plan has."""
+    from transformers.utils import logging
+
+    threads, bars = os.environ.get(_NO_THREADS), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    os.environ[_NO_THREADS] = "1"
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        if threads is None:
+            del os.environ[_NO_THREADS]
+        else:
+            os.environ[_NO_THREADS] = threads
+        if bars:
+            logging.enable_progress_bar()
+        logging.set_verbosity(verbosity)
