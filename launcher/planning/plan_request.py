@@ -83,6 +83,7 @@ def training_of(request: Request) -> Training:
         request.train.accumulate,
         request.model.loss_over,
         request.model.samples_are_independent,
+        request.model.adapters is not None,
     )
 
 

@@ -121,7 +121,12 @@ class _PlanView:
         nodes = len({rank.node for rank in plan.ranks})
         batch = f"{plan.global_batch:,} samples a step, {plan.precision}"
         frozen = in_count(sum(each.elements for each in self.profile.frozen))
-        held = f"{frozen} parameters ({in_bytes(self.profile.frozen_bytes)}), which are not trained"
+        narrow = {path for task_graph in plan.task_graphs for path in task_graph.narrow}
+        size = sum(
+            each.elements * (2 if each.path in narrow else each.bytes_per_element)
+            for each in self.profile.frozen
+        )
+        held = f"{frozen} parameters ({in_bytes(size)}), which are not trained"
         return [
             *([("frozen", held)] if self.profile.frozen else []),
             ("ranks", f"{plan.world_size:,} on {nodes:,} {'node' if nodes == 1 else 'nodes'}"),

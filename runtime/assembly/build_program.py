@@ -1,6 +1,7 @@
 """One rank's program, put together: its weights, its engines, its segments."""
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from whale_train.config import Request
 from whale_train.models.export.export import model_path
@@ -8,7 +9,7 @@ from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.build_stages import assemble_stages
 from whale_train.runtime.assembly.shard_params import narrow_of
 from whale_train.runtime.comms.process_groups import sums_of
-from whale_train.runtime.engines.base import Copies
+from whale_train.runtime.engines.base import NARROW, Copies
 from whale_train.runtime.engines.make import make_engine
 from whale_train.runtime.kernels.sync_batch_norm import synchronise_batch_norm
 from whale_train.runtime.loss.global_mean import target_counter
@@ -41,12 +42,13 @@ def _whole_model(
         parameter.requires_grad_(parameter.requires_grad and model_path(path) in trained)
     module.train()
     own_copy(module.buffers(), seat.device)  # ranks update them (BatchNorm's statistics)
-    if task_graph.zero != 3:  # ZeRO 3 reads its partition straight out of the shared copy
-        own_copy(module.parameters(), seat.device)
     by_path = {model_path(path): parameter for path, parameter in module.named_parameters()}
-    copies = Copies(
-        group, sums=seat.groups.get(sums_of(task_graph)), narrow=narrow_of(task_graph, by_path)
-    )
+    narrow = narrow_of(task_graph, by_path)
+    if task_graph.zero != 3:  # ZeRO 3 reads its partition straight out of the shared copy
+        frozen: dict[Tensor, torch.dtype] = {}
+        frozen |= {x: NARROW[plan.precision] for x in narrow if not x.requires_grad}
+        own_copy(module.parameters(), seat.device, frozen)
+    copies = Copies(group, sums=seat.groups.get(sums_of(task_graph)), narrow=narrow)
     may_skip = not plan.exported
     engine = make_engine(
         request, plan, task_graph, module, copies, seat, may_skip_parameters=may_skip

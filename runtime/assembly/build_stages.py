@@ -17,7 +17,7 @@ from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.shard_params import narrow_of, own_tensors, tensor_paths
 from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.comms.process_groups import sums_of
-from whale_train.runtime.engines.base import Copies, Engine
+from whale_train.runtime.engines.base import NARROW, Copies, Engine
 from whale_train.runtime.engines.make import make_engine
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_graph import ShardPlace, write_segment_graph
@@ -66,6 +66,7 @@ def assemble_stages(
     canonical, tensors = own_tensors(
         [plan.rewrite.segments[number] for number in numbers],
         *(task_graphs, module, graph, place.index, seat),
+        NARROW.get(plan.precision),
     )
     places = {
         task_graph.id: ShardPlace(

@@ -27,11 +27,13 @@ def own_tensors(
     graph: fx.GraphModule,
     index: int,
     seat: Seat,
+    frozen_dtype: torch.dtype | None,
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the canonical path of every name of a parameter; and, by canonical path, this rank's
     part of the parameters, buffers and constants that the segments `written` read.
 
-    The parameters read are taken out of `module`.
+    The parameters read are taken out of `module`. Frozen ones that the plan has in 16 bits are of
+    `frozen_dtype`.
     """
     names: dict[int, str] = {}
     canonical: dict[str, str] = {}
@@ -42,6 +44,7 @@ def own_tensors(
         parameters[canonical[path]] = parameter
     buffers = {model_path(k): b for k, b in module.named_buffers(remove_duplicate=False)}
     trained = {path for task_graph in task_graphs for path in task_graph.trained}
+    frozen = {path for task_graph in task_graphs for path in task_graph.narrow} - trained
     layouts = {path: x for t in task_graphs for path, x in t.shard_layouts.items()}
     intervals = {path: x for t in task_graphs for path, x in t.shards.items()}
     constants = {  # which export lifted out of the forward
@@ -64,7 +67,7 @@ def own_tensors(
                 part = shard_of(whole, layouts[path], intervals[path], index)
             else:
                 part = whole.clone(memory_format=torch.contiguous_format)
-            part = part.to(seat.device, dtype)
+            part = part.to(seat.device, frozen_dtype if path in frozen else dtype)
             if learned is not None:
                 part = nn.Parameter(part, requires_grad=path in trained)
                 for held, name in places[id(learned)]:

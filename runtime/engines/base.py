@@ -29,8 +29,9 @@ class Copies:
     goes on beside (None: `group` sums). `sharded` are the parameters of which this rank has a
     shard; the others are whole on every member of the shard group. `shared` are parameters
     other TaskGraphs hold as well: the group of all their holders, by parameter; `counted_elsewhere`
-    those of them that another TaskGraph counts. Of `narrow` ones a DeepSpeed engine holds the
-    16-bit values that autocast would make of them, and an fp32 master partition (docs/adr/007).
+    those of them that another TaskGraph counts. Of `narrow` ones an engine holds the 16-bit values
+    that autocast would make of them, and, of those that are trained, DeepSpeed an fp32 master
+    partition (docs/adr/007).
     """
 
     group: dist.ProcessGroup | None

@@ -61,7 +61,8 @@ class DeepSpeedEngine:
             parameter.ds_pipe_replicated = parameter in copies.counted_elsewhere  # type: ignore[attr-defined]
         self._trained = [p for p in module.parameters() if p.requires_grad]
         wide, narrow = _by_width(self._trained, copies.narrow)
-        weights = NarrowWeights(narrow, NARROW.get(precision))
+        frozen = copies.narrow.difference(self._trained)
+        weights = NarrowWeights(narrow, frozen, NARROW.get(precision))
         if precision in NARROW:
             _run_within(module, autocast(precision, device))
         if self._stage < 3:

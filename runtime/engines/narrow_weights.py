@@ -6,7 +6,7 @@ gradient is fp32 from the backward that makes it on (`Tensor.grad_dtype`). DeepS
 the fp32 master of the 16-bit value; here it gets the value it is to have.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,11 +14,17 @@ from torch import Tensor, nn
 
 
 class NarrowWeights:
-    """`parameters` held in `dtype`, and their fp32 values until the optimizer has them."""
+    """`parameters` held in `dtype`, and their fp32 values until the optimizer has them; of `frozen`
+    ones, which have no optimizer, nothing else is held."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        frozen: Set[nn.Parameter],
+        dtype: torch.dtype | None,
+    ) -> None:
         self.parameters = frozenset(parameters)
-        self._dtype = dtype
+        self._frozen, self._dtype = frozen, dtype
         self._exact: dict[nn.Parameter, Callable[[], Tensor]] = {}
         for parameter in parameters:
             parameter.grad_dtype = torch.float32
@@ -33,6 +39,8 @@ class NarrowWeights:
         """Give `parameter`, if it is one of these, its 16-bit value, and remember of its fp32 value
         the part that ZeRO 3 leaves to `rank` of `ranks`: equal parts of the flat tensor, of which
         the last is padded; or how to have the value `again`, where that can be."""
+        if parameter in self._frozen:
+            parameter.data = parameter.data.to(self._dtype)
         if parameter not in self.parameters:
             return
         if again is not None:

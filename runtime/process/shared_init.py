@@ -8,7 +8,8 @@ last reader has let go of it.
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -88,13 +89,19 @@ def _share(tensors: list[Tensor]) -> None:
         tensor.data = shared
 
 
-def own_copy(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Give each of a module's parameters or buffers memory of its own on `device`, ties kept."""
+def own_copy(
+    tensors: Iterable[Tensor],
+    device: torch.device,
+    dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
+) -> None:
+    """Give each of a module's parameters or buffers memory of its own on `device`, ties kept, and
+    some of them another dtype."""
     for tensor in {id(t): t for t in tensors}.values():
-        if fill(tensor) is None:
+        dtype = dtypes.get(tensor, tensor.dtype)
+        if fill(tensor) is None and dtype == tensor.dtype:
             tensor.data = _copied(tensor.detach(), device)
-        else:  # which nobody else has
-            tensor.data = tensor.data.to(device)
+        else:  # which nobody else has, or is copied by being cast
+            tensor.data = tensor.data.to(dtype).to(device)
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:

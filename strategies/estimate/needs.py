@@ -5,7 +5,11 @@ from math import inf
 
 from whale_train.strategies.estimate.candidates import Candidate
 from whale_train.strategies.hardware.cluster import Cluster
-from whale_train.strategies.memory.engine_memory import precision_bytes, weights_bytes
+from whale_train.strategies.memory.engine_memory import (
+    frozen_bytes,
+    precision_bytes,
+    weights_bytes,
+)
 from whale_train.strategies.memory.host_memory import host_bytes
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.stages.analysis import Findings
@@ -39,7 +43,7 @@ class Needs:
         weights, as if they were shared evenly, and of what ZeRO 3 gathers: the largest parameter,
         and its gradient, of those that are no head's, which may be split."""
         mesh, profile = candidate.mesh, self.findings.profile
-        frozen = 0.0 if candidate.offload == "all" else float(profile.frozen_bytes)
+        frozen = 0.0 if candidate.offload == "all" else self._frozen_bytes
         frozen /= mesh.stages * mesh.shards
         if candidate.zero < 3 or mesh.copies == 1:
             return frozen
@@ -49,6 +53,13 @@ class Needs:
         least = precision_bytes(self.training.precision, candidate.zero, narrow=True)
         gathered = (least.weights + least.gradients) * largest / mesh.shards
         return frozen / mesh.copies + gathered
+
+    @property
+    def _frozen_bytes(self) -> float:
+        findings = self.findings
+        return findings.once(
+            "all frozen bytes", lambda: sum(frozen_bytes(findings.profile, self.training).values())
+        )
 
     def _sizes(self, zero: int, apart: bool) -> tuple[float, float, float]:
         """Return the mean bytes of an element: weights, master copy, copies that autocast makes."""

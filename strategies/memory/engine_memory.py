@@ -20,6 +20,7 @@ from whale_train.strategies.graph.operation_graph import (
 from whale_train.strategies.memory.liveness import Moment, Passing
 from whale_train.strategies.partition.head_partition import HeadCut
 from whale_train.strategies.plan.plan import MemoryEstimate
+from whale_train.strategies.plan.training import Training
 
 # What a process takes for a byte of values that come and go. Allocators round sizes up and leave
 # holes between what lives and what went (torch's on a GPU in blocks of 512 bytes and 2 MiB, malloc
@@ -85,6 +86,23 @@ def weights_bytes(
         master += sizes.master * count
         casts += sizes.casts * count
     return Weights(weights, master, casts)
+
+
+def narrow_frozen(profile: ModelProfile, training: Training) -> frozenset[str]:
+    """Return the paths of the frozen weights that ranks hold in 16 bits: those that are only added
+    to, and that nothing reads but what autocast lowers."""
+    if training.precision == "fp32" or not training.adds_to_frozen:
+        return frozenset()
+    return profile.narrow.intersection(each.path for each in profile.frozen)
+
+
+def frozen_bytes(profile: ModelProfile, training: Training) -> dict[str, float]:
+    """Return the bytes of every frozen weight as ranks hold it, by path."""
+    narrow = narrow_frozen(profile, training)
+    return {
+        each.path: each.elements * (2.0 if each.path in narrow else each.bytes_per_element)
+        for each in profile.frozen
+    }
 
 
 def weight_width(profile: ModelProfile, precision: str, zero: int) -> float:

@@ -31,8 +31,9 @@ class TaskGraph:
     `shard_dims` names; in a nested strategy in units of the axis `shard_layouts` says it is cut
     along, as a fused weight is cut in several places at once. `modules` are the module paths it
     covers; `flops` its forward's, per sample. Parameters the loss does not depend on are in no
-    TaskGraph's `trained` list. `narrow` are the trained parameters of which its ranks hold the
-    values in 16 bits that autocast would make of them.
+    TaskGraph's `trained` list. `narrow` are the parameters of which its ranks hold the values in 16
+    bits that autocast would make of them: trained ones, which ZeRO has a master of, and frozen
+    ones.
     """
 
     id: int

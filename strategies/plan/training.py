@@ -12,6 +12,7 @@ class Training:
     `adamw`, `lamb`); `grad_clip` 0 means off. `sync_batchnorm`: BatchNorm's statistics are those
     of the global batch. `accumulate` is in how many micro-batches a rank takes its share.
     `loss_over` and `samples_are_independent` are what the user says of the model's loss.
+    `adds_to_frozen`: what is trained are additions to frozen weights, of which a run keeps nothing.
     """
 
     global_batch: int
@@ -23,6 +24,7 @@ class Training:
     accumulate: int = 1
     loss_over: Literal["mean", "sum"] | None = None
     samples_are_independent: bool = False
+    adds_to_frozen: bool = False
 
     @property
     def optimizer_states(self) -> int:

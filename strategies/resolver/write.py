@@ -7,6 +7,7 @@ from typing import Any
 
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.layouts.propagation import Shard
+from whale_train.strategies.memory.engine_memory import narrow_frozen
 from whale_train.strategies.partition.head_partition import Segment
 from whale_train.strategies.plan.plan import (
     Decision,
@@ -183,6 +184,7 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
         offload=_offload(job.form.keeper),
         replicas=job.replicas[stage],
         shares=_shares(job, stage, decided.batches),
+        narrow=_narrow_frozen(job, mine),
     )
     shards = {path: shard for chunk in mine for path, shard in chunk.shards.items()}
     if form.body is None:
@@ -219,6 +221,7 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
         offload=_offload(None),
         parameters=_listed(job, shards),
         flops=chunk.head.head_flops,
+        narrow=(),
     )
     yield _cut(job, head, shards, decided.axes)
 
@@ -244,14 +247,22 @@ def _cut(
     narrow: frozenset[str] = frozenset()
     if task_graph.zero and job.training.precision != "fp32":
         narrow = job.profile.narrow.difference(unused)
+    trained = (path for path in task_graph.parameters if path in narrow)
     return replace(
         task_graph,
-        narrow=tuple(path for path in task_graph.parameters if path in narrow),
+        narrow=(*trained, *task_graph.narrow),
         trained=tuple(path for path in task_graph.parameters if path not in unused),
         shards={path: axes[shard.axis] for path, shard in shards.items()},
         shard_dims={path: shard.dim for path, shard in shards.items()},
         shard_layouts={path: planned_shard(shard) for path, shard in shards.items()},
     )
+
+
+def _narrow_frozen(job: Staging, chunks: Sequence[StageChunk]) -> tuple[str, ...]:
+    """Return the frozen weights of some chunks that ranks hold in 16 bits."""
+    narrow = job.findings.once("narrow frozen", lambda: narrow_frozen(job.profile, job.training))
+    held = (path for chunk in chunks for path in chunk.slice.frozen if path in narrow)
+    return tuple(dict.fromkeys(held))
 
 
 def _shares(job: Staging, stage: int, batches: Batches) -> tuple[int, ...]:

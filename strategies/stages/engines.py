@@ -6,8 +6,10 @@ the shard group holds the whole rest, and its own classes of the head.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from whale_train.strategies.layouts.propagation import Layout, Shard
+from whale_train.strategies.memory.engine_memory import frozen_bytes
 from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
 
 
@@ -65,17 +67,15 @@ def held_elements(
     return whole | cut
 
 
-def frozen_bytes(
+def frozen_of_member(
     job: Staging, chunk: StageChunk, axes: AxisIntervals, member: int
 ) -> dict[str, float]:
     """Return how many bytes of each of a chunk's frozen weights one member of its shard group has,
     by path."""
-    held = {path: job.profile.weight_by_path[path] for path in chunk.slice.frozen}
+    whole = job.findings.once("frozen bytes", partial(frozen_bytes, job.profile, job.training))
     return {
-        path: each.elements
-        * each.bytes_per_element
-        * fraction(chunk.shards.get(path), axes, member)
-        for path, each in held.items()
+        path: whole[path] * fraction(chunk.shards.get(path), axes, member)
+        for path in chunk.slice.frozen
     }
 
 

@@ -24,7 +24,7 @@ from whale_train.strategies.memory.engine_memory import (
 from whale_train.strategies.memory.liveness import Passing, passing, passing_again
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind
-from whale_train.strategies.stages.engines import fraction, frozen_bytes, held_elements
+from whale_train.strategies.stages.engines import fraction, frozen_of_member, held_elements
 from whale_train.strategies.stages.fused_accumulation import added_in_place, named_in_place
 from whale_train.strategies.stages.micro_batches import Batches
 from whale_train.strategies.stages.placement import (
@@ -214,7 +214,7 @@ class Held:
                 self._head_part = fraction(next(iter(chunk.shards.values())), axes, member)
                 local = {path: n for path, n in local.items() if path not in chunk.shards}
             self._elements |= local
-            self._frozen |= frozen_bytes(job, chunk, axes, member)
+            self._frozen |= frozen_of_member(job, chunk, axes, member)
             dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
             self._passing[number] = job.findings.once(
                 ("passing", chunk.key, dealt, again, accumulates),

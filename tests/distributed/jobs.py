@@ -16,6 +16,11 @@ COMMAND = (
     *("data.max_bytes=100000", "data.sequence_length=16", "train.global_batch=8"),
     *("model.sequence_length=16", "model.width=32", "model.depth=2"),
 )
+# The one that the product is for: processes for eight V100 on one host, and eight P100 on another.
+MIXED = (
+    *("-m", "whale_train.launcher.cli", "strategy=hybrid_split_dp", "hardware=v100_p100_mix"),
+    "train.steps=5",
+)
 MARK = "WHALE_TRAIN_TEST_JOB"
 DEADLINE_S = 120.0  # for what takes seconds when nothing is wrong
 
@@ -56,9 +61,9 @@ class Job:
             )
         self.started.append(process)
 
-    def wait(self) -> list[int]:
+    def wait(self, deadline_s: float = DEADLINE_S) -> list[int]:
         """The exit status of each, once all have ended."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + deadline_s
         return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.started]
 
     def said(self, stream: str) -> str:
@@ -71,7 +76,10 @@ class Job:
 
     def metrics(self) -> list[dict[str, float]]:
         (run_dir,) = self.run_dirs()
-        return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        return metrics_in(run_dir)
+
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.metrics()]
 
     def wait_for_step(self, step: int) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -106,6 +114,18 @@ class Job:
             time.sleep(0.05)
         assert self.processes() == {}
         assert not [*self.folder.rglob("rendezvous")]
+
+
+def metrics_in(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_alone(job: Job, *arguments: str) -> list[float]:
+    """The losses of a job of this process's own host, in the folder above that of `job`."""
+    with job_in(job.folder.parent) as alone:
+        alone.start(*arguments)
+        assert alone.wait() == [0], alone.said("err")
+        return alone.losses()
 
 
 @contextmanager

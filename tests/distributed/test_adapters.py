@@ -130,6 +130,41 @@ def test_a_new_head_is_trained_beside_them(
     assert len(names) == 1 + 2 * LLAMA["num_hidden_layers"]
 
 
+@pytest.mark.parametrize("strategy", ["single", *PLANS])
+def test_in_16_bits_what_is_added_to_is_of_16_bits(
+    strategy: str, adapted: Adapted, jobs: Jobs, tmp_path: Path
+) -> None:
+    """But for what autocast leaves alone: norms and the embedding. Nothing else is computed."""
+    bf16 = "train.precision=bf16"
+    plain = jobs.run([*adapted.overrides("single"), bf16], plainly=True).losses
+    losses = adapted.run(tmp_path / "run", strategy, bf16)
+    np.testing.assert_allclose(losses, plain, rtol=2e-3)
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    narrow = {path for each in plan["task_graphs"] for path in each["narrow"]}
+    frozen = {path for path in narrow if "lora_" not in path}
+    assert len(frozen) == 7 * LLAMA["num_hidden_layers"] + 1
+    assert not any("norm" in path or "embed" in path for path in frozen)
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero3", "split3_uneven"])
+def test_ranks_hold_it_in_16_bits(strategy: str, adapted: Adapted, tmp_path: Path) -> None:
+    """As a checkpoint shows that has what is frozen: nobody could have it from a folder."""
+    wanted = adapted.overrides(strategy)
+    config = ", ".join(f"{key}: {value}" for key, value in LLAMA.items())
+    wanted[wanted.index(f"model.pretrained={adapted.base}")] = f"model.config={{{config}}}"
+    more = [*wanted, "train.precision=bf16", "checkpoint.every=3"]
+    said = adapted.served.ask(run_job, overrides=more, plainly=False, run_dir=str(tmp_path / "run"))
+    assert not said, said
+    dtypes = {}
+    for path in (tmp_path / "run" / "checkpoints" / "step_3" / "model").iterdir():
+        with safe_open(path, framework="pt") as file:
+            dtypes |= {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
+    assert dtypes["model.layers.0.self_attn.q_proj.base_layer.weight"] == torch.bfloat16
+    assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
+    assert dtypes["model.norm.weight"] == torch.float32
+    assert dtypes["model.layers.0.self_attn.q_proj.lora_A.default.weight"] == torch.float32
+
+
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [

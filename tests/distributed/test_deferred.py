@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from numpy.typing import NDArray
 from safetensors.torch import save_file
-from tests.distributed.jobs import COMMAND, Job, job_in
+from tests.distributed.jobs import COMMAND, job_in
 from torch import nn
 
 from whale_train.models.build import build_model
@@ -138,10 +137,6 @@ PLANS = (
 IN_16_BITS = ("strategy=zero3", "hardware.devices=2", "train.precision=bf16")
 
 
-def losses(job: Job) -> NDArray[np.float64]:
-    return np.array([line["loss"] for line in job.metrics()])
-
-
 def test_every_plan_trains_the_same_model(tmp_path_factory: pytest.TempPathFactory) -> None:
     """gpt under each, and its first loss is that of a model of no use yet."""
     small = [word for word in COMMAND if not word.startswith(("strategy", "hardware.devices"))]
@@ -150,7 +145,7 @@ def test_every_plan_trains_the_same_model(tmp_path_factory: pytest.TempPathFacto
         with job_in(tmp_path_factory.mktemp("plan")) as job:
             job.start(*small, "model.init=sharded", "train.steps=3", *plan)
             assert job.wait() == [0], job.said("err")
-            found.append(losses(job))
+            found.append(np.array(job.losses()))
     assert 5.0 < found[0][0] < 6.5  # log(256) = 5.5
     for plan, each in zip(PLANS, found, strict=False):
         np.testing.assert_allclose(each, found[0], rtol=2e-5, err_msg=str(plan))

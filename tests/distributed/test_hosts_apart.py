@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 import yaml
 from tests.distributed.apart import HostApart, can_be_apart
-from tests.distributed.jobs import COMMAND, Job, job_in
+from tests.distributed.jobs import COMMAND, MIXED, Job, losses_alone
 from tests.pairs import IS_FULL
 
 from whale_train.checkpoint_files import check, checkpoints_in
@@ -79,11 +79,8 @@ def test_nothing_but_the_network_is_shared(job: Job, hosts: list[HostApart]) -> 
     assert (run_dir / "model" / "model.safetensors").exists()
     assert not Path(there, ".fetched").exists()
     job.assert_nothing_left()
-    with job_in(job.folder.parent) as alone:
-        alone.start(*SMALL, *MIX, "strategy=dp", "train.steps=6")
-        assert alone.wait() == [0], alone.said("err")
-        expected = [line["loss"] for line in alone.metrics()]
-    assert [line["loss"] for line in job.metrics()] == pytest.approx(expected, rel=2e-5)
+    expected = losses_alone(job, *SMALL, *MIX, "strategy=dp", "train.steps=6")
+    assert job.losses() == pytest.approx(expected, rel=2e-5)
 
 
 def test_a_plan_over_hosts_is_verified(job: Job, hosts: list[HostApart]) -> None:
@@ -140,19 +137,13 @@ def test_what_a_host_lacks_is_said_of_it(job: Job, hosts: list[HostApart]) -> No
 @pytest.mark.skipif(not IS_FULL, reason="sixteen processes, two minutes: of the full run")
 def test_the_mix_of_eight_and_eight(job: Job, hosts: list[HostApart]) -> None:
     """As torchrun starts it: `whale-train strategy=hybrid_split_dp hardware=v100_p100_mix`."""
-    command = ("strategy=hybrid_split_dp", "hardware=v100_p100_mix", "train.steps=5")
     where = ("--nnodes=2", "--nproc-per-node=8", "--rdzv-id=mix", "--rdzv-backend=c10d")
-    program = ("-m", "whale_train.launcher.cli", *command)
     for host in hosts:
         job.start(
-            *("-m", "torch.distributed.run", *where, f"--rdzv-endpoint=apple:{PORT}", *program),
+            *("-m", "torch.distributed.run", *where, f"--rdzv-endpoint=apple:{PORT}", *MIXED),
             environment={"WHALE_TRAIN_SECRET": "5" * 64},
             inside=host.command(),
         )
-    assert job.wait() == [0, 0], job.said("err")
-    with job_in(job.folder.parent) as alone:
-        alone.start(*program)
-        assert alone.wait() == [0], alone.said("err")
-        expected = [line["loss"] for line in alone.metrics()]
-    assert [line["loss"] for line in job.metrics()] == pytest.approx(expected, rel=2e-5)
+    assert job.wait(600.0) == [0, 0], job.said("err")
+    assert job.losses() == pytest.approx(losses_alone(job, *MIXED), rel=2e-5)
     job.assert_nothing_left()

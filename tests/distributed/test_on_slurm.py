@@ -1,6 +1,5 @@
 """Under a real Slurm of two nodes: ranks of srun, and jobs that `launcher=slurm` submits."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.distributed.apart import HostApart, can_be_apart, hosts_apart
-from tests.distributed.jobs import Job, job_in
+from tests.distributed.jobs import MIXED, Job, losses_alone, metrics_in
 from tests.distributed.slurm import has_slurm, slurm_on
 from tests.distributed.test_hosts_apart import SMALL
 from tests.pairs import IS_FULL
@@ -50,19 +49,6 @@ def in_job(job: Job, hosts: list[HostApart]) -> list[str]:
     return hosts[0].command("env", f"--chdir={job.folder}")
 
 
-def alone(folder: Path, *overrides: str) -> list[float]:
-    """Return the losses of one host."""
-    with job_in(folder) as job:
-        job.start(*SMALL, *MIX, *overrides)
-        assert job.wait() == [0], job.said("err")
-        return [line["loss"] for line in job.metrics()]
-
-
-def losses(run_dir: Path) -> list[float]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
-
-
 def test_ranks_of_srun_on_hosts_that_share_no_files(
     job: Job, hosts: list[HostApart], slurm: Mapping[str, str]
 ) -> None:
@@ -73,8 +59,22 @@ def test_ranks_of_srun_on_hosts_that_share_no_files(
     said = job.said("out")
     assert "pear: not this file system; logs stay there" in said
     assert said.count("done: 4 steps") == 1
-    expected = alone(job.folder.parent, "train.steps=4")
-    assert losses(hosts[0].folder / "run") == pytest.approx(expected, rel=2e-5)
+    expected = losses_alone(job, *SMALL, *MIX, "train.steps=4")
+    found = [line["loss"] for line in metrics_in(hosts[0].folder / "run")]
+    assert found == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.skipif(not IS_FULL, reason="sixteen processes, two minutes: of the full run")
+def test_the_mix_of_eight_and_eight(
+    job: Job, hosts: list[HostApart], slurm: Mapping[str, str]
+) -> None:
+    where = ("--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--overcommit")
+    inside = hosts[0].command("srun", *where, "--kill-on-bad-exit=1")
+    run_dir = hosts[0].folder / "run"
+    job.start(*MIXED, f"hydra.run.dir={run_dir}", environment=dict(slurm), inside=inside)
+    assert job.wait(600.0) == [0], job.said("err")
+    found = [line["loss"] for line in metrics_in(run_dir)]
+    assert found == pytest.approx(losses_alone(job, *MIXED), rel=2e-5)
 
 
 def test_a_sweep_is_a_job_array(job: Job, hosts: list[HostApart], slurm: Mapping[str, str]) -> None:
@@ -89,9 +89,8 @@ def test_a_sweep_is_a_job_array(job: Job, hosts: list[HostApart], slurm: Mapping
     script = next((job.folder / "runs").glob("slurm/*submission.sh")).read_text()
     for wanted in ("--array=0-1%2", "--mem=500", "--time=20\n", "--nodes=2"):
         assert f"#SBATCH {wanted}" in script
-    assert losses(job.folder / "runs" / "0") == pytest.approx(
-        alone(job.folder.parent, "train.steps=4"), rel=2e-5
-    )
+    found = [line["loss"] for line in metrics_in(job.folder / "runs" / "0")]
+    assert found == pytest.approx(losses_alone(job, *SMALL, *MIX, "train.steps=4"), rel=2e-5)
 
 
 def test_what_slurm_does_not_take_is_refused(
@@ -125,5 +124,5 @@ def test_a_job_that_is_taken_off_its_nodes_goes_on(
     (run_dir,) = job.run_dirs()
     assert [line["step"] for line in job.metrics()] == list(range(1, 601))
     assert len([*(run_dir / "attempts").iterdir()]) == 1
-    expected = alone(job.folder.parent, "train.steps=600")
-    assert losses(run_dir)[-1] == pytest.approx(expected[-1], rel=2e-5)
+    expected = losses_alone(job, *SMALL, *MIX, "train.steps=600")
+    assert metrics_in(run_dir)[-1]["loss"] == pytest.approx(expected[-1], rel=2e-5)

@@ -1,6 +1,5 @@
 """`launcher=ssh`, between hosts with a real sshd each that share no files."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from tests.distributed.apart import HostApart, can_be_apart
-from tests.distributed.jobs import Job, job_in
+from tests.distributed.jobs import MIXED, Job, losses_alone, metrics_in
 from tests.distributed.sshd import SSHD, sshd_on
 from tests.distributed.test_hosts_apart import MIX, SMALL
+from tests.pairs import IS_FULL
 
 from whale_train.checkpoint_files import checkpoints_in
 
@@ -51,13 +51,17 @@ def test_ranks_are_started_on_hosts(job: Job, hosts: list[HostApart], path: str)
     start(job, hosts, path, *MIX, *OVER_SSH[:2], "strategy=zero1", "train.steps=4", *sweep)
     assert job.wait() == [0], job.said("err")
     assert job.said("out").count("ranks: 2 on apple, 1 on pear\n") == 1
-    with job_in(job.folder.parent) as alone:
-        alone.start(*SMALL, *MIX, "strategy=zero1", "train.steps=4")
-        assert alone.wait() == [0], alone.said("err")
-        expected = [line["loss"] for line in alone.metrics()]
-    lines = (job.folder / "runs" / "a" / "0" / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line)["loss"] for line in lines]
+    expected = losses_alone(job, *SMALL, *MIX, "strategy=zero1", "train.steps=4")
+    found = [line["loss"] for line in metrics_in(job.folder / "runs" / "a" / "0")]
     assert found == pytest.approx(expected, rel=2e-5)
+    assert [left_on(host) for host in hosts] == ["", ""]
+
+
+@pytest.mark.skipif(not IS_FULL, reason="sixteen processes, two minutes: of the full run")
+def test_the_mix_of_eight_and_eight(job: Job, hosts: list[HostApart], path: str) -> None:
+    job.start(*MIXED, *OVER_SSH, environment={"PATH": path}, inside=hosts[0].command())
+    assert job.wait(600.0) == [0], job.said("err")
+    assert job.losses() == pytest.approx(losses_alone(job, *MIXED), rel=2e-5)
     assert [left_on(host) for host in hosts] == ["", ""]
 
 
