@@ -1,9 +1,11 @@
-"""A model that none of four hosts could hold, in four control groups.
+"""A model that no host could hold, in control groups.
 
 python benchmarks/small_hosts.py
+python benchmarks/small_hosts.py --one-host --memory-gb 8
 
 Four hosts (namespaces that share neither network nor files), each with a rank and a control group
-whose memory is less than the model's weights. `model.init=whole` has to be refused before anything
+whose memory is less than the model's weights; or one, with four ranks that train low-rank additions
+to a Llama of 3.02 B parameters in bf16. `model.init=whole` has to be refused before anything
 starts; with `model.init=sharded` two steps are trained, and what each rank had resident at most is
 set beside its plan, less what the same ranks have of a tiny model. Needs root, iproute2, util-linux
 and a hierarchy of control groups that can be written to.
@@ -33,6 +35,21 @@ COMMAND = (
     *("model.sequence_length=16", "data.sequence_length=16", "data.max_bytes=100000"),
     *("train.global_batch=4", "train.steps=2", "checkpoint.final=false", "model.heads=16"),
 )
+LLAMA = (
+    *("-m", "whale_train.launcher.cli", "model=hf", "model.architecture=LlamaForCausalLM"),
+    *("model.adapters={r: 8}", "strategy=split", "hardware=cpu", "hardware.devices=4"),
+    *("train.precision=bf16", "data.sequence_length=16", "data.max_bytes=100000"),
+    *("train.global_batch=4", "train.steps=2", "checkpoint.final=false"),
+    f"launcher.timeout_s={DEADLINE_S}",
+)
+LARGE_LLAMA = (
+    "model.config={hidden_size: 2560, num_hidden_layers: 37, num_attention_heads: 20,"
+    "num_key_value_heads: 20, intermediate_size: 6912, vocab_size: 16000}"
+)
+TINY_LLAMA = (
+    "model.config={hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
+    "num_key_value_heads: 4, intermediate_size: 64, vocab_size: 1000}"
+)
 
 
 def main() -> None:
@@ -40,13 +57,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--memory-gb", type=float, default=5.0, help="of each host")
+    parser.add_argument("--one-host", action="store_true")
     options = parser.parse_args()
+    if options.one_host:
+        one_host(options.memory_gb * GB)
+        return
     large = (f"model.width={options.width}", f"model.depth={options.depth}")
     tiny = ("model.width=64", "model.depth=2")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "job"
         folder.mkdir()
-        with hosts_apart(folder, HOSTS, "10gbit") as hosts, groups(options.memory_gb * GB) as made:
+        memory = options.memory_gb * GB
+        with hosts_apart(folder, HOSTS, "10gbit") as hosts, groups(HOSTS, memory) as made:
             whole = run(hosts, made, folder / "whole", *large)
             if whole is not None:
                 sys.exit("model.init=whole was not refused")
@@ -54,8 +76,26 @@ def main() -> None:
             small = run(hosts, made, folder / "tiny", *tiny, "model.init=sharded")
             if sharded is None or small is None:
                 sys.exit("model.init=sharded did not train")
-    planned, peaks = sharded
-    show(planned, [peak - base for peak, base in zip(peaks, small[1], strict=True)])
+    show(sharded, small)
+
+
+def one_host(memory_bytes: float) -> None:
+    with tempfile.TemporaryDirectory() as name, groups(("one",), memory_bytes) as (group,):
+        found = []
+        for init, model in (
+            *(("whole", LARGE_LLAMA), ("sharded", LARGE_LLAMA), ("sharded", TINY_LLAMA)),
+        ):
+            run_dir = Path(name) / str(len(found))
+            command = (*LLAMA, model, f"model.init={init}", f"hydra.run.dir={run_dir}")
+            joins = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+            done = subprocess.run(["sh", "-c", joins, "-", sys.executable, *command], check=False)
+            if done.returncode != (2 if init == "whole" else 0):
+                sys.exit(f"model.init={init} ended with status {done.returncode}")
+            found.append(None if init == "whole" else memory_of(run_dir))
+    _, sharded, small = found
+    assert sharded is not None
+    assert small is not None
+    show(sharded, small)
 
 
 def run(
@@ -81,21 +121,26 @@ def run(
         return None
     if any(statuses):
         sys.exit(f"exit statuses {statuses}")
+    return memory_of(run_dir)
+
+
+def memory_of(run_dir: Path) -> tuple[list[float], list[float]]:
+    """Return the bytes that each rank of a run was planned to need, and had at most."""
     plan = json.loads((run_dir / "plan.json").read_text())
     planned = [rank["memory_bytes"]["total"] for rank in plan["ranks"]]
     return planned, json.loads((run_dir / "summary.json").read_text())["peak_memory_bytes"]
 
 
 @contextmanager
-def groups(memory_bytes: float) -> Iterator[list[Path]]:
-    """Make a control group of so much memory for each host, of either version."""
+def groups(names: Sequence[str], memory_bytes: float) -> Iterator[list[Path]]:
+    """Make a control group of so much memory for each name, of either version."""
     root = Path("/sys/fs/cgroup")
     root, limit = (
         (root / "memory", "memory.limit_in_bytes")
         if (root / "memory").is_dir()
         else (root, "memory.max")
     )
-    made = [root / f"whale-train-{os.getpid()}-{name}" for name in HOSTS]
+    made = [root / f"whale-train-{os.getpid()}-{name}" for name in names]
     try:
         for group in made:
             group.mkdir()
@@ -107,7 +152,13 @@ def groups(memory_bytes: float) -> Iterator[list[Path]]:
                 group.rmdir()
 
 
-def show(planned: Sequence[float], measured: Sequence[float]) -> None:
+def show(
+    of_large: tuple[Sequence[float], Sequence[float]],
+    of_tiny: tuple[Sequence[float], Sequence[float]],
+) -> None:
+    """Print what ranks had of a large model, planned and measured, beside a tiny one's."""
+    planned = of_large[0]
+    measured = [peak - base for peak, base in zip(of_large[1], of_tiny[1], strict=True)]
     table = Table(box=None)
     for name in ("rank", "planned GB", "resident GB", "off by"):
         table.add_column(name, justify="right")

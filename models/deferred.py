@@ -221,7 +221,9 @@ class _Recording(TorchDispatchMode):
             for number in numbers:
                 self._seed_for(number)
                 self._do(number, storages)
-            return view.within(storages).clone(memory_format=torch.contiguous_format)
+            value = view.within(storages)
+            is_all = value.is_contiguous() and value.nbytes == value.untyped_storage().nbytes()
+            return value if is_all else value.clone(memory_format=torch.contiguous_format)
 
     def drawn(self, fakes: Iterable[FakeTensor]) -> dict[int, Tensor]:
         """Return, by id, the values of those recorded tensors that depend on random numbers, as
