@@ -23,6 +23,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.distributed.apart import HostApart, hosts_apart
 
 GB = 1e9
