@@ -41,7 +41,7 @@ COMMAND = (
 LLAMA = (
     *("-m", "whale_train.launcher.cli", "model=hf", "model.architecture=LlamaForCausalLM"),
     *("model.adapters={r: 8}", "strategy=split", "hardware=cpu", "hardware.devices=4"),
-    *("train.precision=bf16", "data.sequence_length=16", "data.max_bytes=100000"),
+    *("train.precision=bf16", "data.sequence_length=4", "data.max_bytes=100000"),
     *("train.global_batch=4", "train.steps=2", "checkpoint.final=false"),
     f"launcher.timeout_s={DEADLINE_S}",
 )

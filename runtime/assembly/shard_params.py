@@ -53,27 +53,25 @@ def own_tensors(
         if node.op == "get_attr" and is_tensor(graph, node)
     }
     places = places_of(module)
+    read = dict.fromkeys(path for x in written for path in tensor_paths(x, graph, canonical))
+    named = {**constants, **buffers, **parameters}
     own: dict[str, Tensor] = {}
-    for segment in written:
-        for path in tensor_paths(segment, graph, canonical):
-            if path in own:
-                continue
-            learned = parameters.pop(path) if path in parameters else None
-            whole = buffers.get(path) if learned is None else learned
-            if whole is None:
-                whole = constants[path]
-            dtype, whole = whole.dtype, made(whole).detach()
-            if path in layouts:
-                part = shard_of(whole, layouts[path], intervals[path], index)
-            else:
-                part = whole.clone(memory_format=torch.contiguous_format)
-            part = part.to(seat.device, frozen_dtype if path in frozen else dtype)
-            if learned is not None:
-                part = nn.Parameter(part, requires_grad=path in trained)
-                for held, name in places[id(learned)]:
-                    held[name] = None
-            own[path] = part
-    return canonical, own
+    # The largest first: until it is cut, the rank has the whole of it beside its other parts.
+    for path in sorted(read, key=lambda path: -named[path].nbytes):
+        given = named.pop(path)
+        dtype, whole = given.dtype, made(given).detach()
+        if path in layouts:
+            part = shard_of(whole, layouts[path], intervals[path], index)
+        else:
+            part = whole.clone(memory_format=torch.contiguous_format)
+        part = part.to(seat.device, frozen_dtype if path in frozen else dtype)
+        if path in parameters:
+            part = nn.Parameter(part, requires_grad=path in trained)
+            for held, name in places[id(parameters.pop(path))]:
+                held[name] = None
+        own[path] = part
+        del given, whole  # before the next is made
+    return canonical, {path: own[path] for path in read}
 
 
 def narrow_of(task_graph: TaskGraph, tensors: Mapping[str, Tensor]) -> frozenset[nn.Parameter]:

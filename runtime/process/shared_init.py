@@ -96,7 +96,8 @@ def own_copy(
 ) -> None:
     """Give each of a module's parameters or buffers memory of its own on `device`, ties kept, and
     some of them another dtype."""
-    for tensor in {id(t): t for t in tensors}.values():
+    # The largest first: one that is cast is there twice meanwhile.
+    for tensor in sorted({id(t): t for t in tensors}.values(), key=lambda tensor: -tensor.nbytes):
         dtype = dtypes.get(tensor, tensor.dtype)
         if fill(tensor) is None and dtype == tensor.dtype:
             tensor.data = _copied(tensor.detach(), device)
