@@ -32,7 +32,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 MpiDefault=none
-NodeName={nodes} CPUs=2 RealMemory=2000 State=UNKNOWN
+# As many as there are ranks, whatever the machine has.
+SlurmdParameters=config_overrides
+NodeName={nodes} CPUs=8 RealMemory=2000 State=UNKNOWN
 PartitionName=all Nodes={nodes} Default=YES State=UP OverSubscribe=FORCE
 """
 

@@ -68,7 +68,7 @@ def test_ranks_of_srun_on_hosts_that_share_no_files(
 def test_the_mix_of_eight_and_eight(
     job: Job, hosts: list[HostApart], slurm: Mapping[str, str]
 ) -> None:
-    where = ("--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--overcommit")
+    where = ("--nodes=2", "--ntasks=16", "--ntasks-per-node=8")
     inside = hosts[0].command("srun", *where, "--kill-on-bad-exit=1")
     run_dir = hosts[0].folder / "run"
     job.start(*MIXED, f"hydra.run.dir={run_dir}", environment=dict(slurm), inside=inside)
