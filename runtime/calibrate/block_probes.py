@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from whale_train.runtime.calibrate.probes import Measured, Probe, elementwise
-from whale_train.runtime.calibrate.timing import now
+from whale_train.runtime.calibrate.timing import Moment, moment, seconds
 from whale_train.runtime.engines.base import autocast
 from whale_train.strategies.cost.op_work import KernelKind
 
@@ -30,37 +30,44 @@ class ProbedBlock:
 
 
 # As in small transformers, and as in a convolutional net's first layers: few columns, many rows.
-BLOCKS = (ProbedBlock(480, 320, 960), ProbedBlock(1200, 128, 960))
+_ON_CPU = (ProbedBlock(480, 320, 960), ProbedBlock(1200, 128, 960))
+_ON_GPU = (ProbedBlock(8192, 1024, 4096), ProbedBlock(16384, 256, 2048))
 SMALLEST = ProbedBlock(2, 4, 4)  # all overhead
+
+
+def blocks_for(device_type: str) -> Sequence[ProbedBlock]:
+    """Return the blocks that a device of that type is probed in."""
+    return _ON_GPU if device_type == "cuda" else _ON_CPU
 
 
 def run_block(block: ProbedBlock, device: torch.device, precision: str) -> list[Measured]:
     """Run one forward and backward of `block`, operation by operation."""
     value, stages = _made(block, device)
     passed: list[tuple[Tensor, Tensor]] = []
-    forward, backward = [], []
+    forward, backward = list[_Span](), list[_Span]()
     for _, step in stages:
         with autocast(precision, device):
-            started = now(device)
+            started = moment(device)
             result = step(value)
-            forward.append(now(device) - started)
+            forward.append((started, moment(device)))
         passed.append((value, result))
         value = result.detach().requires_grad_()
     gradient = torch.ones_like(value)
     while passed:
         value, result = passed.pop()
-        started = now(device)
+        started = moment(device)
         torch.autograd.backward([result], [gradient])
-        backward.append(now(device) - started)
+        backward.append((started, moment(device)))
         assert value.grad is not None
         gradient = value.grad
     return [
-        Measured(probe, ahead, back)
+        Measured(probe, seconds(*ahead), seconds(*back))
         for (probe, _), ahead, back in zip(stages, forward, reversed(backward), strict=True)
         if probe is not None
     ]
 
 
+_Span = tuple[Moment, Moment]
 _Stage = tuple[Probe | None, Callable[[Tensor], Tensor]]  # None: a product
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from whale_train.runtime.calibrate.block_probes import BLOCKS, ProbedBlock
+from whale_train.runtime.calibrate.block_probes import ProbedBlock, blocks_for
 from whale_train.runtime.calibrate.probes import Probe, probes
 from whale_train.runtime.calibrate.roofline_fit import UNBOUND, KernelTimes, Runs
-from whale_train.runtime.calibrate.timing import agreed, now, undisturbed
+from whale_train.runtime.calibrate.timing import agreed, moment, seconds, undisturbed
 from whale_train.runtime.calibrate.zero_probes import partition_kernels
 from whale_train.runtime.comms.process_groups import homes
 from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup
@@ -35,9 +35,26 @@ RESULT = "calibration.json"
 DEVICES, NETWORK = "devices", "network"  # its keys
 _PASSES = 3  # over all that is measured
 _REPEATS = 5
-_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 8 << 20
-_FEW, _UPDATED = 64, 1 << 22  # elements of the parameters whose update is timed
+_SMALL_BYTES = 1 << 10
+_FEW = 64  # elements of the parameters whose update is all overhead
 _UPDATES = 2  # of each in a pass
+
+
+@dataclass(frozen=True)
+class _Large:
+    """Sizes that a type of device is busy with for long beside what it takes to begin: bytes of an
+    all-reduce, elements of parameters that are updated, rows of a product."""
+
+    sent_bytes: int
+    updated: int
+    rows: int
+
+
+_ON_CPU, _ON_GPU = _Large(8 << 20, 1 << 22, 512), _Large(256 << 20, 1 << 27, 4096)
+
+
+def _large(device: torch.device) -> _Large:
+    return _ON_GPU if device.type == "cuda" else _ON_CPU
 
 
 @dataclass(frozen=True)
@@ -56,17 +73,18 @@ def calibrate(
     make_optimizer: MakeOptimizer,
     alone: int | None,
     chosen: Sequence[Probe] | None = None,
-    blocks: Sequence[ProbedBlock] = BLOCKS,
+    blocks: Sequence[ProbedBlock] | None = None,
 ) -> None:
     """Measure, together with all other ranks; rank 0 also by itself, with `alone` threads (None:
     with no others than it has), and it writes `run_dir/calibration.json`: of all ranks, and of the
     one, mappings of `Calibration`'s fields, one a kind of device; and what joins the nodes, where
-    there are several. `chosen` are the probes (None: all), and `blocks` what operations between
-    products are timed in."""
+    there are several. `chosen` are the probes, and `blocks` what operations between
+    products are timed in (None: all that are for this type of device)."""
     rank, kind = dist.get_rank(), ranks.kinds[dist.get_rank()]
     of_node = _groups(ranks)
     across = len(set(ranks.nodes)) > 1
-    listed = list(probes()) if chosen is None else chosen
+    listed = list(probes(device.type)) if chosen is None else chosen
+    blocks = blocks_for(device.type) if blocks is None else blocks
     beside_others, by_itself = (
         _Computing(KernelTimes(listed, blocks), device, precision, make_optimizer) for _ in range(2)
     )
@@ -145,10 +163,11 @@ class _Computing:
     def take(self, together: Callable[[], object]) -> None:
         """Measure in one pass. `together` waits for those that measure at the same time."""
         self._times.take(self._device, self._precision, together)
-        for elements, taken in ((_FEW, self._few_s), (_UPDATED, self._many_s)):
+        large = _large(self._device).updated
+        for elements, taken in ((_FEW, self._few_s), (large, self._many_s)):
             together()
-            seconds, self._updated_bytes = _updates(elements, self._device, self._make_optimizer)
-            taken += seconds
+            updates, self._updated_bytes = _updates(elements, self._device, self._make_optimizer)
+            taken += updates
 
     def kernels(self, slowest: Callable[[Runs], Runs]) -> dict[KernelKind, Kernel]:
         """Return the rooflines of all kinds of operations but ZeRO's. `slowest` gives the most that
@@ -267,9 +286,10 @@ def measured_link(
     meets = beside or group
     members = dist.get_world_size(group)
     small = _all_reduce_s(group, meets, device, _SMALL_BYTES, 40)
-    large = _all_reduce_s(group, meets, device, _LARGE_BYTES, 12)
+    sent = _large(device).sent_bytes
+    large = _all_reduce_s(group, meets, device, sent, 12)
     latency = small / (2 * (members - 1))
-    moved = 2 * (members - 1) / members * _LARGE_BYTES
+    moved = 2 * (members - 1) / members * sent
     bandwidth = moved / max(large - small, 1e-9)
     busy = _busy(group, device, large) if beside is None else 1.0
     return Link("measured", bandwidth, latency, busy)
@@ -287,23 +307,24 @@ def _all_reduce_s(
     taken = []
     for _ in range(times + 2):
         dist.barrier(meets)
-        started = now(device)
+        started = moment(device)
         dist.all_reduce(value, group=group)
-        taken.append(now(device) - started)
+        taken.append(seconds(started, moment(device)))
     return agreed(median(taken[2:]), meets)
 
 
 def _busy(group: dist.ProcessGroup, device: torch.device, transfer_s: float) -> float:
     """Return how much longer computing takes for a second of transfers beside it."""
-    factor = torch.randn(512, 512, device=device)
-    value = torch.zeros(_LARGE_BYTES // 4, device=device)
+    large = _large(device)
+    factor = torch.randn(large.rows, large.rows, device=device)
+    value = torch.zeros(large.sent_bytes // 4, device=device)
     transfers = 4
 
     def computing(products: int) -> float:
-        started = now(device)
+        started = moment(device)
         for _ in range(products):
             factor.mm(factor)
-        return now(device) - started
+        return seconds(started, moment(device))
 
     computing(4)
     products = max(4, int(agreed(1.5 * transfers * transfer_s / (computing(8) / 8), group)))
@@ -330,10 +351,10 @@ def _updates(elements: int, device: torch.device, make: MakeOptimizer) -> tuple[
     for _ in range(_UPDATES + 1):
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        started = now(device)
+        started = moment(device)
         total_norm([p.grad for p in parameters if p.grad is not None])
         optimizer.step()
-        taken.append(now(device) - started)
+        taken.append(seconds(started, moment(device)))
     first = parameters[0]
     kept = optimizer.state[first].values()
     states = sum(torch.is_tensor(x) and x.shape == first.shape for x in kept)

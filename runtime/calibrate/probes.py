@@ -15,8 +15,49 @@ from torch.nn import functional
 
 from whale_train.strategies.cost.op_work import KernelKind
 
-_CHAIN_BYTES = 48e6  # of results a chain keeps: more than caches hold
-_LONGEST = 24  # operations
+_LONGEST = 24  # operations of a chain
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of what a type of device is probed with, beside the smallest: such as models there have, and
+    large enough to keep it busy. A chain keeps `chain_bytes` of results, which is more than caches
+    hold. Of products (rows, inside, outside), of attention (batch, heads, tokens), of convolutions
+    (batch, channels, side), of losses (rows, classes), of lookups (rows, table, width)."""
+
+    chain_bytes: float
+    products: Sequence[tuple[int, int, int]]
+    attentions: Sequence[tuple[int, int, int]]
+    convolutions: Sequence[tuple[int, int, int]]
+    losses: Sequence[tuple[int, int]]
+    lookups: Sequence[tuple[int, int, int]]
+
+
+# Products as in blocks; with a weight larger than what it is applied to; as in a head of many
+# classes.
+_ON_CPU = Sizes(
+    48e6,
+    (
+        (512, 256, 256), (512, 512, 512), (512, 256, 1024), (256, 1024, 1024), (2048, 256, 256),
+        (8, 512, 2048), (64, 1024, 4096), (64, 512, 16384),
+    ),
+    ((8, 4, 64), (8, 8, 64), (4, 8, 256)),
+    ((8, 32, 32), (8, 64, 16), (8, 256, 8), (8, 512, 2)),
+    ((512, 256), (512, 4096), (256, 32000)),
+    ((512, 256, 256), (1024, 8192, 256), (512, 32000, 512)),
+)  # fmt: skip
+# A B200 has 126 MB of cache, and hundreds of processors to fill.
+_ON_GPU = Sizes(
+    1e9,
+    (
+        (4096, 1024, 1024), (4096, 4096, 4096), (8192, 1024, 4096), (2048, 4096, 4096),
+        (64, 4096, 16384), (1024, 4096, 32000),
+    ),
+    ((8, 16, 512), (4, 16, 2048), (1, 32, 4096)),
+    ((32, 64, 56), (64, 128, 28), (64, 256, 14), (64, 512, 7)),
+    ((4096, 1024), (4096, 32000), (4096, 50257)),
+    ((8192, 32000, 1024), (16384, 32000, 4096), (16384, 50257, 1024)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,26 +84,27 @@ class Measured:
     backward_s: float
 
 
-def probes() -> Iterator[Probe]:
-    """Yield the probes of all kinds of operations; the first of each kind is so small that it is
-    all overhead."""
+def probes(device_type: str) -> Iterator[Probe]:
+    """Yield the probes of all kinds of operations on a type of device; the first of each kind is so
+    small that it is all overhead."""
+    sizes = _ON_GPU if device_type == "cuda" else _ON_CPU
     yield from elementwise((2, 4))
-    for rows, inside, outside in _PRODUCTS:
-        yield _product(rows, inside, outside)
-    for batch, heads, tokens in ((1, 1, 8), (8, 4, 64), (8, 8, 64), (4, 8, 256)):
+    for rows, inside, outside in ((2, 2, 2), *sizes.products):
+        yield _product(rows, inside, outside, sizes.chain_bytes)
+    for batch, heads, tokens in ((1, 1, 8), *sizes.attentions):
         yield _attention(batch, heads, tokens, 64)
-    for batch, channels, side in ((1, 1, 4), (8, 32, 32), (8, 64, 16), (8, 256, 8), (8, 512, 2)):
+    for batch, channels, side in ((1, 1, 4), *sizes.convolutions):
         yield _convolution(batch, channels, side)
-    for rows, classes in ((2, 2), (512, 256), (512, 4096), (256, 32000)):
+    for rows, classes in ((2, 2), *sizes.losses):
         yield _loss(rows, classes)
-    for rows, table, width in ((2, 2, 4), (512, 256, 256), (1024, 8192, 256), (512, 32000, 512)):
+    for rows, table, width in ((2, 2, 4), *sizes.lookups):
         yield _lookup(rows, table, width)
 
 
 def elementwise(shape: tuple[int, int]) -> Iterator[Probe]:
     """Yield probes with one value in and one out, of the same shape."""
     size = 4.0 * shape[0] * shape[1]
-    length = max(4, min(_LONGEST, int(_CHAIN_BYTES / size)))
+    length = max(4, min(_LONGEST, int(_ON_CPU.chain_bytes / size)))
     width = shape[1]
 
     def alone(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
@@ -111,16 +153,7 @@ def _keeping(value: Tensor, total: Tensor) -> Tensor:
     return total.unsqueeze(-1).expand(value.shape)
 
 
-# (rows, inside, outside): tiny; as in blocks; with a weight larger than what it is applied to; as
-# in a head of many classes.
-_PRODUCTS = (
-    (2, 2, 2),
-    (512, 256, 256), (512, 512, 512), (512, 256, 1024), (256, 1024, 1024), (2048, 256, 256),
-    (8, 512, 2048), (64, 1024, 4096), (64, 512, 16384),
-)  # fmt: skip
-
-
-def _product(rows: int, inside: int, outside: int) -> Probe:
+def _product(rows: int, inside: int, outside: int, chain_bytes: float) -> Probe:
     def make(length: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
         shapes = [(outside, inside) if i % 2 == 0 else (inside, outside) for i in range(length)]
         weights = [torch.randn(s, device=device).mul_(s[1] ** -0.5) for s in shapes]
@@ -129,7 +162,7 @@ def _product(rows: int, inside: int, outside: int) -> Probe:
 
     flops = 2.0 * rows * inside * outside
     moved = 4.0 * (rows * inside + inside * outside + rows * outside)
-    length = max(4, min(_LONGEST, int(_CHAIN_BYTES / moved)))
+    length = max(4, min(_LONGEST, int(chain_bytes / moved)))
     return Probe(
         KernelKind.PRODUCT, flops, moved, moved, length, make,
         lambda value, i, held: functional.linear(value, held[i]),

@@ -6,7 +6,7 @@ import torch
 
 from whale_train.runtime.calibrate.block_probes import SMALLEST, ProbedBlock, run_block
 from whale_train.runtime.calibrate.probes import Measured, Probe
-from whale_train.runtime.calibrate.timing import now, undisturbed
+from whale_train.runtime.calibrate.timing import moment, seconds, undisturbed
 from whale_train.runtime.engines.base import autocast
 from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind
 from whale_train.strategies.hardware.cluster import Kernel, Roofline
@@ -81,18 +81,18 @@ def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[flo
     for _ in range(_RUNS + 1):
         for tensor in (value, *held):
             tensor.grad = None
-        started = now(device)
+        started = moment(device)
         result = value
         with autocast(precision, device):
             for i in range(probe.length):
                 result = probe.step(result, i, held)
-        between = now(device)
+        between = moment(device)
         gradient = torch.ones_like(result)
-        begun = now(device)
+        begun = moment(device)
         torch.autograd.backward([result], [gradient])
-        ended = now(device)
-        forward.append((between - started) / probe.length)
-        backward.append((ended - begun) / probe.length)
+        ended = moment(device)
+        forward.append(seconds(started, between) / probe.length)
+        backward.append(seconds(begun, ended) / probe.length)
         del result
     return forward[1:], backward[1:]  # the first run pays for what libraries set up
 
@@ -108,10 +108,10 @@ def fitted(by_flops: bool, points: Sequence[tuple[float, float, float]]) -> Roof
     is all overhead: least squares of the relative errors, neither rate below 0."""
     (_, _, overhead), *rest = points
     flops, moved, target = [], [], []
-    for f, b, seconds in rest:
-        flops.append(f / seconds if by_flops else 0.0)
-        moved.append(b / seconds)
-        target.append(max(seconds - overhead, 0.0) / seconds)
+    for f, b, taken in rest:
+        flops.append(f / taken if by_flops else 0.0)
+        moved.append(b / taken)
+        target.append(max(taken - overhead, 0.0) / taken)
     per_flop, per_byte = _least_squares(flops, moved, target)
     return Roofline(
         overhead, 1 / per_flop if per_flop else UNBOUND, 1 / per_byte if per_byte else UNBOUND

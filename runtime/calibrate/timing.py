@@ -7,6 +7,30 @@ from statistics import median, quantiles
 import torch
 from torch import distributed as dist
 
+Moment = float | torch.cuda.Event
+
+
+def moment(device: torch.device) -> Moment:
+    """Return a moment in what a device does. A GPU's comes when it has done what it was asked for
+    before, and nobody waits for it: between two of them there is no time of the host's but what the
+    GPU spends waiting for work."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds(first: Moment, last: Moment) -> float:
+    """Return the seconds between two moments of a device, once the last has come."""
+    if isinstance(first, float) or isinstance(last, float):
+        assert isinstance(first, float)
+        assert isinstance(last, float)
+        return last - first
+    last.synchronize()
+    milliseconds: float = first.elapsed_time(last)
+    return milliseconds / 1000
+
 
 def now(device: torch.device) -> float:
     """Return the seconds on a clock of this rank's own."""

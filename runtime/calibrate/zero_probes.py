@@ -32,7 +32,8 @@ _Point = tuple[int, float, float]  # overheads, bytes, and the seconds they took
 # The widths of what each module reads and the last one makes; and the rows of a batch, which are
 # few, as what the modules compute is no part of what is looked for.
 _SMALL = (8,) * 49, 8
-_LARGE = (384, *(1536, 384, 384) * 6), 128
+_ON_CPU = (384, *(1536, 384, 384) * 6), 128
+_ON_GPU = (2048, *(8192, 2048, 2048) * 6), 128
 _STEPS, _WARM_UP = 7, 2
 _LEAST_S = 1e-9  # where what is counted anyway is more than all that was measured
 
@@ -56,7 +57,7 @@ def partition_kernels(
     parameters, in the forward and in the backward. `update` is an optimizer's roofline."""
     ranks = dist.get_world_size()
     partition, forward, backward = list[_Point](), list[_Point](), list[_Point]()
-    for widths, rows in (_SMALL, _LARGE):
+    for widths, rows in (_SMALL, _ON_GPU if device.type == "cuda" else _ON_CPU):
         # The modules alone first: what they leave free later would be room for the engine.
         alone = _measured(0, widths, rows, device, precision)
         modules, size = alone.modules, alone.num_bytes

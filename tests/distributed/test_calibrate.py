@@ -17,11 +17,16 @@ from whale_train.runtime.calibrate import block_probes
 from whale_train.runtime.calibrate import calibrate as calibrating
 from whale_train.runtime.calibrate import roofline_fit as kernel_times
 from whale_train.runtime.calibrate import zero_probes as partition_probes
-from whale_train.runtime.calibrate.block_probes import BLOCKS, SMALLEST, ProbedBlock, run_block
+from whale_train.runtime.calibrate.block_probes import (
+    SMALLEST,
+    ProbedBlock,
+    blocks_for,
+    run_block,
+)
 from whale_train.runtime.calibrate.calibrate import RESULT, Ranks, calibrate
 from whale_train.runtime.calibrate.probes import Measured, Probe, probes
 from whale_train.runtime.calibrate.roofline_fit import KernelTimes, fitted
-from whale_train.runtime.calibrate.timing import undisturbed
+from whale_train.runtime.calibrate.timing import moment, seconds, undisturbed
 from whale_train.runtime.calibrate.zero_probes import through
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.runtime.engines.optimizers import make_optimizer
@@ -36,9 +41,11 @@ def test_what_is_disturbed_most_of_the_time_counts_as_undisturbed() -> None:
     assert undisturbed([9.0, 1.0, 8.0, 1.0, 1.0, 9.0, 8.0, 7.0]) == 1.0
 
 
-def test_every_kind_has_a_probe_that_is_all_overhead_and_larger_ones() -> None:
-    between = [probe for block in BLOCKS for probe in probes_in(block)]
-    kinds = {kind: [p for p in (*probes(), *between) if p.kind is kind] for kind in KernelKind}
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_every_kind_has_a_probe_that_is_all_overhead_and_larger_ones(device_type: str) -> None:
+    between = [probe for block in blocks_for(device_type) for probe in probes_in(block)]
+    listed = (*probes(device_type), *between)
+    kinds = {kind: [p for p in listed if p.kind is kind] for kind in KernelKind}
     for other in (
         KernelKind.UPDATE,
         KernelKind.PARTITION,
@@ -52,9 +59,54 @@ def test_every_kind_has_a_probe_that_is_all_overhead_and_larger_ones() -> None:
         assert all(probe.num_bytes > 10 * first.num_bytes for probe in larger)
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_probes_fit_into_a_small_device(device_type: str) -> None:
+    """What one keeps, and its gradients, in a GPU of 8 GB, or in what a process has."""
+    room = 8e9 if device_type == "cuda" else 1e9
+    for probe in probes(device_type):
+        assert 2 * probe.length * max(probe.num_bytes, probe.backward_bytes) < room, probe
+
+
+def test_a_gpu_is_kept_busy() -> None:
+    """Products that take it a tenth of a millisecond and more (an H100 multiplies 1e15 a second)
+    or move more than its caches hold."""
+    _, *products = (p for p in probes("cuda") if p.kind is KernelKind.PRODUCT)
+    assert sum(probe.flops > 1e11 for probe in products) >= 2
+    assert all(probe.flops > 5e9 for probe in products)
+
+
+def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between which it was busy for 250 ms; what the host did meanwhile is not in it."""
+    ticks, waited = count(1000, 250), list[float]()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = -1.0
+
+        def record(self, stream: str) -> None:
+            assert stream == "the stream of cuda:1"
+            self.at = float(next(ticks))
+
+        def synchronize(self) -> None:
+            waited.append(self.at)
+
+        def elapsed_time(self, other: "Event") -> float:
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    device = torch.device("cuda:1")
+    first, last = moment(device), moment(device)
+    assert seconds(first, last) == 0.25
+    assert waited == [1250.0]
+
+
 @pytest.mark.parametrize("kind", sorted(BY_FLOPS))
-def test_probes_do_what_they_say(kind: KernelKind) -> None:
-    probe = next(p for p in probes() if p.kind is kind)
+@pytest.mark.parametrize("number", [0, 1, -1])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_probes_do_what_they_say(device_type: str, number: int, kind: KernelKind) -> None:
+    probe = [p for p in probes(device_type) if p.kind is kind][number]
     value, held = probe.make(2, torch.device("meta"))  # where all products are counted
     with FlopCounterMode(display=False) as counter:
         result = probe.step(probe.step(value, 0, held), 1, held)
@@ -99,7 +151,7 @@ def test_what_is_between_products_is_timed_by_itself(monkeypatch: pytest.MonkeyP
     """On a clock on which a tick is an operation begun or ended, each takes one forward and one
     backward, those between products alone are told, and of each kind one in either width."""
     ticks = count()
-    monkeypatch.setattr(block_probes, "now", lambda device: float(next(ticks)))
+    monkeypatch.setattr(block_probes, "moment", lambda device: float(next(ticks)))
     found = run_block(ProbedBlock(6, 4, 8), CPU, "fp32")
     assert {(each.forward_s, each.backward_s) for each in found} == {(1.0, 1.0)}
     widths: dict[KernelKind, list[float]] = {}
@@ -128,7 +180,7 @@ def test_a_block_says_how_fast_bytes_move_and_a_chain_what_is_over_it(
     monkeypatch.setattr(kernel_times, "run_block", run)
     kinds = {probe.kind for probe in probes_in(SMALLEST)}
     alone, blocks = (
-        [p for p in probes() if p.kind in kinds],
+        [p for p in probes("cpu") if p.kind in kinds],
         [ProbedBlock(6, 4, 8), ProbedBlock(8, 4, 16)],
     )
     times = KernelTimes(alone, blocks)
@@ -167,7 +219,7 @@ def measured(folder: str) -> tuple[list[int], list[int]]:
     vars(partition_probes)["DeepSpeedEngine"] = Noted
     vars(calibrating)["KernelTimes"] = Told
     first_of_each: dict[KernelKind, list[Probe]] = {}
-    for probe in probes():
+    for probe in probes("cpu"):
         first_of_each.setdefault(probe.kind, []).append(probe)
     few = [probe for found in first_of_each.values() for probe in found[:2]]
     # As a host says it.
