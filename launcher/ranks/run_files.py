@@ -38,9 +38,10 @@ def write_plan(run_dir: Path, resolved: Resolved, request: Request) -> None:
         text = yaml.dump(dict(resolved.found), Dumper=_WithoutAliases, sort_keys=False)
         write_text(run_dir / "strategy.yaml", head + text)
     if request.hardware.get("kind") == "local" and resolved.device == "cuda":
-        inventory = inventory_of(resolved.cluster)
-        if inventory is not None:
-            write_text(run_dir / "inventory.yaml", yaml.safe_dump(inventory, sort_keys=False))
+        inventory = yaml.dump(
+            inventory_of(resolved.cluster), Dumper=_WithoutAliases, sort_keys=False
+        )
+        write_text(run_dir / "inventory.yaml", inventory)
     if resolved.timeline:  # to be laid beside that of a run
         write_json(run_dir / "predicted_trace.json", {"traceEvents": resolved.timeline})
     write_environment(run_dir)

@@ -61,11 +61,10 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class _NodeEntry:
-    """One item of `nodes`: `count` hosts of `devices` equal devices."""
+    """One item of `nodes`: `count` hosts of these `devices`."""
 
     count: int
-    devices: int
-    device: Device
+    devices: tuple[Device, ...]
     link: Link
     host: Host | None = None
 
@@ -113,7 +112,7 @@ def _short_form(
         # An unknown link is taken for the slowest that GPUs of the catalogue are joined by.
         link = machine.gpu_link or LINKS["pcie3_x16"]
         return Cluster(name, (Node(gpus[:count], link),), link)
-    entry = _NodeEntry(1, count, DEVICES[CPU_PROCESS], LINKS["shared_memory"])
+    entry = _NodeEntry(1, (DEVICES[CPU_PROCESS],) * count, LINKS["shared_memory"])
     return _cluster(name, [entry], entry.link, machine)
 
 
@@ -150,15 +149,19 @@ def _node_entry(value: object, key: str, faults: list[Fault]) -> _NodeEntry | No
     fields = {"count": 1, **fields}
     count = _field(fields, key, "count", _count, faults)
     devices = _field(fields, key, "devices", _count, faults)
-    device = _field(fields, key, "device", _device, faults)
+    kinds = _field(fields, key, "device", _devices, faults)
     link = _field(fields, key, "link", _link, faults)
     host = _field(fields, key, "host", _host, faults)
-    if device == DEVICES[CPU_PROCESS] and "host" in fields:
+    if kinds and devices and len(kinds) not in (1, devices):
+        rule = f"names {len(kinds)} devices, and devices is {devices}"
+        faults.append(Fault(f"{key}.device", "", rule, "name one for all of them, or each"))
+        return None
+    if kinds and DEVICES[CPU_PROCESS] in kinds and "host" in fields:
         rule = "is of CPU processes, whose memory is the machine's"
         faults.append(Fault(f"{key}.host", _text(fields["host"]), rule, "leave it out"))
-    if count is None or devices is None or device is None or link is None:
+    if count is None or devices is None or kinds is None or link is None:
         return None
-    return _NodeEntry(count, devices, device, link, host)
+    return _NodeEntry(count, kinds * (devices // len(kinds)), link, host)
 
 
 def _cluster(
@@ -167,18 +170,34 @@ def _cluster(
     """Nodes in order; the machine's memory divided among the catalogue's CPU processes."""
     entries = list(entries)
     nominal = DEVICES[CPU_PROCESS]
-    processes = sum(entry.count * entry.devices for entry in entries if entry.device == nominal)
+    processes = sum(entry.count * entry.devices.count(nominal) for entry in entries)
     nodes: list[Node] = []
     for entry in entries:
-        device = entry.device
-        if device == nominal:
-            device = replace(device, memory_bytes=machine.memory_bytes / processes)
+        share = None
         if entry.host is not None:
-            memory_bytes_s = entry.host.memory_bandwidth_bytes_s / entry.devices
+            memory_bytes_s = entry.host.memory_bandwidth_bytes_s / len(entry.devices)
             share = HostShare(memory_bytes_s, entry.host.link.bandwidth_bytes_s)
-            device = replace(device, host=share)
-        nodes += [Node((device,) * entry.devices, entry.link, entry.host)] * entry.count
+        devices = []
+        for device in entry.devices:
+            own = device
+            if own == nominal:
+                own = replace(own, memory_bytes=machine.memory_bytes / processes)
+            devices.append(own if share is None else replace(own, host=share))
+        nodes += [Node(tuple(devices), entry.link, entry.host)] * entry.count
     return Cluster(name, tuple(nodes), network)
+
+
+def _devices(value: object, key: str, faults: list[Fault]) -> tuple[Device, ...] | None:
+    """Return the device that all of a node are, or, of a list, each."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        device = _device(value, key, faults)
+        return None if device is None else (device,)
+    if not value:
+        faults.append(Fault(key, "[]", "names no device", f"write {_EXAMPLES['device']}"))
+        return None
+    found = [_device(each, f"{key}[{number}]", faults) for number, each in enumerate(value)]
+    known = tuple(device for device in found if device is not None)
+    return known if len(known) == len(found) else None
 
 
 def _device(value: object, key: str, faults: list[Fault]) -> Device | None:

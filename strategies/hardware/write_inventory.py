@@ -8,11 +8,8 @@ from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
 
 
-def inventory_of(cluster: Cluster) -> dict[str, Any] | None:
-    """Return the mapping that `read_inventory` makes the cluster of; None where a node has devices
-    of several kinds, which an inventory has no word for."""
-    if any(len({device.name for device in node.devices}) > 1 for node in cluster.nodes):
-        return None
+def inventory_of(cluster: Cluster) -> dict[str, Any]:
+    """Return the mapping that `read_inventory` makes the cluster of."""
     nodes = [
         ({"count": len(list(equal))} | written)
         for written, equal in groupby(map(_node, cluster.nodes))
@@ -21,8 +18,9 @@ def inventory_of(cluster: Cluster) -> dict[str, Any] | None:
 
 
 def _node(node: Node) -> dict[str, Any]:
-    device, *_ = node.devices
-    return {"devices": len(node.devices), "device": _device(device), "link": _link(node.link)}
+    first, *others = devices = [_device(device) for device in node.devices]
+    kinds = first if all(other == first for other in others) else devices
+    return {"devices": len(devices), "device": kinds, "link": _link(node.link)}
 
 
 def _device(device: Device) -> str | Mapping[str, Any]:

@@ -390,9 +390,10 @@ def test_what_joined_is_an_inventory_one_can_keep() -> None:
     there = started(apple=two_of(machines.RTX_8000), pear=two_of(machines.RTX_8000), plum=V100_32S)
     cluster = joined_cluster("mine", there)
     written = inventory_of(cluster)
-    assert written is not None
     assert [node["count"] for node in written["nodes"]] == [2, 1]
     again = read(yaml.safe_load(yaml.safe_dump(written)), machine())
     assert again == replace(cluster, nodes=tuple(replace(node, at="") for node in cluster.nodes))
-    mixed = machine(machines.T4, machines.P100)
-    assert inventory_of(read({"kind": "local"}, mixed)) is None
+    mixed = read({"kind": "local"}, machine(machines.T4, machines.P100))
+    written = inventory_of(mixed)
+    assert written["nodes"][0]["device"] == ["t4_16gb", "p100_pcie_16gb"]
+    assert read(written, machine()) == mixed

@@ -44,6 +44,26 @@ def shipped(name: str) -> dict[str, object]:
     return content
 
 
+def test_a_node_of_unlike_devices_names_each() -> None:
+    inline = {
+        "name": "mine",
+        "flops": {"fp32": 1e13},
+        "memory_bytes": 24e9,
+        "memory_bandwidth_bytes_s": 9e11,
+    }
+    cluster = read({"nodes": [node(devices=3, device=["t4_16gb", inline, "t4_16gb"])]})
+    assert [device.name for device in cluster.devices] == ["t4_16gb", "mine", "t4_16gb"]
+    assert cluster.devices[0] == DEVICES["t4_16gb"]
+    wrong = [node(device=["t4_16gb"] * 3), node(device=[]), node(device=["t4_16gb", "t4_16"])]
+    number, none, unknown = refused({"nodes": wrong, "network": "ethernet_50g"})
+    assert number == (
+        "hardware.nodes[0].device names 3 devices, and devices is 2; name one for all of them, or "
+        "each"
+    )
+    assert none == "hardware.nodes[1].device=[] names no device; write a100_sxm_80gb"
+    assert unknown.startswith("hardware.nodes[2].device[1]=t4_16 is no device of the catalogue; ")
+
+
 def test_the_mixed_cluster_in_rank_order() -> None:
     cluster = read(shipped("v100_p100_mix"))
     names = [device.name for device in cluster.devices]
