@@ -134,7 +134,7 @@ def __getattr__(name):
 """
 
 
-@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize("starter", STARTERS if IS_FULL else ["torchrun"])
 def test_what_hosts_have_is_known_before_a_plan(
     starter: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs import examples
 from tests.unit.operation_graphs import Sketch, gpt
 from tests.unit.plan_requests import CONF, shipped, strategy_of, training
 from tests.unit.test_auto import AUTO, FAST, NAMES, SLOW, cluster, found_for
@@ -185,7 +186,7 @@ def test_units_that_one_stage_takes_long_for_are_given_to_another() -> None:
     assert found == Cut((0, 2, 4), 10.2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_no_cut_takes_less_than_the_one_found(data: st.DataObject) -> None:
     units = data.draw(st.integers(1, 7))
