@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--memory-gb", type=float, default=5.0, help="of each host")
-    parser.add_argument("--one-host", action="store_true")
+    parser.add_argument("--one-host", action="store_true", help="four ranks in one group")
     options = parser.parse_args()
     if options.one_host:
         one_host(options.memory_gb * GB)
@@ -83,11 +83,12 @@ def main() -> None:
 
 
 def one_host(memory_bytes: float) -> None:
+    """Train additions to the Llama in one control group of so much memory, and print what ranks had
+    of it. Exits where a job ends otherwise than it should."""
     with tempfile.TemporaryDirectory() as name, groups(("one",), memory_bytes) as (group,):
         found = []
-        for init, model in (
-            *(("whole", LARGE_LLAMA), ("sharded", LARGE_LLAMA), ("sharded", TINY_LLAMA)),
-        ):
+        jobs = (("whole", LARGE_LLAMA), ("sharded", LARGE_LLAMA), ("sharded", TINY_LLAMA))
+        for init, model in jobs:
             run_dir = Path(name) / str(len(found))
             command = (*LLAMA, model, f"model.init={init}", f"hydra.run.dir={run_dir}")
             joins = f'echo $$ > {group}/cgroup.procs; exec "$@"'

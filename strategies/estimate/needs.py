@@ -58,7 +58,8 @@ class Needs:
     def _frozen_bytes(self) -> float:
         findings = self.findings
         return findings.once(
-            "all frozen bytes", lambda: sum(frozen_bytes(findings.profile, self.training).values())
+            "all frozen bytes",
+            lambda: sum(frozen_bytes(findings.profile, self.training).values()),
         )
 
     def _sizes(self, zero: int, apart: bool) -> tuple[float, float, float]:

@@ -79,7 +79,8 @@ class Job:
         return metrics_in(run_dir)
 
     def losses(self) -> list[float]:
-        return [line["loss"] for line in self.metrics()]
+        (run_dir,) = self.run_dirs()
+        return losses_in(run_dir)
 
     def wait_for_step(self, step: int) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -118,6 +119,10 @@ class Job:
 
 def metrics_in(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_in(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in metrics_in(run_dir)]
 
 
 def losses_alone(job: Job, *arguments: str) -> list[float]:

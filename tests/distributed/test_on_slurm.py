@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.distributed.apart import HostApart, can_be_apart, hosts_apart
-from tests.distributed.jobs import MIXED, Job, losses_alone, metrics_in
+from tests.distributed.jobs import MIXED, Job, losses_alone, losses_in
 from tests.distributed.slurm import has_slurm, slurm_on
 from tests.distributed.test_hosts_apart import SMALL
 from tests.pairs import IS_FULL
@@ -60,7 +60,7 @@ def test_ranks_of_srun_on_hosts_that_share_no_files(
     assert "pear: not this file system; logs stay there" in said
     assert said.count("done: 4 steps") == 1
     expected = losses_alone(job, *SMALL, *MIX, "train.steps=4")
-    found = [line["loss"] for line in metrics_in(hosts[0].folder / "run")]
+    found = losses_in(hosts[0].folder / "run")
     assert found == pytest.approx(expected, rel=2e-5)
 
 
@@ -73,7 +73,7 @@ def test_the_mix_of_eight_and_eight(
     run_dir = hosts[0].folder / "run"
     job.start(*MIXED, f"hydra.run.dir={run_dir}", environment=dict(slurm), inside=inside)
     assert job.wait(600.0) == [0], job.said("err")
-    found = [line["loss"] for line in metrics_in(run_dir)]
+    found = losses_in(run_dir)
     assert found == pytest.approx(losses_alone(job, *MIXED), rel=2e-5)
 
 
@@ -89,7 +89,7 @@ def test_a_sweep_is_a_job_array(job: Job, hosts: list[HostApart], slurm: Mapping
     script = next((job.folder / "runs").glob("slurm/*submission.sh")).read_text()
     for wanted in ("--array=0-1%2", "--mem=500", "--time=20\n", "--nodes=2"):
         assert f"#SBATCH {wanted}" in script
-    found = [line["loss"] for line in metrics_in(job.folder / "runs" / "0")]
+    found = losses_in(job.folder / "runs" / "0")
     assert found == pytest.approx(losses_alone(job, *SMALL, *MIX, "train.steps=4"), rel=2e-5)
 
 
@@ -125,4 +125,4 @@ def test_a_job_that_is_taken_off_its_nodes_goes_on(
     assert [line["step"] for line in job.metrics()] == list(range(1, 601))
     assert len([*(run_dir / "attempts").iterdir()]) == 1
     expected = losses_alone(job, *SMALL, *MIX, "train.steps=600")
-    assert metrics_in(run_dir)[-1]["loss"] == pytest.approx(expected[-1], rel=2e-5)
+    assert losses_in(run_dir)[-1] == pytest.approx(expected[-1], rel=2e-5)

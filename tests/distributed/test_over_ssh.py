@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.distributed.apart import HostApart, can_be_apart
-from tests.distributed.jobs import MIXED, Job, losses_alone, metrics_in
+from tests.distributed.jobs import MIXED, Job, losses_alone, losses_in
 from tests.distributed.sshd import SSHD, sshd_on
 from tests.distributed.test_hosts_apart import MIX, SMALL
 from tests.pairs import IS_FULL
@@ -52,7 +52,7 @@ def test_ranks_are_started_on_hosts(job: Job, hosts: list[HostApart], path: str)
     assert job.wait() == [0], job.said("err")
     assert job.said("out").count("ranks: 2 on apple, 1 on pear\n") == 1
     expected = losses_alone(job, *SMALL, *MIX, "strategy=zero1", "train.steps=4")
-    found = [line["loss"] for line in metrics_in(job.folder / "runs" / "a" / "0")]
+    found = losses_in(job.folder / "runs" / "a" / "0")
     assert found == pytest.approx(expected, rel=2e-5)
     assert [left_on(host) for host in hosts] == ["", ""]
 
