@@ -22,11 +22,13 @@ from whale_train.runtime.engines.make import make_engine
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_graph import ShardPlace, write_segment_graph
 from whale_train.runtime.graph.shard_rng import SharedRandom
+from whale_train.runtime.graph.value_types import ValueTypes
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.runtime.loss.global_mean import target_counter
 from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
 from whale_train.runtime.pipeline.chunk import Chunk, Segments, SharingChunk, VariedChunk, parts_of
-from whale_train.runtime.pipeline.executor import PipelineModel, PipelinePlace
+from whale_train.runtime.pipeline.executor import PipelineModel
+from whale_train.runtime.pipeline.route import MessageTypes, PipelinePlace, Route
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.strategies.graph.operation_graph import is_repeated
 from whale_train.strategies.layouts.propagation import BATCH
@@ -108,9 +110,11 @@ def assemble_stages(
             request, plan, task_graph, mine, copies, seat, overlap=once
         )
     chunks = _chunks(written, engines, copy.members, places[task_graphs[-1].id])
-    transport = Transport(seat.device, seat.channels)
+    route = Route.of(plan, place)
+    types = MessageTypes(route, ValueTypes(graph, route.crossing, plan.precision, seat.device))
+    transport = Transport(seat.device, seat.channels, types)
     return PipelineModel(
-        *(plan, seat.rank, chunks, loss, transport, counts, weight_gradients, shared_random)
+        *(plan, route, chunks, loss, types, transport, counts, weight_gradients, shared_random)
     )
 
 

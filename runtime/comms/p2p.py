@@ -2,112 +2,157 @@
 
 A shard group holds a value that crosses whole on every member. Member j of the receiving group
 gets it from member j modulo the sender's size, so every link between two stages carries its part.
-Shapes and dtypes are what the sender's forward made (autocast and half precision change them):
-they are told once, ahead of the first value of their kind.
+
+Both ends know the shape and the dtype of all that comes, and post the messages between them in one
+order (`strategies/schedule/messages.py`), each as one batch: NCCL has no tags. Where there are tags
+(gloo, shared memory), each value has its own.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-_HEADER = 10  # int64s: dtype, dimensions, extents
-_DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
-    torch.bool, torch.uint8, torch.int16, torch.int8,
-)  # fmt: skip
+from whale_train.runtime.graph.value_types import ValueType
+from whale_train.strategies.schedule.messages import Message
 
 
 @dataclass(frozen=True)
-class Wire:
-    """One value on its way between two positions, in one direction, for one micro-batch.
+class Passage:
+    """A message between this rank and another, which this rank sends (`is_sent`) or receives."""
 
-    `channel` is its edge and direction, `tag` tells it from all others between the same two
-    ranks; `kind` is the same for values of equal shape and dtype (one channel, one value, one
-    number of samples).
-    """
+    message: Message
+    is_sent: bool
 
-    channel: int
-    tag: int
-    kind: tuple[int, ...]
+
+@dataclass
+class _Link:
+    """The messages of a step between this rank and `peer`, and how far they are posted."""
+
+    peer: int
+    passages: Sequence[Passage]
+    posted: int = 0
+    # Values of messages that are posted next, and of those that were received: by message.
+    given: dict[Message, list[Tensor]] = field(default_factory=dict)
+    coming: dict[Message, tuple[list[dist.Work], list[Tensor]]] = field(default_factory=dict)
 
 
 class Transport:
-    """Point-to-point messages of this rank: in `groups` by (source rank, target rank, channel), or
-    in that of all ranks. Where messages are matched by order alone (NCCL), every channel has its
-    own: values arrive in the order they are sent."""
+    """The point-to-point messages of this rank.
+
+    `groups` joins it to each rank that it talks to; without one, a message goes through the group
+    of all. `types` tells what values a message has.
+    """
 
     def __init__(
         self,
         device: torch.device,
-        groups: Mapping[tuple[int, int, int], dist.ProcessGroup],
+        groups: Mapping[int, dist.ProcessGroup],
+        types: Callable[[Message], Sequence[ValueType]],
     ) -> None:
-        self.device = device
-        self._groups = groups
-        self._known: dict[tuple[int, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._told: set[tuple[int, tuple[int, ...]]] = set()
-        self._sent: list[tuple[dist.Work, Tensor]] = []
-        self._posted: dict[tuple[int, int], tuple[dist.Work, Tensor, torch.dtype]] = {}
+        self._device, self._groups, self._types = device, groups, types
+        self._links: dict[int, _Link] = {}
+        self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
-    def send(self, value: Tensor, targets: Sequence[int], wire: Wire) -> None:
-        """Send `value` to ranks, who know what it is once told. Does not wait."""
-        value = value.detach()
-        plain = value.view(torch.uint8) if value.dtype == torch.bool else value
-        plain = plain.contiguous()
+    def begin(self, passages: Mapping[int, Sequence[Passage]]) -> None:
+        """Begin a step whose messages are `passages`, by the rank at their other end, each in the
+        order that both ends post them in."""
+        self._links = {peer: _Link(peer, tuple(listed)) for peer, listed in passages.items()}
+
+    def send(self, message: Message, values: Sequence[Tensor], targets: Sequence[int]) -> None:
+        """Send the values of a message to ranks. Does not wait.
+
+        Raises RuntimeError where they are not of the types that the other side expects.
+        """
+        types = self._types(message)
+        for value, expected in zip(values, types, strict=True):
+            if ValueType.of(value) != expected:
+                raise RuntimeError(f"{message} has {ValueType.of(value)}, {expected} is awaited")
+        plain = [_as_sent(value.detach()).contiguous() for value in values if value.numel()]
         for target in targets:
-            if (target, wire.kind) not in self._told:
-                self._told.add((target, wire.kind))
-                shape = [_DTYPES.index(value.dtype), value.dim(), *value.shape]
-                header = torch.tensor(shape + [0] * (_HEADER - len(shape)), device=self.device)
-                self._post_send(header, target, wire, 2 * wire.tag)
-            if plain.numel():
-                self._post_send(plain, target, wire, 2 * wire.tag + 1)
+            link = self._links[target]
+            link.given[message] = plain
+            self._post(link, message)
 
-    def expect(self, source: int, wire: Wire) -> None:
-        """Begin to receive, where what comes is known; `receive` takes it."""
-        known = self._known.get((source, wire.kind))
-        if known is None or (source, wire.tag) in self._posted:
-            return
-        dtype, shape = known
-        if 0 in shape:
-            return
-        plain = torch.uint8 if dtype == torch.bool else dtype
-        buffer = torch.empty(shape, dtype=plain, device=self.device)
-        work = self._post_receive(buffer, source, wire, 2 * wire.tag + 1)
-        self._posted[source, wire.tag] = (work, buffer, dtype)
+    def expect(self, message: Message, source: int) -> None:
+        """Begin to receive a message, as soon as those that stand before it allow."""
+        link = self._links[source]
+        if message not in link.coming:
+            self._post(link, message, ahead=True)
 
-    def receive(self, source: int, wire: Wire) -> Tensor:
-        """Return the value, when it has come."""
-        if (source, wire.kind) not in self._known:
-            header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
-            self._post_receive(header, source, wire, 2 * wire.tag).wait()
-            dtype, dims, *extents = header.tolist()
-            self._known[source, wire.kind] = (_DTYPES[dtype], tuple(extents[:dims]))
-        dtype, shape = self._known[source, wire.kind]
-        if 0 in shape:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        self.expect(source, wire)
-        work, buffer, dtype = self._posted.pop((source, wire.tag))
-        work.wait()
-        return buffer.view(torch.bool) if dtype == torch.bool else buffer
-
-    def settle(self) -> None:
-        """Until everything sent has left."""
-        for work, _ in self._sent:
+    def receive(self, message: Message, source: int) -> list[Tensor]:
+        """Return the values of a message, when they have come."""
+        link = self._links[source]
+        if message not in link.coming:
+            self._post(link, message)
+        works, buffers = link.coming.pop(message)
+        for work in works:
             work.wait()
-        self._sent = []
+        return buffers
 
-    def _post_send(self, tensor: Tensor, target: int, wire: Wire, tag: int) -> None:
-        group = self._groups.get((dist.get_rank(), target, wire.channel))
-        work = dist.isend(tensor, target, group=group, tag=tag)
-        assert work is not None
-        if not work.is_completed():
-            self._sent.append((work, tensor))  # the tensor must live until it has left
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        for link in self._links.values():
+            assert link.posted == len(link.passages), (link.peer, link.posted)
+        while self._sent:
+            self._release()
 
-    def _post_receive(self, buffer: Tensor, source: int, wire: Wire, tag: int) -> dist.Work:
-        group = self._groups.get((source, dist.get_rank(), wire.channel))
-        work = dist.irecv(buffer, source, group=group, tag=tag)
-        assert work is not None
-        return work
+    def _post(self, link: _Link, last: Message, ahead: bool = False) -> None:
+        """Post the messages of a link up to `last`. A send that is not made yet may stand before
+        one that is asked for `ahead` of its use."""
+        while True:
+            passage = link.passages[link.posted]
+            message = passage.message
+            if passage.is_sent and message not in link.given:
+                assert ahead, (message, last)
+                return
+            if passage.is_sent:
+                values = link.given.pop(message)
+                works = self._batch(dist.isend, link, values)
+                self._forget_sent()
+                self._sent.append((works, values))  # which must live until they have left
+            else:
+                buffers = [
+                    torch.empty(of.shape, dtype=of.dtype, device=self._device)
+                    for of in self._types(message)
+                ]
+                filled = [_as_sent(buffer) for buffer in buffers if buffer.numel()]
+                link.coming[message] = (self._batch(dist.irecv, link, filled), buffers)
+            link.posted += 1
+            if message == last:
+                return
+
+    def _batch(
+        self, operation: Callable[..., dist.Work | None], link: _Link, values: Sequence[Tensor]
+    ) -> list[dist.Work]:
+        if not values:
+            return []
+        group = self._groups.get(link.peer)
+        first_tag = link.posted * _MOST_VALUES
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(operation, value, link.peer, group=group, tag=first_tag + number)
+                for number, value in enumerate(values)
+            ]
+        )
+
+    def _forget_sent(self) -> None:
+        """Release what was sent first, as far as it has left."""
+        while self._sent and all(work.is_completed() for work in self._sent[0][0]):
+            self._release()
+
+    def _release(self) -> None:
+        works, _ = self._sent.popleft()
+        for work in works:  # NCCL's hold the tensor until they are waited for
+            work.wait()
+
+
+_MOST_VALUES = 1 << 10  # that one message may have
+
+
+def _as_sent(value: Tensor) -> Tensor:
+    """`value` in a dtype that every backend sends: gloo has no bool."""
+    return value.view(torch.uint8) if value.dtype == torch.bool else value

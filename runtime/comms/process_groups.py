@@ -97,44 +97,38 @@ def make_groups(
 
 def make_channels(
     plan: Plan, rank: int, device: torch.device, timeout: timedelta = TIMEOUT
-) -> dict[tuple[int, int, int], dist.ProcessGroup]:
-    """Groups of two for the messages of a pipeline that `rank` sends or receives, by (source rank,
-    target rank, channel). NCCL matches messages by their order: there is one for each edge and
-    direction between ranks that talk, as the order holds on each of them and not across. CPU ranks
-    that can share memory have one between any two; others' messages go through the world."""
+) -> dict[int, dist.ProcessGroup]:
+    """Return the groups of two for the messages of a pipeline between `rank` and another one, by
+    the other. GPUs have one for every pair of ranks that talk, and CPU ranks that can share memory;
+    the messages of others go through the world."""
     if plan.pipeline is None:
         return {}
-    found: dict[tuple[int, int, int], dist.ProcessGroup] = {}
-    pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+    found: dict[int, dist.ProcessGroup] = {}
     of_ranks = [] if device.type == "cuda" else homes()
-    for source, target, channel in _messages(plan.pipeline):
+    for pair in _talking(plan.pipeline):
         if device.type == "cuda":
-            group = dist.new_group([source, target], timeout=timeout)
-        elif of_ranks[source] == of_ranks[target]:
-            ends = (min(source, target), max(source, target))
-            if ends not in pairs:
-                pairs[ends] = SharedMessages.new(list(ends), timeout, "messages")
-            group = pairs[ends]
+            group = dist.new_group(list(pair), timeout=timeout)
+        elif of_ranks[pair[0]] == of_ranks[pair[1]]:
+            group = SharedMessages.new(list(pair), timeout, "messages")
         else:
             continue
-        if rank in (source, target):
-            found[source, target, channel] = group
+        if rank in pair:
+            found[sum(pair) - rank] = group
     return found
 
 
-def _messages(pipeline: PlannedPipeline) -> Iterator[tuple[int, int, int]]:
-    """Yield (source, target, channel) of all that ranks of a pipeline say to each other: an edge's
-    values and, the other way, their gradients."""
+def _talking(pipeline: PlannedPipeline) -> list[tuple[int, int]]:
+    """Return the pairs of ranks that send each other values of a pipeline, or their gradients."""
+    found: set[tuple[int, int]] = set()
     for copy in pipeline.copies:
-        for number, (start, end, _) in enumerate(pipeline.edges):
-            talking = set(zip(copy.owners[start], copy.owners[end], strict=True))
-            for a, b in sorted(talking):
+        for start, end, _ in pipeline.edges:
+            for a, b in set(zip(copy.owners[start], copy.owners[end], strict=True)):
                 here, there = copy.positions[a], copy.positions[b]
                 width = max(len(here), len(there)) if a != b else 0
-                pairs = {(here[j % len(here)], there[j % len(there)]) for j in range(width)}
-                for source, target in sorted(pairs):
-                    yield source, target, 2 * number
-                    yield target, source, 2 * number + 1
+                for j in range(width):
+                    one, other = here[j % len(here)], there[j % len(there)]
+                    found.add((min(one, other), max(one, other)))
+    return sorted(found)
 
 
 def homes() -> list[str]:

@@ -27,6 +27,8 @@ class Kind(StrEnum):
 
 
 COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+SENDS = (Kind.SEND, Kind.SEND_GRADIENT)
+RECEIVES = (Kind.RECEIVE, Kind.RECEIVE_GRADIENT)
 # Ends of a backward, in one part or two: those that make gradients of weights.
 ENDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from math import ceil
 
 from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
-from whale_train.strategies.schedule.instructions import COMPUTATIONS, ENDS, Instruction, Kind
+from whale_train.strategies.schedule.instructions import (
+    COMPUTATIONS,
+    ENDS,
+    RECEIVES,
+    SENDS,
+    Instruction,
+    Kind,
+)
 from whale_train.strategies.simulate.simulator import UPDATE, Lane, Task
 
 PIECES = 8  # the most in which a backward makes gradients ready for their sums
@@ -148,12 +155,12 @@ class _Writer:
                 place, end = start, len(instructions)
                 while place < end:
                     instruction = instructions[place]
-                    if instruction.kind in _RECEIVES:
+                    if instruction.kind in RECEIVES:
                         sent = self.sent.get(_wire(actor.copy, instruction))
                         if sent is None:
                             break
                         here.append(sent)
-                    elif instruction.kind in _SENDS:
+                    elif instruction.kind in SENDS:
                         self.send(number, instruction)
                     else:
                         self.compute(number, place, here)
@@ -218,8 +225,6 @@ class _Writer:
 
 
 _SUM = "sum of gradients"
-_RECEIVES = (Kind.RECEIVE, Kind.RECEIVE_GRADIENT)
-_SENDS = (Kind.SEND, Kind.SEND_GRADIENT)
 
 
 def _wire(copy: int, instruction: Instruction) -> tuple[int, bool, int, int, int]:

@@ -187,6 +187,9 @@ FLOOR = 1e-8  # of an element: what is 0 but for rounding (a key's bias)
 # --- Running jobs --------------------------------------------------------------------------------
 
 
+Entry = Callable[[Path, int, int, worker.Prepared], None]
+
+
 class JobFailed(AssertionError):
     """A job that was refused or failed; the message holds why."""
 
@@ -215,6 +218,11 @@ class Jobs:
 
 def run_job(overrides: list[str], plainly: bool, run_dir: str) -> str:
     """Do what the command does between composing and the end of the ranks; why it failed."""
+    return run_job_as(train_plainly if plainly else train_and_save, overrides, run_dir)
+
+
+def run_job_as(entry: Entry, overrides: list[str], run_dir: str) -> str:
+    """The same, of ranks that are each `entry`."""
     folder = Path(run_dir)
     config = composed(rewritten(overrides))
     request = read_request(config, {"hardware": "inventory", "strategy": "strategy"})
@@ -223,10 +231,10 @@ def run_job(overrides: list[str], plainly: bool, run_dir: str) -> str:
     resolved = resolve_request(request)
     resumed = request.train.resume and find_checkpoint(request.train.resume, folder)
     start_ranks(folder, resolved, request, resumed.path if resumed else None)
-    return run_host(folder, train_plainly if plainly else train_and_save)
+    return run_host(folder, entry)
 
 
-def run_host(run_dir: Path, entry: Callable[[Path, int, int, worker.Prepared], None]) -> str:
+def run_host(run_dir: Path, entry: Entry) -> str:
     """The ranks of a resolved job, each `entry`, to their end; why they failed."""
     prepared = worker.prepare(Request.from_json((run_dir / "request.json").read_text()))
     world_size = json.loads((run_dir / "plan.json").read_text())["world_size"]

@@ -1,0 +1,105 @@
+"""The shapes and dtypes of an exported graph's values, known before the graph is run.
+
+Shapes follow the batch, and dtypes the precision: an export is made in fp32, and autocast, whose
+rules depend on the kind of device, changes what operations give.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from whale_train.models.export.export import EXPORT_BATCH, size_of
+from whale_train.runtime.engines.base import NARROW, autocast
+from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
+from whale_train.runtime.graph.shard_ops import local_call
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """The shape and the dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, value: Tensor) -> "ValueType":
+        return cls(tuple(value.shape), value.dtype)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class ValueTypes:
+    """The types of the values `names` of `graph`, run in `precision` on a kind of device."""
+
+    def __init__(
+        self, graph: fx.GraphModule, names: Collection[str], precision: str, device: torch.device
+    ) -> None:
+        wanted = [node for node in graph.graph.nodes if node.name in names]
+        self._values: Mapping[str, Tensor] = {node.name: node.meta["val"] for node in wanted}
+        self._dtypes = {name: value.dtype for name, value in self._values.items()}
+        if precision in NARROW:
+            self._dtypes = _dtypes_under_autocast(graph, wanted, precision, device)
+
+    def of(self, name: str, samples: int) -> ValueType:
+        """Return the type of a value for a batch of `samples`, whole where ranks hold shards."""
+        sizes = [size_of(extent) for extent in self._values[name].shape]
+        assert all(size is not None for size in sizes), name  # the export refuses others
+        shape = tuple(size.at(samples) for size in sizes if size is not None)
+        return ValueType(shape, self._dtypes[name])
+
+    def is_floating_point(self, name: str) -> bool:
+        return self._dtypes[name].is_floating_point
+
+
+def _dtypes_under_autocast(
+    graph: fx.GraphModule, wanted: list[fx.Node], precision: str, device: torch.device
+) -> dict[str, torch.dtype]:
+    """Return the dtypes of the values of `wanted`, found on tensors without storage."""
+    made: dict[fx.Node, Any] = {}
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return made[value]
+        return device if isinstance(value, torch.device) else value
+
+    def example(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        sizes = [size_of(extent) for extent in value.shape]
+        shape = [size.at(EXPORT_BATCH) for size in sizes if size is not None]
+        return torch.empty(shape, dtype=value.dtype, device=device)
+
+    needed = _ancestors(wanted)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), autocast(precision, device):
+        for node in graph.graph.nodes:
+            if node not in needed:
+                continue
+            if node.op == "placeholder" or (node.op == "get_attr" and is_tensor(graph, node)):
+                made[node] = example(node.meta["val"])
+            elif any(is_graph(graph, x) for x in node.all_input_nodes):
+                args = list(node.args)
+                number = next(i for i, x in enumerate(args) if is_graph(graph, x))
+                inner = attribute(graph, str(args[number].target))
+                run = runner(str(node.target), inner, args[:number], device, True)
+                made[node] = run(*(argument(x) for x in args[number + 1 :]))
+            elif node.op == "call_function":
+                given = list(fx.node.map_aggregate(node.args, argument))
+                named = dict(fx.node.map_aggregate(node.kwargs, argument))
+                function, given, named = local_call(node, given, named, None, None, lambda _: ())
+                made[node] = function(*given, **named)
+    return {node.name: made[node].dtype for node in wanted}
+
+
+def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
+    found, left = set[fx.Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
