@@ -35,10 +35,10 @@ def join(
     pace: Pace | None = None,
     links: EmulatedLinks | None = None,
 ) -> None:
-    """Join the job's world, met at a URL or a store; NCCL between GPUs, gloo between CPU
-    processes, which may keep a `pace` and have slow `links` (measured here). `timeout` is for the
-    meeting and for every wait in it."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    """Join the job's world, met at a URL or a store; NCCL between GPUs, beside gloo for what is on
+    the host, and gloo between CPU processes, which may keep a `pace` and have slow `links`
+    (measured here). `timeout` is for the meeting and for every wait in it."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if pace is not None or links is not None:
         backend = paced_group.register(pace, links)
     dist.init_process_group(
@@ -48,6 +48,7 @@ def join(
         rank=rank,
         world_size=world_size,
         timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
     )
     if links is not None:
         assert isinstance(dist.group.WORLD, PacedGroup)
@@ -81,10 +82,8 @@ def make_groups(
         for ranks in lists:
             shared = _is_split(name, ranks) and share(ranks)
             if (ranks, shared) not in made:
-                new_group = SharedMemoryGroup.new if shared else dist.new_group
-                description = group_name(plan, ranks)
-                group = new_group(list(ranks), timeout=timeout, group_desc=description)
-                made[ranks, shared] = group
+                new_group = SharedMemoryGroup.new if shared else _new_group
+                made[ranks, shared] = new_group(list(ranks), timeout, group_name(plan, ranks))
             if rank in ranks:
                 mine[name] = made[ranks, shared]
     for name, copies in copied:
@@ -107,7 +106,7 @@ def make_channels(
     of_ranks = [] if device.type == "cuda" else homes()
     for pair in _talking(plan.pipeline):
         if device.type == "cuda":
-            group = dist.new_group(list(pair), timeout=timeout)
+            group = _new_group(list(pair), timeout, "messages")
         elif of_ranks[pair[0]] == of_ranks[pair[1]]:
             group = SharedMessages.new(list(pair), timeout, "messages")
         else:
@@ -115,6 +114,16 @@ def make_channels(
         if rank in pair:
             found[sum(pair) - rank] = group
     return found
+
+
+def _new_group(ranks: list[int], timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
+    """Return a group for tensors on the ranks' devices: beside GPUs, on the host the world has the
+    only one."""
+    backend = "nccl" if "nccl" in dist.get_backend_config() else None
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout, backend=backend, group_desc=group_desc
+    )
+    return group
 
 
 def _talking(pipeline: PlannedPipeline) -> list[tuple[int, int]]:

@@ -89,16 +89,16 @@ class Engine(Protocol):
     """What the training loop needs of an engine. `counts_norm` says whether this rank adds this
     engine's squared norm to the job's: a copied parameter is counted by one copy. `on_gradients`
     is called in every update, when the gradients are reduced and not yet clipped or used.
-    `loss_scale` is what the gradients of the step were multiplied by (fp16). `reduction` is what
-    wants to be told of every gradient that is final (None: nothing does). `holders` are the ranks
-    that hold the same parameters."""
+    `loss_scale` is what the gradients of the step were multiplied by (fp16; None: 1).
+    `reduction` is what wants to be told of every gradient that is final (None: nothing does).
+    `holders` are the ranks that hold the same parameters."""
 
     copies: int
     counts_norm: bool
     holders: Copies
     module: nn.Module
     on_gradients: Callable[[], None] | None
-    loss_scale: float
+    loss_scale: Tensor | None
 
     @property
     def reduction(self) -> Reduction | None: ...
@@ -147,6 +147,8 @@ class Engine(Protocol):
         """Have the next forward see the values that were written to `states`."""
 
 
+CLIP_EPS = 1e-6  # that of torch's own clipping, and of DeepSpeed's
+
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -157,9 +159,9 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     return torch.autocast(device.type, dtype=NARROW[precision])
 
 
-def without_scale(gradient: Tensor, loss_scale: float) -> Tensor:
+def without_scale(gradient: Tensor, loss_scale: Tensor | None) -> Tensor:
     """Return a gradient as it is when the loss is not multiplied."""
-    return gradient if loss_scale == 1.0 else gradient / loss_scale
+    return gradient if loss_scale is None else gradient / loss_scale.to(gradient.device)
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

@@ -11,6 +11,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from whale_train.runtime.engines.base import (
+    CLIP_EPS,
     Copies,
     ParameterState,
     autocast,
@@ -19,7 +20,7 @@ from whale_train.runtime.engines.base import (
 )
 from whale_train.runtime.engines.cpu_norms import total_norm
 from whale_train.runtime.engines.grad_reduce import Reduction
-from whale_train.runtime.engines.optimizers import MakeOptimizer, state_of
+from whale_train.runtime.engines.optimizers import MakeOptimizer, skipping, state_of
 from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 
@@ -28,7 +29,7 @@ class TorchEngine:
     DistributedDataParallel; otherwise `reduction` sums each when it is final. `precision` is that
     of every forward (autocast)."""
 
-    loss_scale = 1.0
+    loss_scale: Tensor | None = None
 
     def __init__(
         self,
@@ -112,28 +113,29 @@ class TorchEngine:
             return torch.zeros((), device=self._device)
         return total_norm(gradients).float() ** 2
 
-    def step(self, norm: Tensor | None, clip: float, skips: bool = False) -> None:
-        """Update, clipping by `norm`, the global one without the loss scale; or forget the
-        gradients, where the step `skips`."""
+    def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
+        """Update, clipping by `norm`, the global one without the loss scale; or, where the scalar
+        `found_inf` is 1, forget the gradients."""
         self._settle()
         if self.optimizer is None:
             return
         if self.on_gradients is not None:
             self.on_gradients()
-        if not skips:
-            self._scale_gradients(norm, clip)
-            self.optimizer.step()
+        with skipping(self.optimizer, found_inf) as steps:
+            if steps:
+                self._scale_gradients(norm, clip)
+                self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _scale_gradients(self, norm: Tensor | None, clip: float) -> None:
         """Take the loss scale out and clip, in one pass."""
-        if self.loss_scale == 1.0:
+        if self.loss_scale is None:
             if clip and norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, clip, norm)
             return
-        factor = torch.full((), 1 / self.loss_scale, device=self._device)
+        factor = self.loss_scale.reciprocal()
         if clip and norm is not None:
-            factor *= (clip / (norm + _CLIP_EPS)).clamp(max=1.0)
+            factor *= (clip / (norm + CLIP_EPS)).clamp(max=1.0)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, factor)
 
@@ -181,9 +183,6 @@ def shared_out(sizes: Sequence[int], copies: int) -> list[int]:
         savers.append(taken.index(min(taken)))
         taken[savers[-1]] += size
     return savers
-
-
-_CLIP_EPS = 1e-6  # that of torch's own clipping, and of DeepSpeed's
 
 
 def _sum(

@@ -11,6 +11,7 @@ from torch import distributed as dist
 from whale_train.runtime.cpu.malloc_trim import given_back
 from whale_train.runtime.engines.accelerator import use_accelerator
 from whale_train.runtime.engines.base import (
+    CLIP_EPS,
     NARROW,
     Copies,
     ParameterState,
@@ -22,11 +23,12 @@ from whale_train.runtime.engines.deepspeed_zero3 import (
     one_master_copy,
     partition,
     partitions_by_dtype,
+    unchecked_norms,
     without_broadcast,
 )
 from whale_train.runtime.engines.grad_reduce import Reduction
 from whale_train.runtime.engines.narrow_weights import NarrowWeights
-from whale_train.runtime.engines.optimizers import state_of
+from whale_train.runtime.engines.optimizers import makes_late, state_of
 
 
 class DeepSpeedEngine:
@@ -34,7 +36,7 @@ class DeepSpeedEngine:
     bits is autocast; of `copies.narrow` the engine holds what autocast would make of them, and
     accumulates and reduces every gradient in fp32 (docs/adr/007)."""
 
-    loss_scale = 1.0
+    loss_scale: Tensor | None = None
     reduction = None
 
     def __init__(
@@ -88,6 +90,8 @@ class DeepSpeedEngine:
         weights.give_masters(self._optimizer, self._stage)
         self.module = self._engine.module
         self._device = device
+        offloads = "offload_optimizer" in config["zero_optimization"]
+        self._optimizer_device = torch.device("cpu") if offloads else device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -111,38 +115,67 @@ class DeepSpeedEngine:
     def set_learning_rate(self, lr: float) -> None:
         set_learning_rate(self._optimizer, lr)
 
-    def step(self, global_norm: Callable[[Tensor], Tensor] | None) -> None:
+    def step(self, global_norm: Callable[[Tensor], Tensor] | None, skips: bool = False) -> None:
         """Reduce and update, clipping by what `global_norm` makes of this engine's own squared
-        norm. DeepSpeed knows the norm only inside its step, and only its own engine's, so its
-        norm function is wrapped for the time of the step. It skips a step whose norm is not
-        finite, and takes the loss scale out with the clipping."""
+        norm; where that is not finite, the step changes nothing if it `skips`.
+
+        DeepSpeed knows the norm only inside its step, and only its own engine's, so its norm
+        function is wrapped for the time of the step, and so is what scales by the norm: gradients
+        of an optimizer on the host are scaled there. It would read the norm on the host to skip by
+        itself; it may where its optimizer's kernel cannot.
+        """
         self._shared.wait()
         if global_norm is None:
             assert self.on_gradients is None, "gradients are seen where their norm is measured"
-            self._engine.step()
+            with unchecked_norms():
+                self._engine.step()
             return
+        optimizer, inner = self._optimizer, self._optimizer.optimizer
         name = "_get_norm_groups" if self._stage == 3 else "scaled_global_norm"
-        own = getattr(self._optimizer, name)
+        own_norm, factor = getattr(optimizer, name), list[Tensor]()
+        tells = skips and getattr(inner, "_step_supports_amp_scaling", False)
 
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def norm(*args: Any, **kwargs: Any) -> Any:
             if self.on_gradients is not None:
                 self.on_gradients()
-            found = own(*args, **kwargs)
+            found = own_norm(*args, **kwargs)
             parts = found if isinstance(found, list) else [found]
-            norms = torch.stack(
-                [torch.as_tensor(x, dtype=torch.float32, device=self._device) for x in parts]
-            )
+            norms = torch.stack([_on(self._device, x) for x in parts])
             norms = torch.where(norms < 0, torch.inf, norms)  # -1 is not finite
-            norm = global_norm((norms**2).sum()).sqrt()
-            return [norm] if isinstance(found, list) else norm
+            whole = global_norm((norms**2).sum()).sqrt()
+            if tells:
+                if makes_late(inner):
+                    list(self.states())
+                inner.found_inf = (~whole.isfinite()).float()
+            factor.append(self._factor(whole).to(self._optimizer_device))
+            whole = whole.to(self._optimizer_device)
+            return [whole] if isinstance(found, list) else whole
 
-        setattr(self._optimizer, name, wrapped)
-        self._optimizer.loss_scale = self.loss_scale
+        def scale(gradients: Any, _: Any) -> None:
+            if self._stage == 3:  # it gives the number of a sub-group
+                gradients = [optimizer.fp32_partitioned_groups_flat[gradients].grad]
+            for gradient in gradients:
+                gradient.data.mul_(factor[0])
+
+        setattr(optimizer, name, norm)
+        optimizer.unscale_and_clip_grads = scale
         try:
-            self._engine.step()
+            with nullcontext() if skips and not tells else unchecked_norms():
+                self._engine.step()
         finally:
-            self._optimizer.loss_scale = 1.0  # or its backward would multiply by it
-            delattr(self._optimizer, name)
+            delattr(optimizer, name)
+            del optimizer.unscale_and_clip_grads
+            if tells:
+                inner.found_inf = None
+
+    def _factor(self, norm: Tensor) -> Tensor:
+        """Return what gradients of that norm, loss scale included, are multiplied by."""
+        factor = torch.ones_like(norm)
+        if self.loss_scale is not None:
+            factor = self.loss_scale.reciprocal()
+            norm = norm * factor
+        clip = self._optimizer.clip_grad
+        return factor * (clip / (norm + CLIP_EPS)).clamp(max=1.0) if clip else factor
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         # Not safe_get_full_grad: under ZeRO 1 that is this copy's own, before the reduction.
@@ -285,6 +318,13 @@ def _accumulate_in_fp32(optimizer: Any) -> None:
     for parameter in (p for group in optimizer.params_in_partition for p in group):
         zeros = torch.zeros(parameter.numel(), device=optimizer.device)
         sums[optimizer.get_param_id(parameter)] = zeros
+
+
+def _on(device: torch.device, norm: Tensor | float) -> Tensor:
+    """Return a norm as an fp32 scalar on `device`; of an offloaded optimizer it may be a number."""
+    if isinstance(norm, Tensor):
+        return norm.to(device, torch.float32)
+    return torch.full((), norm, device=device)
 
 
 def _wide(value: Tensor) -> Tensor:

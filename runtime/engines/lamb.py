@@ -9,7 +9,7 @@ arXiv 1904.00962), Algorithm 2, with the identity as its phi and Adam's bias cor
 and a trust ratio |x| / |r| of 1 where either norm is 0, as in the authors' own code.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whale_train.runtime.engines.cpu_norms import norm
+from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,12 @@ class Shards:
 
 
 class Lamb(Optimizer):
-    """torch's interface; learning rate, betas, eps and weight decay are those of the formula."""
+    """torch's interface; learning rate, betas, eps and weight decay are those of the formula. As
+    torch's fused optimizers it has `found_inf`, where that is set: a scalar on the device, with
+    which a step changes nothing if it is 1."""
+
+    _step_supports_amp_scaling = True  # as torch says it of those
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -51,15 +57,15 @@ class Lamb(Optimizer):
         sharded = set(self._shards.parameters) if self._shards else set()
         waiting: dict[nn.Parameter, tuple[Tensor, float]] = {}
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                direction = self._direction(parameter, group)
-                if parameter in sharded:
-                    waiting[parameter] = (direction, group["lr"])
-                else:
-                    ratio = _trust(norm(parameter), norm(direction))
-                    parameter.sub_(direction * (group["lr"] * ratio))
+            held = [p for p in group["params"] if p.grad is not None]
+            for batch in _batches(p for p in held if p not in sharded):
+                directions = self._directions(batch, group)
+                ratios = _trust(_norms(batch), _norms(directions))
+                self._update(batch, directions, group["lr"] * ratios)
+            cut = [p for p in held if p in sharded]
+            if cut:
+                listed = self._directions(cut, group)
+                waiting |= {p: (x, group["lr"]) for p, x in zip(cut, listed, strict=True)}
         if self._shards is not None and self._shards.parameters:
             self._update_sharded(self._shards, waiting)
 
@@ -68,35 +74,98 @@ class Lamb(Optimizer):
     ) -> None:
         """Update parameters with the norms of all their shards; one without a gradient here sends
         zeros, as the sum is the same vector for all."""
-        squares = []
-        for parameter in shards.parameters:
-            held = (parameter, waiting[parameter][0]) if parameter in waiting else ()
-            found = [norm(x).double() ** 2 for x in held]
-            zero = torch.zeros((), dtype=torch.float64, device=parameter.device)
-            squares.append(torch.stack(found or [zero, zero]))
-        norms = shards.add_up(torch.stack(squares)).sqrt()
-        for parameter, (of_weight, of_direction) in zip(shards.parameters, norms, strict=True):
-            if parameter in waiting:
-                direction, lr = waiting[parameter]
-                parameter.sub_(direction * (lr * _trust(of_weight, of_direction)))
+        parameters = [p for p in shards.parameters if p in waiting]
+        squares = torch.zeros(
+            (2, len(shards.parameters)), dtype=torch.float64, device=shards.parameters[0].device
+        )
+        if parameters:
+            places = [i for i, p in enumerate(shards.parameters) if p in waiting]
+            directions = [waiting[p][0] for p in parameters]
+            norms = torch.stack([_norms(parameters), _norms(directions)]).double()
+            for place, of_both in zip(places, norms.unbind(1), strict=True):
+                squares[:, place] = of_both**2
+        of_weights, of_directions = shards.add_up(squares).sqrt().float()
+        ratios = _trust(of_weights, of_directions)
+        if parameters:
+            steps = [
+                waiting[p][1] * ratios[place] for p, place in zip(parameters, places, strict=True)
+            ]
+            self._update(parameters, directions, torch.stack(steps))
 
-    def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Return the direction of an update, r in the paper's formula, with the moments updated."""
+    def _update(
+        self, parameters: list[nn.Parameter], directions: list[Tensor], steps: Tensor
+    ) -> None:
+        """Go `steps` [parameters] along `directions`, which are used up."""
+        if self.found_inf is not None:
+            steps = steps * (1 - self.found_inf)
+        torch._foreach_mul_(directions, list(steps.unbind()))
+        torch._foreach_add_(list[Tensor](parameters), directions, alpha=-1)
+
+    def _directions(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> list[Tensor]:
+        """Return the directions of an update, r in the paper's formula, with the moments
+        updated."""
         (first, second), eps, decay = group["betas"], group["eps"], group["weight_decay"]
-        state = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        gradient = parameter.grad
-        assert gradient is not None
-        state["exp_avg"].lerp_(gradient, 1 - first)
-        state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        correction, square = 1 - first ** state["step"], 1 - second ** state["step"]
-        denominator = (state["exp_avg_sq"] / square).sqrt_().add_(eps)
-        direction: Tensor = (state["exp_avg"] / correction).div_(denominator)
-        return direction.add_(parameter, alpha=decay)
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        moments, squares, counts = (
+            [self.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        counted: Tensor | float = 1.0
+        new_first, new_second = 1 - first, 1 - second
+        if self.found_inf is not None:
+            for gradient in gradients:  # or nothing times it would be no number
+                gradient.nan_to_num_(0.0, 0.0, 0.0)
+            counted = 1 - self.found_inf
+            new_first, new_second = new_first * counted, new_second * counted
+        torch._foreach_add_(counts, counted)
+        torch._foreach_mul_(moments, 1 - new_first)
+        torch._foreach_add_(moments, torch._foreach_mul(gradients, new_first))
+        torch._foreach_mul_(squares, 1 - new_second)
+        added = torch._foreach_mul(gradients, gradients)
+        torch._foreach_mul_(added, new_second)
+        torch._foreach_add_(squares, added)
+        del added
+        # Of a first step that is skipped, nothing is divided by 0.
+        counts = list(torch._foreach_clamp_min(counts, 1.0))
+        bias, square_bias = (
+            torch._foreach_add(torch._foreach_neg(torch._foreach_pow(beta, counts)), 1.0)
+            for beta in (first, second)
+        )
+        denominators = torch._foreach_div(squares, square_bias)
+        torch._foreach_sqrt_(denominators)
+        torch._foreach_add_(denominators, eps)
+        directions = list(torch._foreach_div(moments, bias))
+        torch._foreach_div_(directions, denominators)
+        if decay:
+            torch._foreach_add_(directions, list[Tensor](parameters), alpha=decay)
+        return directions
+
+
+def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters in lists of no more elements than a bucket of gradients, so that what an
+    update makes on the way stays small; a larger parameter is alone."""
+    batch: list[nn.Parameter] = []
+    filled = 0
+    for parameter in parameters:
+        if batch and filled + parameter.numel() > REDUCE_BUCKET_ELEMENTS:
+            yield batch
+            batch, filled = [], 0
+        batch.append(parameter)
+        filled += parameter.numel()
+    if batch:
+        yield batch
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norms of tensors, [tensors], fp32."""
+    if tensors[0].device.type == "cpu":
+        return torch.stack([norm(x).float() for x in tensors])
+    return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def _trust(of_weight: Tensor, of_direction: Tensor) -> Tensor:

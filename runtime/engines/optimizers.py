@@ -1,6 +1,7 @@
 """The optimizer an engine updates whole parameters with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -56,11 +57,39 @@ def state_of(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Tensor]
             kept[name] = torch.zeros_like(parameter)
     if not isinstance(optimizer, torch.optim.SGD) and "step" not in kept:
         kept["step"] = 0
-        if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-            # As torch makes it: on the device where a fused kernel reads it there.
-            device = parameter.device if optimizer.defaults["fused"] else "cpu"
+        if isinstance(optimizer, torch.optim.Adam | Lamb):  # AdamW is an Adam
+            # As they make it: on the device where a kernel reads it there.
+            reads = isinstance(optimizer, Lamb) or optimizer.defaults["fused"]
+            device = parameter.device if reads else torch.device("cpu")
             kept["step"] = torch.zeros((), dtype=torch.float32, device=device)
     return {name: kept[name] for name in _moments(optimizer)}, kept
+
+
+def makes_late(optimizer: Optimizer) -> bool:
+    """Return whether the moments that `optimizer` makes in a first step that is skipped would not
+    be filled, and so are to be made before (torch 2.13: those of a fused SGD)."""
+    return isinstance(optimizer, torch.optim.SGD)
+
+
+@contextmanager
+def skipping(optimizer: Optimizer, found_inf: Tensor | None) -> Iterator[bool]:
+    """Around a step that changes nothing where the scalar `found_inf` is 1 (None: it never is).
+    Gives whether to take it: kernels that know such steps are told, by others it is left out, for
+    which the host reads the number."""
+    if found_inf is None:
+        yield True
+    elif getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's word for them
+        if makes_late(optimizer):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if parameter.grad is not None:
+                    state_of(optimizer, parameter)
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        try:
+            yield True
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+    else:
+        yield not bool(found_inf)
 
 
 def _moments(optimizer: Optimizer) -> tuple[str, ...]:

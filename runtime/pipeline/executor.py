@@ -21,7 +21,7 @@ from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
 from whale_train.runtime.pipeline.chunk import Batch, Chunk, Passed
 from whale_train.runtime.pipeline.route import MessageTypes, Orders, Route
 from whale_train.runtime.train.evaluation import Evaluation, EvaluationBatches
-from whale_train.runtime.train.step_programs import PendingLoss
+from whale_train.runtime.train.step_programs import PendingLoss, scaled_ones
 from whale_train.runtime.train.timeline import Trace, span
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.schedule.instructions import (
@@ -78,7 +78,9 @@ class PipelineModel:
         found = (engine for chunk in self._chunks.values() for engine in chunk.engines)
         return tuple({id(engine): engine for engine in found}.values())
 
-    def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
+    def forward_backward(
+        self, batches: Sequence[Batch], loss_scale: Tensor | None = None
+    ) -> PendingLoss:
         run = _Run(self, batches, self._training, loss_scale)
         self._loss.begin(self._piece_batches(batches))
         run.run()
@@ -125,7 +127,7 @@ class _Run:
         program: PipelineModel,
         batches: Sequence[Batch],
         orders: Orders,
-        loss_scale: float = 1.0,
+        loss_scale: Tensor | None = None,
     ) -> None:
         self.loss_scale = loss_scale
         self.program, self.batches, self.orders = program, batches, orders
@@ -192,8 +194,8 @@ class _Run:
         gradients = self.wanted.pop((number, m), {})
         if number == program._last:
             loss = passed.made[chunk.gives[0]]
-            seed = program._loss.weight(m) * self.loss_scale
-            gradients[chunk.gives[0]] = torch.full_like(loss, seed)
+            seed = scaled_ones(loss, self.loss_scale, program._loss.weight(m))
+            gradients[chunk.gives[0]] = seed
         known = chunk.backward(passed, gradients)
         gave = {name: known[name] for name in program._takes[number] if name in known}
         for name in list(gave):

@@ -200,7 +200,7 @@ def train_as_planned(
         if request.checkpoint.every is not None:
             saver = Saver(
                 *(run_dir, request.checkpoint, state, random, rank, carrier),
-                *(Votes(device), is_asked_to_stop),
+                *(Votes(), is_asked_to_stop),
             )
         summary = train(request, plan, program, batches, metrics, trace, saver, resumed)
         summary["resumed_s"] = None if resumed is None else resumed_s

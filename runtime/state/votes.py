@@ -22,14 +22,14 @@ class Wish(IntEnum):
 class Votes:
     """The wishes of all ranks, cast by all of them after every step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._cast: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def cast(self, wish: Wish) -> Wish:
         """Send this rank's wish; return the largest of the ranks' last."""
         before = self._cast
-        sent = torch.tensor([int(wish)], dtype=torch.int32, device=self._device)
+        # On the host, also beside GPUs: reading it waits for no work of theirs.
+        sent = torch.tensor([int(wish)], dtype=torch.int32)
         self._cast = (sent, dist.all_reduce(sent, dist.ReduceOp.MAX, async_op=True))
         return Wish.NOTHING if before is None else _result(*before)
 

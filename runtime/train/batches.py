@@ -1,8 +1,13 @@
-"""This rank's samples of every global batch, and the held-back ones."""
+"""This rank's samples of every global batch, and the held-back ones.
 
-from collections.abc import Callable, Iterator, Sequence
+Batches to train on are read ahead by a thread. To a GPU they go through pinned memory, on a stream
+of their own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -12,6 +17,7 @@ from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.order import evaluation_batches, indices_from
 from whale_train.runtime.train.evaluation import EvaluationBatches
+from whale_train.runtime.train.prefetch import Prefetch
 from whale_train.strategies.plan.plan import Plan
 
 
@@ -26,18 +32,29 @@ class _HeldBack:
         return self.read()
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A step's micro-batches, and when they will have been copied to a GPU."""
+
+    batches: list[dict[str, Tensor]]
+    copied: torch.cuda.Event | None
+
+
 class RankBatches:
-    """This rank's micro-batches of every global batch, read when asked for."""
+    """This rank's micro-batches of every global batch."""
 
     def __init__(
         self, request: Request, plan: Plan, dataset: Dataset, rank: int, device: torch.device
     ) -> None:
         self._request, self._plan, self._dataset = request, plan, dataset
-        self._device = device
+        self.device = device
         self.num_samples = dataset.num_samples
         self._mine = [slice(*interval) for interval in plan.ranks[rank].samples]
         self._names = {field.name for field in dataset.fields}
         self._first_step = self._first_sample = 0
+        self._ahead: Prefetch[_Read] | None = None
+        self._reading = Lock()  # a dataset need not know threads
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def go_on(self, step: int, samples: int) -> None:
         """Take up where a run left off that had seen `samples` samples in `step` steps."""
@@ -49,10 +66,37 @@ class RankBatches:
         return self._first_sample + (step - self._first_step) * self._plan.global_batch
 
     def training(self, step: int) -> list[dict[str, Tensor]]:
+        """Return the micro-batches of a step; those of the steps that follow are read ahead."""
+        if self._ahead is None or self._ahead.next != step:
+            self.close()
+            self._ahead = Prefetch(self._read, step, max(self._request.train.steps, step + 1))
+        read = self._ahead.get()
+        if read.copied is not None:
+            here = torch.cuda.current_stream(self.device)
+            here.wait_event(read.copied)
+            for tensor in (x for batch in read.batches for x in batch.values()):
+                tensor.record_stream(here)
+        return read.batches
+
+    def close(self) -> None:
+        """Read ahead no more."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _read(self, step: int) -> "_Read":
         seed, shuffle = self._request.seed, self._request.data.shuffle
         batch = self._plan.global_batch
         indices = indices_from(self.seen(step), self.num_samples, batch, seed, shuffle)
-        return [self._tensors(self._dataset.samples(indices[mine])) for mine in self._mine]
+        with self._reading:
+            arrays = [self._dataset.samples(indices[mine]) for mine in self._mine]
+        if self._copies is None:
+            return _Read([self._tensors(x) for x in arrays], None)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._copies):
+            batches = [self._tensors(x) for x in arrays]
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        return _Read(batches, copied)
 
     def evaluation(self) -> EvaluationBatches:
         """Return the first held-back samples, as many as were asked for and exist."""
@@ -61,10 +105,11 @@ class RankBatches:
 
     def _evaluated(self, samples: int) -> Iterator[tuple[float, list[dict[str, Tensor]]]]:
         for weight, indices in evaluation_batches(samples, self._plan.global_batch):
-            parts = (self._dataset.evaluation_samples(indices[mine]) for mine in self._mine)
+            with self._reading:
+                parts = [self._dataset.evaluation_samples(indices[mine]) for mine in self._mine]
             yield weight, [self._tensors(part) for part in parts]
 
-    def tokens(self, batches: Sequence[dict[str, Tensor]]) -> int:
+    def tokens(self, batches: Sequence[Mapping[str, Tensor]]) -> int:
         """Tokens of a global batch, known from this rank's part of it; its samples where a
         sample is no sequence of token numbers."""
         ids = batches[0].get("input_ids") if batches else None
@@ -72,8 +117,7 @@ class RankBatches:
         return self._plan.global_batch * per_sample
 
     def _tensors(self, arrays: dict[str, Any]) -> dict[str, Tensor]:
-        return {
-            name: torch.from_numpy(array).to(self._device, non_blocking=True)
-            for name, array in arrays.items()
-            if name in self._names
-        }
+        named = {k: torch.from_numpy(x) for k, x in arrays.items() if k in self._names}
+        if self.device.type == "cpu":
+            return named
+        return {k: x.pin_memory().to(self.device, non_blocking=True) for k, x in named.items()}

@@ -1,11 +1,13 @@
 """The dynamic loss scale of fp16: what a step's loss is multiplied by, so that gradients keep
 their small values, and how that follows what overflows.
 
-The scale is training state, one for the whole job. Whether a step's gradients are finite is read
-off their global norm, which is the same number on every rank: all ranks skip the same steps.
+The scale is training state, one for the whole job, and stays on the device. Whether a step's
+gradients are finite is read off their global norm, which is the same number on every rank: all
+ranks skip the same steps.
 """
 
-from dataclasses import dataclass
+import torch
+from torch import Tensor
 
 START = 2.0**15
 GOOD_STEPS = 2000  # until it is doubled; START and this are those of Whale's public code, EPL
@@ -14,26 +16,38 @@ GOOD_STEPS = 2000  # until it is doubled; START and this are those of Whale's pu
 LARGEST = 2.0**32
 
 
-@dataclass
 class LossScale:
-    """`value` multiplies the loss of the next step, after `good_steps` finite ones in a row."""
+    """`value`, an fp32 scalar, multiplies the loss of the next step, after `good_steps` finite ones
+    in a row."""
 
-    value: float = START
-    good_steps: int = 0
+    def __init__(
+        self,
+        value: float = START,
+        good_steps: int = 0,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
+        self.value = torch.full((), value, device=device)
+        self._good_steps = torch.full((), float(good_steps), device=device)
 
-    def update(self, is_finite: bool) -> None:
-        """After a step whose gradients were finite, or one that was skipped as they were not.
+    def update(self, is_finite: Tensor) -> None:
+        """Follow a step whose gradients were finite, or one that was skipped as they were not, as
+        the scalar `is_finite` says. Nothing is read on the host."""
+        good = torch.where(is_finite, self._good_steps + 1, 0.0)
+        grows = good == GOOD_STEPS
+        grown = torch.minimum(self.value * 2, self.value.clamp(min=LARGEST))
+        kept = torch.where(grows, grown, self.value)
+        self.value = torch.where(is_finite, kept, (self.value / 2).clamp(min=1.0))
+        self._good_steps = torch.where(grows, 0.0, good)
 
-        Raises FloatingPointError for gradients that are not finite without any scale.
-        """
-        if not is_finite:
-            if self.value <= 1.0:
-                raise FloatingPointError(
-                    "the gradients are not finite in fp16, even with a loss scale of 1; "
-                    "use train.precision=bf16 or fp32, or a lower optimizer.lr"
-                )
-            self.value, self.good_steps = max(self.value / 2, 1.0), 0
-            return
-        self.good_steps += 1
-        if self.good_steps == GOOD_STEPS:
-            self.value, self.good_steps = min(self.value * 2, max(LARGEST, self.value)), 0
+    def state(self) -> dict[str, float | int]:
+        """Return what a checkpoint keeps of it: the arguments of another one like it."""
+        return {"value": self.value.item(), "good_steps": round(self._good_steps.item())}
+
+
+def check_scaled(norm: float, loss_scale: float) -> None:
+    """Raise FloatingPointError for gradients that are not finite without any scale."""
+    if norm - norm != 0.0 and loss_scale <= 1.0:  # infinite, or no number
+        raise FloatingPointError(
+            "the gradients are not finite in fp16, even with a loss scale of 1; "
+            "use train.precision=bf16 or fp32, or a lower optimizer.lr"
+        )

@@ -1,10 +1,14 @@
-"""The training loop: steps, their updates, learning rate, evaluation."""
+"""The training loop: steps, learning rate, evaluation.
+
+A step only asks for work. What it came to, its loss and its gradient norm, travels to the host
+while the next step is asked for, and is looked at then: a GPU never waits for the host.
+"""
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -13,25 +17,24 @@ from torch import Tensor
 from torch import distributed as dist
 
 from whale_train.config import Request
-from whale_train.runtime.engines.base import Engine
-from whale_train.runtime.engines.ddp import TorchEngine
-from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.runtime.failures.not_finite import first_not_finite
 from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import Wish
 from whale_train.runtime.train.batches import RankBatches
-from whale_train.runtime.train.grad_scaler import START, LossScale
+from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
 from whale_train.runtime.train.lr_schedule import learning_rate
 from whale_train.runtime.train.metrics import Metrics, StepMetrics
-from whale_train.runtime.train.step_programs import Program
+from whale_train.runtime.train.optimizer_step import update
+from whale_train.runtime.train.step_programs import PendingLoss, Program
 from whale_train.runtime.train.timeline import Trace, span
+from whale_train.runtime.train.to_host import ToHost
 from whale_train.strategies.plan.plan import Plan
 
 
 class Loop:
-    """The steps of a run, one after another. A step's line is written while the next is computed,
-    its loss travelling meanwhile; `settle` writes the last one."""
+    """The steps of a run, one after another. A step's line is written while the next is computed;
+    `settle` writes the last one."""
 
     def __init__(
         self,
@@ -46,11 +49,11 @@ class Loop:
         self._trace = program.trace = trace
         self._request, self._plan, self._program = request, plan, program
         self._batches, self._metrics = batches, metrics
-        self._pending: tuple[StepMetrics, int] | None = None
-        self._sum_over_job = _sum_over_job if plan.rewrite is not None else None
+        self._pending: _Pending | None = None
         self.loss_scale: LossScale | None = None
         if plan.precision == "fp16":
-            self.loss_scale = LossScale(request.train.loss_scale or START)
+            start = request.train.loss_scale or START
+            self.loss_scale = LossScale(start, device=batches.device)
 
     def step(self, number: int) -> float:
         """Step `number`, from 0: its batch, its gradients, its update. The seconds it took."""
@@ -61,62 +64,100 @@ class Loop:
             engine.set_learning_rate(lr)
         with self._span("data"):
             batch = batches.training(number)
-        scale = self.loss_scale.value if self.loss_scale is not None else None
-        with self._span("forward and backward"):
-            loss = program.forward_backward(batch, scale or 1.0)
-        with self._span("update"):
-            norm = update(
-                program.engines,
-                options.grad_clip or 0.0,
-                options.grad_norm,
-                self._sum_over_job,
-                scale,
-                skips_bad=options.on_nan is not None,
-            )
-            skipped = self._skipped(number, batch, norm)
-            if self.loss_scale is not None:
-                assert norm is not None
-                self.loss_scale.update(math.isfinite(float(norm)))
+        outcome = train_step(
+            self._request, self._plan, program, batch, self.loss_scale, batches.device
+        )
         with self._span("metrics"):
             self.settle()
         seconds = time.perf_counter() - started
         evaluation = {}
         if options.evaluate_every and (number + 1) % options.evaluate_every == 0:
             evaluation = evaluate(program, batches)
-        step = StepMetrics(number + 1, loss, norm, lr, seconds, evaluation, scale, skipped)
-        self._pending = (step, batches.tokens(batch))
+        coming = ToHost(outcome.loss, (outcome.grad_norm, outcome.loss_scale), batches.device)
+        self._pending = _Pending(number + 1, lr, seconds, evaluation, batch, coming)
         return seconds
-
-    def _skipped(self, number: int, batch: Sequence[Batch], norm: Tensor | None) -> bool:
-        """Return whether the step's update was left out, its gradients not being finite. Raises
-        FloatingPointError, which says where that began, unless that is to be skipped. A dynamic
-        loss scale has an answer of its own to gradients that overflow."""
-        on_nan = self._request.train.on_nan
-        if on_nan is None or norm is None or self.loss_scale is not None:
-            return False
-        if math.isfinite(float(norm)):
-            return False
-        if on_nan == "stop":
-            program = self._program
-            began = first_not_finite(program.engines, lambda: program.forward_backward(batch))
-            raise FloatingPointError(_not_finite(number + 1, "gradient norm", began))
-        return True
 
     def _span(self, name: str) -> AbstractContextManager[None]:
         return span(self._trace, name)
 
     def settle(self) -> None:
-        """Write the line of the step before."""
-        if self._pending is not None:
-            step, tokens = self._pending
-            self._pending = None
-            loss = step.loss.item()
-            if self._metrics is not None:
-                self._metrics.write(step, loss, self._plan.global_batch, tokens)
-                self.final_loss = loss
-            stops = self._request.train.on_nan == "stop" and self.loss_scale is None
-            if stops and not math.isfinite(loss):
-                raise FloatingPointError(_not_finite(step.number, "loss", ""))
+        """Look at what the step before came to, and write its line. Raises FloatingPointError where
+        that is no number and was not to be skipped."""
+        if self._pending is None:
+            return
+        step, self._pending = self._pending, None
+        loss, (norm, scale) = step.coming.read()
+        skipped = norm is not None and not math.isfinite(norm)
+        on_nan = self._request.train.on_nan
+        if skipped and scale is not None:
+            assert norm is not None
+            check_scaled(norm, scale)
+        elif skipped and on_nan == "stop":
+            program = self._program
+            began = first_not_finite(program.engines, lambda: program.forward_backward(step.batch))
+            raise FloatingPointError(_not_finite(step.number, "gradient norm", began))
+        if self._metrics is not None:
+            line = StepMetrics(
+                *(step.number, loss, norm, step.lr, step.seconds, step.evaluation, scale),
+                skipped=skipped and scale is None and on_nan == "skip",
+            )
+            samples = self._plan.global_batch
+            self._metrics.write(line, samples, self._batches.tokens(step.batch))
+            self.final_loss = loss
+        if on_nan == "stop" and scale is None and not math.isfinite(loss):
+            raise FloatingPointError(_not_finite(step.number, "loss", ""))
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step that was asked for: its number, from 1, and what is `coming` of it."""
+
+    number: int
+    lr: float
+    seconds: float
+    evaluation: dict[str, float]
+    batch: Sequence[Batch]
+    coming: ToHost
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step comes to, on the device: its loss, the global gradient norm, where it is
+    measured, and the scale of its loss, in fp16."""
+
+    loss: PendingLoss
+    grad_norm: Tensor | None
+    loss_scale: Tensor | None
+
+
+def train_step(
+    request: Request,
+    plan: Plan,
+    program: Program,
+    batch: Sequence[Batch],
+    loss_scale: LossScale | None,
+    device: torch.device,
+) -> Outcome:
+    """Ask `device` for the gradients of a batch and the update of all parameters. Reads no value on
+    the host."""
+    options = request.train
+    scale = None if loss_scale is None else loss_scale.value
+    with span(program.trace, "forward and backward"):
+        loss = program.forward_backward(batch, scale)
+    with span(program.trace, "update"):
+        norm = update(
+            program.engines,
+            options.grad_clip or 0.0,
+            options.grad_norm,
+            _sum_over_job if plan.rewrite is not None else None,
+            scale,
+            skips_bad=options.on_nan is not None,
+            device=device,
+        )
+        if loss_scale is not None:
+            assert norm is not None
+            loss_scale.update(norm.isfinite())
+    return Outcome(loss, norm, scale)
 
 
 def _not_finite(step: int, what: str, began: str) -> str:
@@ -149,7 +190,7 @@ def train(
         first = resumed["step"]
         batches.go_on(first, resumed["samples"])
         if loop.loss_scale is not None and resumed["loss_scale"] is not None:
-            loop.loss_scale = LossScale(**resumed["loss_scale"])
+            loop.loss_scale = LossScale(**resumed["loss_scale"], device=batches.device)
     times = []
     done = first
     started = ended = time.perf_counter()
@@ -160,12 +201,13 @@ def train(
         wanted = saver.wanted(done) if saver is not None else Wish.NOTHING
         if saver is not None and (wanted or done == request.train.steps):
             loop.settle()  # a loss that is no number is not saved
-            scale = loop.loss_scale and asdict(loop.loss_scale)
+            scale = loop.loss_scale and loop.loss_scale.state()
             seen = {"samples": batches.seen(done), "num_samples": batches.num_samples}
             saver.save(done, {**seen, "loss_scale": scale})
         if wanted is Wish.SAVE_AND_STOP:
             break
     loop.settle()
+    batches.close()
     if saver is not None:
         saver.close()
     # The first step pays for what libraries set up when first used.
@@ -191,66 +233,3 @@ def evaluate(program: Program, batches: RankBatches) -> dict[str, float]:
     if targets:
         found["evaluation_accuracy"] = round(seen.correct) / targets
     return found
-
-
-def update(
-    engines: Sequence[Engine],
-    clip: float,
-    measure: bool,
-    sum_over_job: Callable[[Tensor], Tensor] | None,
-    loss_scale: float | None = None,
-    skips_bad: bool = False,
-) -> Tensor | None:
-    """Take one optimizer step of all of a rank's engines; the global L2 norm of the gradients
-    before clipping (None unless `measure` or `clip` or a loss scale asks for it).
-
-    With a `loss_scale`, by which the gradients were multiplied, or where the update `skips_bad`, a
-    step whose gradients are not finite is skipped; the norm is the same number on every rank, so
-    they all do. Norms are without the scale.
-
-    `sum_over_job` adds a scalar over all ranks whose engines hold different parameters; None where
-    every rank's engines hold, among their copies, all there are.
-    """
-
-    def counts(engine: Engine) -> bool:
-        return sum_over_job is None or engine.counts_norm
-
-    plain = [engine for engine in engines if isinstance(engine, TorchEngine)]
-    partitioned = [engine for engine in engines if isinstance(engine, DeepSpeedEngine)]
-    assert len(plain) + len(partitioned) == len(engines)
-    assert len(partitioned) <= 1, "each DeepSpeed step wants the whole norm before the next"
-    for engine in engines:
-        engine.loss_scale = loss_scale or 1.0
-    if not (measure or clip or loss_scale):
-        for engine in partitioned:
-            engine.step(None)
-        for plain_engine in plain:
-            plain_engine.step(None, 0.0)
-        return None
-    counted = [engine.squared_norm() for engine in plain if counts(engine)]
-    squared = torch.stack(counted).sum() if counted else None
-    total: list[Tensor] = []
-
-    def global_squared(own: Tensor | None, is_counted: bool) -> Tensor:
-        parts = [x for x in (squared, own if is_counted else None) if x is not None]
-        anything = own if own is not None else squared
-        mine = torch.stack(parts).sum() if parts else torch.zeros_like(_given(anything, engines))
-        total.append(mine if sum_over_job is None else sum_over_job(mine))
-        return total[0]
-
-    for engine in partitioned:
-        engine.step(lambda own, e=engine: global_squared(own, counts(e)))  # type: ignore[misc]
-    if not partitioned:
-        global_squared(None, False)
-    norm = total[0].sqrt() / (loss_scale or 1.0)
-    skips = (loss_scale is not None or skips_bad) and not bool(norm.isfinite())
-    for plain_engine in plain:
-        plain_engine.step(norm, clip, skips)
-    return norm
-
-
-def _given(value: Tensor | None, engines: Iterable[Engine]) -> Tensor:
-    if value is not None:
-        return value
-    device = next((p.device for e in engines for p in e.module.parameters()), torch.device("cpu"))
-    return torch.zeros((), device=device)

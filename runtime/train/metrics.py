@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from whale_train.runtime.train.step_programs import PendingLoss
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What is known of a step when it ends, its loss perhaps still on its way."""
+    """What is known of a step once its loss has come."""
 
     number: int
-    loss: PendingLoss
-    grad_norm: Tensor | None
+    loss: float
+    grad_norm: float | None
     lr: float
     seconds: float
     evaluation: dict[str, float]
@@ -41,13 +38,12 @@ class Metrics:
 
             self._board = SummaryWriter(str(run_dir / "tensorboard"))
 
-    def write(self, step: StepMetrics, loss: float, samples: int, tokens: int) -> None:
-        """Write the line of a step, whose `loss` has come, or keep it while it cannot be."""
-        norm = None if step.grad_norm is None else float(step.grad_norm)
+    def write(self, step: StepMetrics, samples: int, tokens: int) -> None:
+        """Write the line of a step, or keep it while it cannot be."""
         line: dict[str, Any] = {
             "step": step.number,
-            "loss": loss,
-            "grad_norm": norm,
+            "loss": step.loss,
+            "grad_norm": step.grad_norm,
             "lr": step.lr,
             **({"skipped": True} if step.skipped else {}),
             **({} if step.loss_scale is None else {"loss_scale": step.loss_scale}),

@@ -61,6 +61,7 @@ def verify(
             rate = learning_rate(request.optimizer, number, request.train.steps)
             yardstick.add_step(program, rate)
     loop.settle()
+    batches.close()
     said = {
         "parts": recorder.parts,
         "dropout_off": without.mode.met,
@@ -224,7 +225,9 @@ class _WithoutDropout:
     def shared_random(self) -> Sequence[SharedRandom]:
         return self._program.shared_random
 
-    def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
+    def forward_backward(
+        self, batches: Sequence[Batch], loss_scale: Tensor | None = None
+    ) -> PendingLoss:
         with self.mode:
             return self._program.forward_backward(batches, loss_scale)
 

@@ -30,10 +30,21 @@ class PendingLoss:
     value: Tensor
     work: dist.Work | None
 
-    def item(self) -> float:
+    def on_device(self) -> Tensor:
+        """Return the loss as a scalar for work that follows: on a GPU nothing waits for it here."""
         if self.work is not None:
             self.work.wait()
-        return float(self.value)
+        return self.value
+
+    def item(self) -> float:
+        return float(self.on_device())
+
+
+def scaled_ones(loss: Tensor, scale: Tensor | None, weight: float = 1.0) -> Tensor:
+    """Return the gradient that the backward of a loss of `weight` begins with, where all losses are
+    multiplied by `scale`."""
+    seed = torch.full_like(loss, weight)
+    return seed if scale is None else (seed * scale).to(loss.dtype)
 
 
 class Program(Protocol):
@@ -49,9 +60,11 @@ class Program(Protocol):
     @property
     def engines(self) -> Sequence[Engine]: ...
 
-    def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
-        """Gradients of `loss_scale` times the global batch's mean loss, of which `batches` are
-        this rank's micro-batches; the loss itself."""
+    def forward_backward(
+        self, batches: Sequence[Batch], loss_scale: Tensor | None = None
+    ) -> PendingLoss:
+        """Gradients of `loss_scale`, a scalar (None: 1), times the global batch's mean loss, of
+        which `batches` are this rank's micro-batches; the loss itself."""
 
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
         """Return the means over all held-back samples."""
@@ -83,7 +96,9 @@ class WholeModel:
     def engines(self) -> Sequence[Engine]:
         return (self._engine,)
 
-    def forward_backward(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> PendingLoss:
+    def forward_backward(
+        self, batches: Sequence[Batch], loss_scale: Tensor | None = None
+    ) -> PendingLoss:
         engine, parts = self._engine, []
         for number, (batch, targets) in enumerate(self._counted(batches)):
             last = number == len(batches) - 1
@@ -96,7 +111,7 @@ class WholeModel:
                     span(self.trace, Instruction(Kind.BACKWARD, 0, number)),
                     means.made_again.in_backward(),
                 ):
-                    engine.backward([part], [torch.full_like(part, loss_scale)])
+                    engine.backward([part], [scaled_ones(part, loss_scale)])
             parts.append(part.detach().float())
         engine.finish_backward()
         value = torch.stack(parts).sum() if len(parts) > 1 else parts[0]

@@ -21,7 +21,7 @@ from torch import nn
 
 from whale_train.runtime.engines.base import Copies
 from whale_train.runtime.engines.lamb import Lamb
-from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.engines.optimizers import make_optimizer, skipping
 
 OPTIONS = {"lr": 0.05, "betas": [0.8, 0.95], "eps": 1e-4, "weight_decay": 0.1}
 
@@ -77,6 +77,20 @@ def test_what_has_no_gradient_stays_put() -> None:
     Lamb([one, other], lr=0.1, weight_decay=0.5).step()
     assert other.tolist() == [1.0, 1.0, 1.0]
     assert one.tolist() != [1.0, 1.0, 1.0]
+
+
+def test_a_step_that_is_skipped_changes_nothing() -> None:
+    weight, gradients = drawn((7, 5))
+    parameter = nn.Parameter(torch.tensor(weight, dtype=torch.float32))
+    optimizer = Lamb([parameter], **OPTIONS)  # type: ignore[arg-type]
+    for bad in (True, False, True, False, False):
+        given = np.full((7, 5), np.inf) if bad else gradients.pop(0)
+        parameter.grad = torch.tensor(given, dtype=torch.float32)
+        with skipping(optimizer, torch.tensor(float(bad))) as steps:
+            assert steps
+            optimizer.step()
+    expected = by_formula(*drawn((7, 5)))
+    np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=2e-5, atol=2e-6)
 
 
 def sharded(rows: list[tuple[int, int]]) -> tuple[list[list[float]], list[float], int]:

@@ -225,7 +225,7 @@ def updated(clip: float, scale: float | None) -> tuple[float, list[float], list[
     )
     loss = engine(torch.tensor([[1.0, 2.0, 2.0]])).sum() / dist.get_world_size()
     engine.backward([loss], [torch.full_like(loss, scale or 1.0)])
-    norm = update([engine], clip, True, None, scale)
+    norm = update([engine], clip, True, None, None if scale is None else torch.tensor(scale))
     assert norm is not None
     return float(norm), module.weight.flatten().tolist(), seen
 

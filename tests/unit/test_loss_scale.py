@@ -3,22 +3,23 @@
 import math
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from whale_train.config import read_request
 from whale_train.errors import ConfigError
-from whale_train.runtime.train.grad_scaler import LossScale
+from whale_train.runtime.train.grad_scaler import LossScale, check_scaled
 
 
 def after(scale: LossScale, steps: list[bool]) -> float:
     for is_finite in steps:
-        scale.update(is_finite)
-    return scale.value
+        scale.update(torch.tensor(is_finite))
+    return scale.value.item()
 
 
 def test_it_starts_at_2_to_the_15_and_doubles_after_2000_good_steps() -> None:
     scale = LossScale()
-    assert scale.value == 32768
+    assert scale.value.item() == 32768
     assert after(scale, [True] * 1999) == 32768
     assert after(scale, [True]) == 65536
     assert after(scale, [True] * 1999) == 65536
@@ -36,22 +37,25 @@ def test_an_overflow_halves_it_and_begins_the_count_anew() -> None:
 def test_what_overflows_without_a_scale_is_an_error() -> None:
     scale = LossScale(2.0)
     assert after(scale, [False]) == 1
-    with pytest.raises(FloatingPointError, match="not finite in fp16, even with a loss scale of 1"):
-        scale.update(False)
+    for norm in (math.inf, math.nan):
+        check_scaled(norm, 2.0)
+        with pytest.raises(FloatingPointError, match="not finite in fp16, even with a loss scale"):
+            check_scaled(norm, 1.0)
+    check_scaled(3.0, 1.0)
     assert after(LossScale(1.5), [False]) == 1  # not below
 
 
 def test_it_stays_where_its_square_fits_fp32() -> None:
     scale = LossScale(2.0**31)
     assert after(scale, [True] * 6000) == 2.0**32
-    assert math.isfinite(scale.value**2)
+    assert torch.isfinite(scale.value**2)
     assert after(LossScale(2.0**40), [True] * 2000) == 2.0**40  # asked for
 
 
 def test_it_is_what_it_counts() -> None:
     first, second = LossScale(), LossScale()
     after(first, [True] * 1500)
-    second = LossScale(first.value, first.good_steps)
+    second = LossScale(**first.state())
     assert after(first, [True] * 500) == after(second, [True] * 500) == 65536
 
 

@@ -40,7 +40,7 @@ def test_what_another_rank_writes_of_the_next_checkpoint_is_left_to_it(tmp_path:
         cast(RandomStates, NoGenerators()),
         rank=0,
         carrier=Carrier(tmp_path, (), rank=0, ranks=1, timeout_s=1.0),
-        votes=Votes(torch.device("cpu")),
+        votes=Votes(),
         is_asked_to_stop=lambda: False,
     )
     saver.save(9, {})

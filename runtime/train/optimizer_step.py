@@ -1,0 +1,70 @@
+"""One optimizer step of all of a rank's engines, with one global norm. Nothing is read on the
+host: a step that is to be skipped is, by the optimizers' kernels, on the device."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.engines.ddp import TorchEngine
+from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
+
+
+def update(
+    engines: Sequence[Engine],
+    clip: float,
+    measure: bool,
+    sum_over_job: Callable[[Tensor], Tensor] | None,
+    loss_scale: Tensor | None = None,
+    skips_bad: bool = False,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> Tensor | None:
+    """Take one optimizer step of all of a rank's engines, on `device`; return the global L2 norm of
+    the gradients before clipping (None unless `measure` or `clip` or a loss scale asks for it).
+
+    With a `loss_scale`, by which the gradients were multiplied, or where the update `skips_bad`, a
+    step whose gradients are not finite is skipped; the norm is the same number on every rank, so
+    they all do. Norms are without the scale.
+
+    `sum_over_job` adds a scalar over all ranks whose engines hold different parameters; None where
+    every rank's engines hold, among their copies, all there are.
+    """
+
+    def counts(engine: Engine) -> bool:
+        return sum_over_job is None or engine.counts_norm
+
+    plain = [engine for engine in engines if isinstance(engine, TorchEngine)]
+    partitioned = [engine for engine in engines if isinstance(engine, DeepSpeedEngine)]
+    assert len(plain) + len(partitioned) == len(engines)
+    assert len(partitioned) <= 1, "each DeepSpeed step wants the whole norm before the next"
+    skips = loss_scale is not None or skips_bad
+    for engine in engines:
+        engine.loss_scale = loss_scale
+    if not (measure or clip or loss_scale is not None):
+        for engine in partitioned:
+            engine.step(None)
+        for plain_engine in plain:
+            plain_engine.step(None, 0.0)
+        return None
+    counted = [engine.squared_norm() for engine in plain if counts(engine)]
+    squared = torch.stack(counted).sum() if counted else None
+    total: list[Tensor] = []
+
+    def global_squared(own: Tensor | None, is_counted: bool) -> Tensor:
+        parts = [x for x in (squared, own if is_counted else None) if x is not None]
+        mine = torch.stack(parts).sum() if parts else torch.zeros((), device=device)
+        total.append(mine if sum_over_job is None else sum_over_job(mine))
+        return total[0]
+
+    for engine in partitioned:
+        engine.step(lambda own, e=engine: global_squared(own, counts(e)), skips)  # type: ignore[misc]
+    if not partitioned:
+        global_squared(None, False)
+    norm = total[0].sqrt()
+    if loss_scale is not None:
+        norm = norm / loss_scale
+    found_inf = (~norm.isfinite()).float() if skips else None
+    for plain_engine in plain:
+        plain_engine.step(norm, clip, found_inf)
+    return norm
