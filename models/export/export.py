@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from whale_train.errors import ConfigError
 from whale_train.models.build import build_model
+from whale_train.models.export.causal_masks import say_causal
 from whale_train.models.export.custom_backward import Watch
 from whale_train.models.export.functionalize import CannotReplace, out_of_place
 from whale_train.models.loss_module import MODEL_PREFIX, LossModule, forward_fields
@@ -245,7 +246,8 @@ def canonical_names(operations: Iterable[tuple[str, str, bool]]) -> list[str]:
 
 def flat_module(program: ExportedProgram) -> fx.GraphModule:
     """Return the exported graph with parameters as attributes, without torch.export's bookkeeping
-    and without writes to what has a gradient, its operations named by `canonical_names`. Raises
+    without writes to what has a gradient and without masks that are the causal one, its operations
+    named by `canonical_names`. Raises
     CannotReplace for such a write that must stay."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -257,6 +259,7 @@ def flat_module(program: ExportedProgram) -> fx.GraphModule:
         if not node.users and (bookkeeping or _is_a_value(node)):
             module.graph.erase_node(node)
     out_of_place(module)
+    say_causal(module)
     names = canonical_names(
         (
             node.name,

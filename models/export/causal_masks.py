@@ -1,0 +1,128 @@
+"""Attention whose mask is the causal one says so itself.
+
+A model of transformers makes its mask of positions, and an export has it as a tensor [batch, 1,
+queries, keys]. Kernels that skip what a causal mask hides take no mask (FlashAttention, Dao 2023,
+arXiv 2307.08691): with one, attention runs in another kernel, does twice the work, and reads a
+dense mask in every layer. A mask that depends on nothing but the batch's size is a constant: it is
+computed, and where it is the lower triangle, attention is told `is_causal` in its place.
+"""
+
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, fx
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_SIZE = torch.ops.aten.sym_size.int
+_BATCH = 2
+# Elements of a mask up to which it is computed: 16,384 tokens.
+_MOST_ELEMENTS = 1 << 28
+
+
+def say_causal(module: fx.GraphModule) -> int:
+    """Replace masks that are proven causal in the graph of `module` by `is_causal`, and leave out
+    what only they were made of. Return how many."""
+    proven: dict[fx.Node, bool] = {}
+    made: dict[fx.Node, Any] = {}
+    found = 0
+    for node in list(module.graph.nodes):
+        mask = _mask_of(node)
+        if mask is None or (len(node.args) > 5 and node.args[5]):
+            continue
+        if mask not in proven:
+            proven[mask] = _is_lower_triangle(mask, node, made)
+        if proven[mask]:
+            query, key, value = node.args[:3]
+            dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+            node.args = (query, key, value, None, dropout, True)
+            left_out = ("attn_mask", "dropout_p", "is_causal")
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k not in left_out}
+            found += 1
+    for mask in (mask for mask, is_causal in proven.items() if is_causal):
+        _erase(module.graph, mask)
+    return found
+
+
+def _mask_of(node: fx.Node) -> fx.Node | None:
+    if node.target is not _ATTENTION:
+        return None
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    return mask if isinstance(mask, fx.Node) else None
+
+
+def _is_lower_triangle(mask: fx.Node, attention: fx.Node, made: dict[fx.Node, Any]) -> bool:
+    """Return whether the mask of an attention lets every query see the keys up to its own place and
+    no others, whatever the batch. `made` are values that are known."""
+    value = mask.meta.get("val")
+    if not isinstance(value, Tensor) or value.dtype != torch.bool or value.dim() < 2:
+        return False
+    queries, keys = value.shape[-2:]
+    query, key = (x.meta["val"].shape[-2] for x in attention.args[:2] if isinstance(x, fx.Node))
+    if not isinstance(queries, int) or queries != keys or (query, key) != (queries, keys):
+        return False
+    if queries * keys > _MOST_ELEMENTS:
+        return False
+    try:
+        computed = _computed(mask, made)
+    except _NoConstant:
+        return False
+    triangle = torch.ones(queries, keys, dtype=torch.bool).tril()
+    return bool((computed == triangle).all())
+
+
+class _NoConstant(Exception):
+    """A value that is not known without the batch's values."""
+
+
+def _computed(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
+    """Return the value of a node for a batch of two, on the CPU. Raises _NoConstant."""
+    waiting = [node]
+    while waiting:
+        now = waiting[-1]
+        if now in made:
+            waiting.pop()
+            continue
+        if now.target is _SIZE:
+            size = now.meta.get("val")
+            # The batch's is the only one that is no number.
+            made[now] = _BATCH if isinstance(size, SymInt) else size
+            continue
+        if now.op != "call_function" or not _is_pure(now.target):
+            raise _NoConstant(now.name)
+        missing = [x for x in now.all_input_nodes if x not in made]
+        if missing:
+            waiting += missing
+            continue
+
+        def argument(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return made[value]
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        args = fx.node.map_aggregate(now.args, argument)
+        kwargs = fx.node.map_aggregate(now.kwargs, argument)
+        try:
+            made[now] = now.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception as error:  # whatever an operation says to such values
+            raise _NoConstant(now.name) from error
+    return made[node]
+
+
+def _is_pure(target: Any) -> bool:
+    """Return whether an operation gives the same value every time, and changes nothing."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    return not (is_random or target._schema.is_mutable)
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Leave out a node that nobody reads, and then those that only it read."""
+    waiting = [node]
+    while waiting:
+        now = waiting.pop()
+        if now.users or now.op != "call_function" or now._erased:
+            continue
+        read = list(now.all_input_nodes)
+        graph.erase_node(now)
+        waiting += read

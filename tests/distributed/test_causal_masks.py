@@ -1,0 +1,85 @@
+"""Which exported attentions are told that they are causal, and what they compute then."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from whale_train.models.build import build_model
+from whale_train.models.export.export import EXPORT_BATCH, export, export_model
+from whale_train.models.loss_module import LossModule
+from whale_train.models.options import HUGGING_FACE, ModelOptions
+from whale_train.strategies.graph.operation_graph import InputField
+
+TOKENS = 12
+IDS, LABELS, MASK = (
+    InputField(name, (TOKENS,), "int64", 67) for name in ("input_ids", "labels", "attention_mask")
+)
+TINY = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": 67, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4,
+    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+}  # fmt: skip
+BERT = {k: v for k, v in TINY.items() if k != "num_key_value_heads"}
+
+
+def options(architecture: str, config: dict[str, Any]) -> ModelOptions:
+    return ModelOptions.from_mapping(
+        {"_target_": HUGGING_FACE, "architecture": architecture, "config": config}
+    )
+
+
+def attentions(graph: fx.GraphModule) -> list[tuple[bool, bool]]:
+    """For each attention, whether it has a mask, and whether it is causal."""
+    return [
+        (len(node.args) > 3 and node.args[3] is not None, len(node.args) > 5 and bool(node.args[5]))
+        for node in graph.graph.nodes
+        if "scaled_dot_product_attention" in str(node.target)
+    ]
+
+
+CAUSAL, MASKED = (False, True), (True, False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "fields", "expected"),
+    [
+        ("LlamaForCausalLM", TINY, (IDS, LABELS), CAUSAL),
+        ("Qwen3ForCausalLM", TINY, (IDS, LABELS), CAUSAL),
+        ("GPT2LMHeadModel", GPT2, (IDS, LABELS), CAUSAL),
+        ("MistralForCausalLM", {**TINY, "sliding_window": 64}, (IDS, LABELS), CAUSAL),
+        ("MistralForCausalLM", {**TINY, "sliding_window": 5}, (IDS, LABELS), MASKED),
+        ("LlamaForCausalLM", TINY, (IDS, LABELS, MASK), MASKED),
+        ("BertForMaskedLM", BERT, (IDS, LABELS, MASK), MASKED),
+    ],
+)
+def test_only_a_mask_that_is_the_triangle_is_left_out(
+    architecture: str,
+    config: dict[str, Any],
+    fields: tuple[InputField, ...],
+    expected: tuple[bool, bool],
+) -> None:
+    graph, why = export_model(options(architecture, config), fields)
+    assert graph is not None, why
+    assert attentions(graph) == [expected] * 2
+    if expected == CAUSAL:  # and what only the mask was made of
+        assert not [n for n in graph.graph.nodes if str(n.target).startswith("aten.le.")]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_it_computes_what_the_model_does(batch: int) -> None:
+    torch.manual_seed(0)
+    wanted = options("LlamaForCausalLM", TINY)
+    module = LossModule(build_model(wanted), wanted).train()
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 67, (batch, TOKENS), generator=draw)
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    example = {k: torch.ones(EXPORT_BATCH, TOKENS, dtype=torch.int64) for k in inputs}
+    graph, why = export(module, example)
+    assert graph is not None, why
+    assert attentions(graph) == [CAUSAL] * 2
+    torch.testing.assert_close(graph(**inputs), module(**inputs), rtol=1e-6, atol=1e-6)
