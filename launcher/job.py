@@ -48,6 +48,7 @@ from whale_train.launcher.ranks.run_files import (
     write_plans,
 )
 from whale_train.launcher.ranks.stop_signals import StopSignals, stop_signals
+from whale_train.launcher.rehearse import refuse_other_ranks, rehearse
 from whale_train.launcher.resume import (
     Resumed,
     find_checkpoint,
@@ -83,8 +84,8 @@ def run_job(
         request = read_request(config, names)
         _refuse_mode(request, place)
         if request.model.pretrained is not None:
-            fetch(request.model.pretrained, weights=request.mode != "plan")
-        if request.mode == "plan":
+            fetch(request.model.pretrained, weights=request.mode not in ("plan", "rehearse"))
+        if request.mode in ("plan", "rehearse"):
             return _plan(request, run_dir, console)
         with stop_signals() as signals:
             if request.mode == "export":
@@ -116,20 +117,23 @@ def run_job(
 
 def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
     """Refuse a mode that needs no ranks, where others have started some."""
-    if request.mode in ("plan", "export") and place is not None:
+    if request.mode in ("plan", "rehearse", "export") and place is not None:
         rule = "needs no ranks, and some were started from outside"
         raise ConfigError([Fault("mode", request.mode, rule, "run it without torchrun or srun")])
 
 
 def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
-    """Resolve, write and show the plan, or one for each strategy to compare; nothing starts."""
+    """Resolve, write and show the plan, or one for each strategy to compare; nothing starts, but
+    perhaps what rehearses it."""
     run_dir = make_run_dir(request, run_dir)
+    asked, request = request, request.model_copy(update={"mode": "plan"})
     if request.compare:
         found = resolve_each(request, compared_strategies(request.compare))
         written = [("the plan", path) for path in write_plans(run_dir, found)]
         console.print(comparison_view(found))
     else:
         resolved = resolve_request(request)
+        refuse_other_ranks(asked, resolved.plan)
         write_plan(run_dir, resolved, request)
         show_resolved(resolved, request, console)
         written = [("the plan", run_dir / "plan.json")]
@@ -139,6 +143,9 @@ def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
             written.append(("the strategy, as a file", run_dir / "strategy.yaml"))
     for what, path in written:
         console.print(f"{what}: {path}", soft_wrap=True, markup=False, highlight=False)
+    if asked.mode == "rehearse" or (asked.rehearse and not asked.compare):
+        with stop_signals() as signals:
+            return rehearse(asked, run_dir, console, signals)
     return JobEnd("done", run_dir)
 
 

@@ -19,6 +19,7 @@ from typing import Literal
 
 HOST_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.fork_server")
 EXPORT_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.export_host")
+REHEARSE_PROGRAM = (sys.executable, "-m", "whale_train.runtime.rehearse.main")
 HOST_LOG = "logs/host.log"
 POLL_S = 0.1
 # From SIGTERM to SIGKILL of everything; more than a host gives its ranks.

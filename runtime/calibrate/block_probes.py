@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from whale_train.runtime.calibrate.probes import Measured, Probe, elementwise
 from whale_train.runtime.calibrate.timing import Moment, moment, seconds
-from whale_train.runtime.engines.base import autocast
+from whale_train.runtime.engines.base import in_precision
 from whale_train.strategies.cost.op_work import KernelKind
 
 
@@ -46,7 +46,7 @@ def run_block(block: ProbedBlock, device: torch.device, precision: str) -> list[
     passed: list[tuple[Tensor, Tensor]] = []
     forward, backward = list[_Span](), list[_Span]()
     for _, step in stages:
-        with autocast(precision, device):
+        with in_precision(precision, device):
             started = moment(device)
             result = step(value)
             forward.append((started, moment(device)))

@@ -7,7 +7,7 @@ import torch
 from whale_train.runtime.calibrate.block_probes import SMALLEST, ProbedBlock, run_block
 from whale_train.runtime.calibrate.probes import Measured, Probe
 from whale_train.runtime.calibrate.timing import moment, seconds, undisturbed
-from whale_train.runtime.engines.base import autocast
+from whale_train.runtime.engines.base import in_precision
 from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind
 from whale_train.strategies.hardware.cluster import Kernel, Roofline
 
@@ -83,7 +83,7 @@ def _timed(probe: Probe, device: torch.device, precision: str) -> tuple[list[flo
             tensor.grad = None
         started = moment(device)
         result = value
-        with autocast(precision, device):
+        with in_precision(precision, device):
             for i in range(probe.length):
                 result = probe.step(result, i, held)
         between = moment(device)

@@ -93,6 +93,12 @@ class Transport:
             work.wait()
         return buffers
 
+    @property
+    def passing(self) -> list[Tensor]:
+        """Values on their way: to be received, and sent and not known to have left."""
+        coming = (values for link in self._links.values() for _, values in link.coming.values())
+        return [x for values in (*coming, *(sent for _, sent in self._sent)) for x in values]
+
     def finish(self) -> None:
         """Wait until everything sent has left."""
         for link in self._links.values():

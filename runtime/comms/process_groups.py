@@ -103,9 +103,9 @@ def make_channels(
     if plan.pipeline is None:
         return {}
     found: dict[int, dist.ProcessGroup] = {}
-    of_ranks = [] if device.type == "cuda" else homes()
+    of_ranks = homes() if device.type == "cpu" else []
     for pair in _talking(plan.pipeline):
-        if device.type == "cuda":
+        if device.type != "cpu":
             group = _new_group(list(pair), timeout, "messages")
         elif of_ranks[pair[0]] == of_ranks[pair[1]]:
             group = SharedMessages.new(list(pair), timeout, "messages")

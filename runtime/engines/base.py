@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from whale_train.runtime.engines.grad_reduce import Reduction
+from whale_train.runtime.graph.autocast import autocast
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,14 @@ class Engine(Protocol):
     is called in every update, when the gradients are reduced and not yet clipped or used.
     `loss_scale` is what the gradients of the step were multiplied by (fp16; None: 1).
     `reduction` is what wants to be told of every gradient that is final (None: nothing does).
-    `holders` are the ranks that hold the same parameters."""
+    `holders` are the ranks that hold the same parameters. What `partitions` is a
+    PartitionedEngine, all else a WholeEngine."""
 
     copies: int
     counts_norm: bool
     holders: Copies
     module: nn.Module
+    partitions: bool
     on_gradients: Callable[[], None] | None
     loss_scale: Tensor | None
 
@@ -149,14 +152,35 @@ class Engine(Protocol):
 
 CLIP_EPS = 1e-6  # that of torch's own clipping, and of DeepSpeed's
 
+
+class WholeEngine(Engine, Protocol):
+    """An engine of copies kept whole."""
+
+    def squared_norm(self) -> Tensor:
+        """Return the squared norm of the gradients this rank counts among the shards of a copy, as
+        a scalar in fp32."""
+
+    def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
+        """Update, clipping by `norm`, the global one without the loss scale; or, where the scalar
+        `found_inf` is 1, forget the gradients."""
+
+
+class PartitionedEngine(Engine, Protocol):
+    """An engine of copies that partition what they have in common."""
+
+    def step(self, global_norm: Callable[[Tensor], Tensor] | None, skips: bool = False) -> None:
+        """Reduce and update, clipping by what `global_norm` makes of this engine's own squared
+        norm; where that is not finite, the step changes nothing if it `skips`."""
+
+
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Return the context that a forward in `precision` runs in."""
     if precision not in NARROW:
         return nullcontext()
-    return torch.autocast(device.type, dtype=NARROW[precision])
+    return autocast(device.type, NARROW[precision])
 
 
 def without_scale(gradient: Tensor, loss_scale: Tensor | None) -> Tensor:

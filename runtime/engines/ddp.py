@@ -14,7 +14,7 @@ from whale_train.runtime.engines.base import (
     CLIP_EPS,
     Copies,
     ParameterState,
-    autocast,
+    in_precision,
     set_learning_rate,
     without_scale,
 )
@@ -27,9 +27,11 @@ from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 class TorchEngine:
     """Copies kept whole. `overlap`: a step has one backward, under which gradients are reduced by
     DistributedDataParallel; otherwise `reduction` sums each when it is final. `precision` is that
-    of every forward (autocast)."""
+    of every forward (autocast). `buckets` makes what stands in for DistributedDataParallel, if
+    anything does."""
 
     loss_scale: Tensor | None = None
+    partitions = False
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class TorchEngine:
         *,
         may_skip_parameters: bool,
         overlap: bool = True,
+        buckets: Callable[[nn.Module, dist.ProcessGroup | None], nn.Module] | None = None,
     ) -> None:
         self.module = module
         self.parameters = [p for p in module.parameters() if p.requires_grad]
@@ -60,18 +63,10 @@ class TorchEngine:
             )
         elif self.copies > 1 and self.parameters:
             assert not copies.shared
-            self._run = DistributedDataParallel(
-                module,
-                process_group=copies.group,
-                device_ids=[device] if device.type == "cuda" else None,
-                bucket_cap_mb=REDUCE_BUCKET_ELEMENTS * 4 / 2**20,
-                gradient_as_bucket_view=True,
-                broadcast_buffers=False,  # BatchNorm's agree already, being global
-                find_unused_parameters=may_skip_parameters,
-                init_sync=False,  # the same seed made them everywhere
-            )
-            if copies.sums is not None:
-                self._run.register_comm_hook((copies.sums, precision == "fp16"), _sum)
+            if buckets is None:
+                self._run = _data_parallel(module, copies, device, precision, may_skip_parameters)
+            else:
+                self._run = buckets(module, copies.group)
         # What averaging undoes. fp16 has it in any case: gradients are then as large, when they
         # are made, as they would be on one device.
         averages = copies.sums is None or precision == "fp16"
@@ -80,7 +75,7 @@ class TorchEngine:
         self._precision, self._device = precision, device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with autocast(self._precision, self._device):
+        with in_precision(self._precision, self._device):
             return self._run(*args, **kwargs)
 
     def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -93,9 +88,15 @@ class TorchEngine:
             return value.grad
         return value.grad / self._scale
 
+    @property
+    def buckets(self) -> Sequence[Tensor]:
+        """The buckets of what stands in for DistributedDataParallel."""
+        return getattr(self._run, "buckets", ())
+
     def accumulating(self) -> AbstractContextManager[Any]:
-        run = self._run
-        return run.no_sync() if isinstance(run, DistributedDataParallel) else nullcontext()
+        no_sync: Callable[[], AbstractContextManager[Any]]
+        no_sync = getattr(self._run, "no_sync", nullcontext)
+        return no_sync()
 
     def finish_backward(self) -> None:
         if self.reduction is not None:
@@ -173,6 +174,28 @@ class TorchEngine:
     def _settle(self) -> None:
         if self.reduction is not None:
             self.reduction.wait()
+
+
+def _data_parallel(
+    module: nn.Module,
+    copies: Copies,
+    device: torch.device,
+    precision: str,
+    may_skip_parameters: bool,
+) -> DistributedDataParallel:
+    made = DistributedDataParallel(
+        module,
+        process_group=copies.group,
+        device_ids=[device] if device.type == "cuda" else None,
+        bucket_cap_mb=REDUCE_BUCKET_ELEMENTS * 4 / 2**20,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # BatchNorm's agree already, being global
+        find_unused_parameters=may_skip_parameters,
+        init_sync=False,  # the same seed made them everywhere
+    )
+    if copies.sums is not None:
+        made.register_comm_hook((copies.sums, precision == "fp16"), _sum)
+    return made
 
 
 def shared_out(sizes: Sequence[int], copies: int) -> list[int]:

@@ -15,7 +15,7 @@ from whale_train.runtime.engines.base import (
     NARROW,
     Copies,
     ParameterState,
-    autocast,
+    in_precision,
     set_learning_rate,
     without_scale,
 )
@@ -38,6 +38,7 @@ class DeepSpeedEngine:
 
     loss_scale: Tensor | None = None
     reduction = None
+    partitions = True
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class DeepSpeedEngine:
         frozen = copies.narrow.difference(self._trained)
         weights = NarrowWeights(narrow, frozen, NARROW.get(precision))
         if precision in NARROW:
-            _run_within(module, autocast(precision, device))
+            _run_within(module, in_precision(precision, device))
         if self._stage < 3:
             for parameter in narrow:
                 weights.narrow(parameter)

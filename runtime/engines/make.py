@@ -26,14 +26,20 @@ def make_engine(
     plan has a configuration for it and there are copies to partition among. The rest is as for
     TorchEngine."""
     config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
+    optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments())
     if config is not None and copies.group is not None:
+        if seat.stand_ins is not None:
+            return seat.stand_ins.zero(
+                module, copies, config, optimizer, seat.device, plan.precision
+            )
         return DeepSpeedEngine(module, copies, config, seat.device, plan.precision)
     return TorchEngine(
         module,
         copies,
-        make_optimizer(request.optimizer.name, request.optimizer.arguments()),
+        optimizer,
         plan.precision,
         seat.device,
         may_skip_parameters=may_skip_parameters,
         overlap=overlap,
+        buckets=None if seat.stand_ins is None else seat.stand_ins.buckets,
     )

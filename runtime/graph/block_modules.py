@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from whale_train.runtime.graph.autocast import as_now
 from whale_train.runtime.graph.shard_rng import SharedRandom
 
 # Keys of a node's meta: the block it belongs to, and the module, by their paths in the model.
@@ -56,13 +57,14 @@ def _same_draws(
     random: SharedRandom,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Draw again alike what members draw alike. (The rank's own state is torch's to keep.)"""
-    before = random.state
+    before, autocast_again = random.state, as_now()
 
     @contextmanager
     def again() -> Iterator[None]:
         now, random.state = random.state, before
         try:
-            yield
+            with autocast_again():
+                yield
         finally:
             random.state = now
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from whale_train.models.export.op_schemas import in_evaluation
+from whale_train.runtime.graph.autocast import autocast
 
 
 def attribute(module: Any, path: str) -> Any:
@@ -78,5 +79,5 @@ def _with_grad(inner: fx.GraphModule, enabled: bool, *values: Tensor) -> Any:
 
 def _with_autocast(inner: fx.GraphModule, mode: tuple[Any, ...], *values: Tensor) -> Any:
     device_type, dtype, enabled, cache_enabled = mode
-    with torch.autocast(device_type, dtype, enabled, cache_enabled):
+    with autocast(device_type, dtype, enabled, cache_enabled):
         return inner(*values)

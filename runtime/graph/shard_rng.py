@@ -21,7 +21,7 @@ class SharedRandom:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device = device
-        generator = torch.Generator(device=device)
+        generator = torch.Generator(device if device.type == "cuda" else "cpu")
         generator.manual_seed(seed)
         self.state: Tensor = generator.get_state()
 

@@ -5,6 +5,7 @@ rules depend on the kind of device, changes what operations give.
 """
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whale_train.models.export.export import EXPORT_BATCH, size_of
-from whale_train.runtime.engines.base import NARROW, autocast
+from whale_train.runtime.engines.base import NARROW, in_precision
 from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
 from whale_train.runtime.graph.shard_ops import local_call
 
@@ -75,7 +76,10 @@ def _dtypes_under_autocast(
         return torch.empty(shape, dtype=value.dtype, device=device)
 
     needed = _ancestors(wanted)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), autocast(precision, device):
+    without_storage: AbstractContextManager[Any] = nullcontext()
+    if device.type != "meta":  # whose tensors have none
+        without_storage = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_storage, torch.no_grad(), in_precision(precision, device):
         for node in graph.graph.nodes:
             if node not in needed:
                 continue

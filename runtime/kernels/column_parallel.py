@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from whale_train.runtime.comms.layout_collectives import enter
+from whale_train.runtime.graph.autocast import autocast, autocast_dtype
 from whale_train.runtime.kernels.matmul import ProductForm, ProductNode, product_of
 from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_product
 
@@ -85,8 +86,7 @@ class _Joined(nn.Module):
         self.kinds, self.group, self.owner = tuple(kinds), group, owner
 
     def forward(self, x: Tensor, *operands: Tensor | None) -> tuple[Tensor, ...]:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        dtype = autocast_dtype(x.device.type)
         made: tuple[Tensor, ...] = _Products.apply(x, self, dtype, *operands)  # type: ignore[no-untyped-call]
         return made
 
@@ -103,7 +103,7 @@ class _Products(torch.autograd.Function):
             operands = tuple(None if t is None else t.to(dtype) for t in operands)
         weights, biases = operands[::2], operands[1::2]
         ctx.save_for_backward(x, *weights)
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast(x.device.type, enabled=False):
             given = zip(joined.kinds, weights, biases, strict=True)
             return tuple(kind.value(x, w, b) for kind, w, b in given if w is not None)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
+from whale_train.runtime.graph.autocast import autocast, autocast_dtype
 from whale_train.runtime.kernels.matmul import ProductForm, lookup_of, of_table, product_of
 
 Key = tuple[int, int]  # chunk, micro-batch
@@ -148,11 +149,12 @@ class _OwnedProduct(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         result: Tensor
-        if not torch.is_autocast_enabled(x.device.type):
+        dtype = autocast_dtype(x.device.type)
+        if dtype is None:
             result = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
             return result
-        x = x.to(torch.get_autocast_dtype(x.device.type))  # it does not look into a Function
-        with torch.autocast(x.device.type, enabled=False):
+        x = x.to(dtype)  # it does not look into a Function
+        with autocast(x.device.type, enabled=False):
             result = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return result
 

@@ -130,7 +130,10 @@ def targets_graph(
         elif node.op == "get_attr":
             path = model_path(str(node.target))
             name = path.replace(".", "__")
-            root.register_buffer(name, _constant(source, str(node.target), path, tensors).to(place))
+            root.register_buffer(
+                name,
+                _constant(source, str(node.target), path, tensors, place.type == "meta").to(place),
+            )
             made[node] = graph.get_attr(name)
         else:
             args = fx.node.map_aggregate(node.args, argument)
@@ -150,14 +153,18 @@ def targets_graph(
 
 
 def _constant(
-    source: fx.GraphModule, target: str, path: str, tensors: Mapping[str, Tensor] | None
+    source: fx.GraphModule,
+    target: str,
+    path: str,
+    tensors: Mapping[str, Tensor] | None,
+    without_values: bool,
 ) -> Tensor:
     if tensors and path in tensors:
         return tensors[path].detach()
     value: Any = source
     for part in target.split("."):
         value = getattr(value, part)
-    if not isinstance(value, Tensor) or value.device.type == "meta":
+    if not isinstance(value, Tensor) or (value.device.type == "meta" and not without_values):
         raise KeyError(path)
     return value.detach()
 

@@ -74,6 +74,11 @@ class PipelineModel:
         return Orders.of(self._plan, self.route, _FORWARDS)
 
     @property
+    def passing(self) -> Sequence[Tensor]:
+        """The values on their way between this rank and others."""
+        return self._transport.passing
+
+    @property
     def engines(self) -> Sequence[Engine]:
         found = (engine for chunk in self._chunks.values() for engine in chunk.engines)
         return tuple({id(engine): engine for engine in found}.values())

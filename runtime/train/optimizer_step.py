@@ -2,13 +2,12 @@
 host: a step that is to be skipped is, by the optimizers' kernels, on the device."""
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from whale_train.runtime.engines.base import Engine
-from whale_train.runtime.engines.ddp import TorchEngine
-from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
+from whale_train.runtime.engines.base import Engine, PartitionedEngine, WholeEngine
 
 
 def update(
@@ -34,9 +33,8 @@ def update(
     def counts(engine: Engine) -> bool:
         return sum_over_job is None or engine.counts_norm
 
-    plain = [engine for engine in engines if isinstance(engine, TorchEngine)]
-    partitioned = [engine for engine in engines if isinstance(engine, DeepSpeedEngine)]
-    assert len(plain) + len(partitioned) == len(engines)
+    plain = [cast(WholeEngine, engine) for engine in engines if not engine.partitions]
+    partitioned = [cast(PartitionedEngine, engine) for engine in engines if engine.partitions]
     assert len(partitioned) <= 1, "each DeepSpeed step wants the whole norm before the next"
     skips = loss_scale is not None or skips_bad
     for engine in engines:

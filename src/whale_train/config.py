@@ -30,7 +30,8 @@ def _no_truth_value(value: object) -> object:
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _DURATION = r"^[0-9]+(\.[0-9]+)?(s|min|h)$"
 AUTO = "auto"  # of train.resume: the newest checkpoint of this run's own directory
-Mode = Literal["train", "plan", "verify", "calibrate", "export"]
+Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], ...]
+Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export"]
 _Whole = Annotated[int, BeforeValidator(_no_truth_value)]
 _Count = Annotated[_Whole, Field(ge=1)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -153,7 +154,8 @@ class VerifyOptions(_Section):
 
 class Request(BaseModel):
     """Everything a user asked for, checked. `names` are the options chosen per config group,
-    `compare` the strategies that `mode=plan` shows side by side.
+    `compare` the strategies that `mode=plan` shows side by side. `rehearse` says which ranks are
+    rehearsed: none, one of each kind (true), all, or those listed.
 
     `strategy` and `hardware` stay as written, for the rooms that own them read them against
     something else: the hardware against this machine, the strategy into nodes.
@@ -174,6 +176,7 @@ class Request(BaseModel):
     train: TrainOptions
     verify: VerifyOptions = VerifyOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
+    rehearse: Ranks = False
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
@@ -224,6 +227,7 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
     sections["mode"] = validated(Mode, plain.get("mode"), "mode", faults)
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
+    sections["rehearse"] = _rehearsed(plain.get("rehearse", False), sections["mode"], faults)
     known = set(Request.model_fields) - {"names"}
     for key in plain:
         if key not in known:
@@ -240,10 +244,19 @@ def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ..
         remedy = "list names of strategies, as in compare=[dp,zero3]"
         faults.append(Fault("compare", as_yaml(value), "is not a list of names", remedy))
         return ()
-    if names and mode in ("train", "verify", "calibrate", "export"):
+    if names and mode in ("train", "rehearse", "verify", "calibrate", "export"):
         rule = f"has no effect on mode={mode}"
         faults.append(Fault("compare", as_yaml(names), rule, "use mode=plan, or compare=[]"))
     return tuple(dict.fromkeys(names))
+
+
+def _rehearsed(value: object, mode: object, faults: list[Fault]) -> object:
+    found: object = validated(Ranks, value, "rehearse", faults)
+    if found and mode not in ("plan", "rehearse", None):
+        rule = f"has no effect on mode={mode}"
+        remedy = "use mode=plan or mode=rehearse, or rehearse=false"
+        faults.append(Fault("rehearse", as_yaml(value), rule, remedy))
+    return found
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

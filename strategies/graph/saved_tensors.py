@@ -5,8 +5,9 @@ operation in whose memory it lies, so that views of one are one. Which part of a
 is the caller's; when anything is let go of, `liveness.py`'s.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from whale_train.strategies.graph.operation_graph import (
     INSIDE,
@@ -29,13 +30,16 @@ def whole(name: str) -> float:
 class View:
     """How much of every value of `graph` one rank has, as a part of its bytes in fp32: `part_of`
     it, and half of those of `halves`. Where `casts`, products make halves of what they read. The
-    values `joined` are not there at all: what makes and reads them runs as one."""
+    values `joined` are not there at all: what makes and reads them runs as one. `read_as` gives, by
+    an operation and a value that is put together or cut for it, the part of the value that it
+    reads."""
 
     graph: OperationGraph
     part_of: Callable[[str], float] = whole
     halves: frozenset[str] = frozenset()
     casts: bool = False
     joined: frozenset[str] = frozenset()
+    read_as: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @classmethod
     def at(cls, graph: OperationGraph, precision: str) -> "View":
@@ -44,8 +48,13 @@ class View:
             return cls(graph)
         return cls(graph, halves=halves(graph), casts=True)
 
-    def held_by(self, part_of: Callable[[str], float]) -> "View":
-        return replace(self, part_of=part_of)
+    def held_by(
+        self,
+        part_of: Callable[[str], float],
+        read_as: Mapping[tuple[str, str], float] = MappingProxyType({}),
+    ) -> "View":
+        """Return the view of a rank that has a `part_of` every value, and reads some otherwise."""
+        return replace(self, part_of=part_of, read_as=read_as)
 
     def rewritten(self) -> "View":
         """Return the view of ranks that rewrite the graph, which joins the operations of
@@ -56,6 +65,25 @@ class View:
         if name in self.joined:
             return 0.0
         return self.part_of(name) * (0.5 if name in self.halves else 1.0)
+
+    def read_bytes(self, operation: Operation, name: str) -> float:
+        """Return the bytes of a value as `operation` reads it, if not as it lies; 0 if so."""
+        part = self.read_as.get((operation.name, name), 0.0)
+        return self.graph.num_bytes[name] * part * (0.5 if name in self.halves else 1.0)
+
+    def put_together(self, operation: Operation, name: str) -> tuple[str, float] | None:
+        """Return the value that was put together or cut for `operation` to read `name`, itself or a
+        value that `name` is a view of, and the part of it that there is; None where it lies in the
+        memory that it was made in."""
+        if not self.read_as:
+            return None
+        reader = operation
+        while (reader.name, name) not in self.read_as:
+            reader = self.graph[name]
+            if reader.memory == OWN:
+                return None
+            name = reader.inputs[reader.memory]
+        return name, self.read_as[reader.name, name]
 
     def num_bytes(self, name: str) -> float:
         return self.graph.num_bytes[name] * self.part(name)
@@ -137,7 +165,13 @@ def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int]
             yield (operation.name, INSIDE), num_bytes * view.inside(operation)
             continue
         source = operation.name if place == OWN else operation.inputs[place]
+        put_together = view.put_together(operation, source)
         source = memory_of(view.graph, source)
+        if put_together is not None:  # once for all that read it so
+            made_of, part = put_together
+            is_half = lowers or made_of in view.halves
+            yield (f"{made_of} as {part}", OWN), num_bytes * part * (0.5 if is_half else 1.0)
+            continue
         if lowers and place != OWN and source not in view.halves:
             yield (source, _CAST), num_bytes * view.part(source) / 2
         else:

@@ -244,6 +244,11 @@ class Gradients:
         return self._bucket if self.are_buckets else 0.0
 
     @property
+    def fits_a_bucket(self) -> bool:
+        """Whether all gradients are summed at once."""
+        return self.elements <= REDUCE_BUCKET_ELEMENTS
+
+    @property
     def _bucket(self) -> float:
         return 4 * min(self.elements, REDUCE_BUCKET_ELEMENTS)
 

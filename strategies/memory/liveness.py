@@ -6,7 +6,7 @@ weights, which come as values go. So a peak is not the sum of all there ever is,
 moment.
 """
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -164,6 +164,7 @@ class _Run:
         own = {operation.name for operation in listed}
         known = {key for key in self.values if key[0] not in own}  # entered, or made before
         worst, so_far = 0.0, sum(self.values[key] for key in known)
+        made: set[str] = set()
         for operation in listed:
             for key, num_bytes in saved_by(self.view, operation):
                 if key not in known:
@@ -171,8 +172,22 @@ class _Run:
                     so_far += num_bytes
             near = {memory_of(self.view.graph, x) for x in (operation.name, *operation.inputs)}
             passing = (x for x in near if x in own and (x, OWN) not in known)
-            worst = max(worst, so_far + sum(self.view.num_bytes(x) for x in passing))
+            at_hand = sum(self.view.num_bytes(x) for x in passing)
+            for cast, num_bytes in self._put_together(operation):
+                # Parts come into one buffer, and are put together in another.
+                buffers = (cast not in made) + ((cast, OWN) not in known)
+                at_hand += buffers * num_bytes
+                made.add(cast)
+            worst = max(worst, so_far + at_hand)
         return (Moment(0.0, worst),)
+
+    def _put_together(self, operation: Operation) -> Iterator[tuple[str, float]]:
+        """Yield values that an operation reads otherwise than they lie, as `saved_by` names them,
+        and their bytes."""
+        for name in operation.inputs if self.view.read_as else ():
+            if (operation.name, name) in self.view.read_as:
+                part = self.view.read_as[operation.name, name]
+                yield f"{name} as {part}", self.view.read_bytes(operation, name)
 
     def deferred(self, listed: Sequence[Operation]) -> float:
         """Return the inputs of products and lookups and the gradients of what they gave."""
@@ -225,6 +240,8 @@ class _Run:
             if sources.count(source) > 1:
                 at_hand += size
             state.gradients[source] = size
+        # Their gradients, until these are cut or summed.
+        at_hand += sum(num_bytes for _, num_bytes in self._put_together(operation))
         added = 0.0
         for name in operation.inputs:
             if name in self.weights:

@@ -5,14 +5,17 @@ leave gradients. The peak within any instruction is what a rank needs.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
 
+from whale_train.strategies.graph.operation_graph import block_of
 from whale_train.strategies.graph.saved_tensors import View, whole
+from whale_train.strategies.layouts.types import Shard
 from whale_train.strategies.memory.engine_memory import (
     Gradients,
+    Weights,
     added,
     engine_of,
     head_activation_bytes,
@@ -23,7 +26,7 @@ from whale_train.strategies.memory.engine_memory import (
 )
 from whale_train.strategies.memory.liveness import Passing, passing, passing_again
 from whale_train.strategies.plan.plan import MemoryEstimate
-from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind
+from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind, in_flight
 from whale_train.strategies.stages.engines import fraction, frozen_of_member, held_elements
 from whale_train.strategies.stages.fused_accumulation import added_in_place, named_in_place
 from whale_train.strategies.stages.micro_batches import Batches
@@ -203,7 +206,7 @@ class Held:
         accumulates: bool,
     ) -> None:
         self._job, self._chunks = job, chunks
-        self._accumulates = accumulates
+        self._accumulates, self._again = accumulates, again
         self._elements: dict[str, float] = {}
         self._frozen: dict[str, float] = {}  # their bytes
         self._head_part = 0.0
@@ -229,15 +232,6 @@ class Held:
             return findings.view
         return findings.once("rewritten", findings.view.rewritten)
 
-    @cached_property
-    def _crossing(self) -> Mapping[int, tuple[float, float]]:
-        """The bytes of a sample that each chunk gives, and takes."""
-        size = self._view.num_bytes
-        return {
-            number: (sum(map(size, chunk.slice.gives)), sum(map(size, chunk.slice.takes)))
-            for number, chunk in self._chunks.items()
-        }
-
     def _passed(
         self,
         chunk: StageChunk,
@@ -261,7 +255,9 @@ class Held:
         gives = [name for name in part.gives if name in operations and job.graph[name].shape]
         in_place = named_in_place(job, chunk) if self._accumulates else ()
         run = passing_again if again else passing
-        view = self._view.held_by(_part_of(chunk, axes, member))
+        view = self._view.held_by(
+            _part_of(chunk, axes, member), _read_as(chunk, axes, member, job.graph.trained)
+        )
         return run(view, operations, weights, part.takes, gives, in_place)
 
     @cached_property
@@ -332,32 +328,56 @@ class Held:
             parameters = 0.0
         optimizer = 4 * job.training.optimizer_states * held + sizes.master
         return MemoryEstimate(
-            parameters=parameters + sizes.casts + float(job.profile.buffer_bytes),
+            parameters=parameters + self._casts(order, sizes) + float(job.profile.buffer_bytes),
             gradients=worst.gradients,
             optimizer=0.0 if offloads and not on_cpu else optimizer / (copies if job.zero else 1),
             activations=worst.activations,
             communication=worst.moving,
         )
 
+    def _on_their_way(self, order: Sequence[Instruction]) -> float:
+        """Return the bytes of a sample's values and gradients that are received ahead of their use
+        and have not left yet: of each end of a chunk, those of a micro-batch."""
+        if not any(x.kind in (Kind.SEND, Kind.RECEIVE) for x in order):
+            return 0.0
+        size = self._view.num_bytes
+        ends = ((chunk.slice.takes, chunk.slice.gives) for chunk in self._chunks.values())
+        return max(max(2 * sum(map(size, takes)), sum(map(size, gives))) for takes, gives in ends)
+
+    def _casts(self, order: Sequence[Instruction], sizes: Weights) -> float:
+        """Return the bytes of the 16-bit copies of weights. Each forward makes its own, which are
+        kept until its backward; where blocks are recomputed, those of one block at a time."""
+        if not sizes.casts:
+            return 0.0
+        if self._again:
+            by_block: dict[str, float] = {}
+            for path, count in self._elements.items():
+                block = block_of(path.rpartition(".")[0])
+                by_block[block] = by_block.get(block, 0.0) + count
+            return sizes.casts * max(by_block.values()) / sum(by_block.values())
+        return sizes.casts * in_flight(order) / len(self._chunks)
+
     def _steps(
         self, order: Sequence[Instruction], engine: Gradients
     ) -> Iterator[tuple[float, float, float]]:
         """Yield the moments on every instruction's Pareto front: the bytes of gradients, of
-        gradients about to be added to them, and of a sample's values. What is sent stays allocated
-        until the end of the step, also after its backward has freed it."""
+        gradients about to be added to them, and of a sample's values."""
         alone = sum(x.kind is Kind.FORWARD for x in order) == 1
         last = {x.chunk: x for x in order if x.kind in ENDS}
-        values, sent = 0.0, {(x.chunk, x.micro_batch) for x in order if x.kind is Kind.SEND}
+        values = self._on_their_way(order)
         # DistributedDataParallel keeps its buckets from the first step on.
         buckets = engine.are_buckets and (alone or self._job.as_is)
         done = set(self._passing) if buckets else set[int]()
         come = sum(self._passing[number].gradients for number in done)
         for instruction in order:
-            kind, number, micro_batch, _ = instruction
+            kind, number, _, _ = instruction
             run = self._passing[number]
             # The last of several backwards sums gradients over the copies, and fills a bucket.
             summed = not buckets and not alone and last[number] is instruction
             bucket = engine.summed if summed else 0.0
+            if engine.fits_a_bucket:  # all are summed at the end, when no value is left
+                yield come, bucket, max(values - run.kept, 0.0)
+                bucket = 0.0
             match kind:
                 case Kind.FORWARD:
                     yield from ((come, 0.0, values + m.values) for m in run.forward)
@@ -377,15 +397,11 @@ class Held:
                             yield come + m.gradients, bucket, values + m.values
                         done.add(number)
                         come += run.gradients
-                    if (number, micro_batch) in sent:
-                        values += self._crossing[number][0]
                 case Kind.BACKWARD_WEIGHT:
                     come += 0.0 if number in done else run.gradients
                     done.add(number)
                     yield come, self._largest_made + bucket, values
                     values -= run.deferred
-                case Kind.SEND_GRADIENT:
-                    values += self._crossing[number][1]
 
 
 def _part_of(chunk: StageChunk, axes: AxisIntervals, member: int) -> Callable[[str], float]:
@@ -395,3 +411,22 @@ def _part_of(chunk: StageChunk, axes: AxisIntervals, member: int) -> Callable[[s
         return whole
     layouts = chunk.sharded.assignment.layouts
     return lambda name: fraction(layouts.get(name), axes, member)
+
+
+def _read_as(
+    chunk: StageChunk, axes: AxisIntervals, member: int, trained: Container[str]
+) -> dict[tuple[str, str], float]:
+    """Return the parts of values that operations read after a cast that changes them: put together
+    of shards, or cut. What needs no gradient nobody keeps."""
+    if chunk.sharded is None:
+        return {}
+    return {
+        (cast.user, cast.value): fraction(
+            cast.target if isinstance(cast.target, Shard) else None, axes, member
+        )
+        for cast in chunk.sharded.assignment.casts
+        if cast.user and cast.value in trained and (cast.kind in _CHANGE_SIZE)
+    }
+
+
+_CHANGE_SIZE = ("gather", "gather_enter", "slice", "reduce_slice", "reduce_scatter", "reshard")

@@ -264,7 +264,8 @@ VALUES = (
     Case(
         "unknown_mode",
         "mode=trian",
-        "mode=trian is unknown; did you mean train? One of: calibrate, export, plan, train, verify",
+        "mode=trian is unknown; did you mean train? One of: calibrate, export, plan, rehearse, "
+        "train, verify",
     ),
     Case(
         "unknown_precision",

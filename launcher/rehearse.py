@@ -1,0 +1,51 @@
+"""`mode=rehearse`, and the verdict of `mode=plan rehearse=true`: every rank's step gone through
+without its device."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from whale_train.config import Request
+from whale_train.errors import ConfigError, Fault
+from whale_train.launcher.job_end import JobEnd, interrupted
+from whale_train.launcher.ranks.host_process import REHEARSE_PROGRAM, HostProcess, describe_failure
+from whale_train.launcher.ranks.stop_signals import StopSignals
+from whale_train.launcher.ui.show_rehearsal import rehearsal_view, verdict
+from whale_train.launcher.ui.terminal import Portable
+from whale_train.rehearsal import FILE, Rehearsal
+from whale_train.strategies.plan.plan import Plan
+
+
+def refuse_other_ranks(request: Request, plan: Plan) -> None:
+    """Raise ConfigError where ranks are to be rehearsed that the plan has not."""
+    asked = request.rehearse if isinstance(request.rehearse, tuple) else ()
+    others = [rank for rank in asked if rank >= plan.world_size]
+    if others:
+        rule = f"has rank {others[0]}, and the plan's are 0 to {plan.world_size - 1}"
+        raise ConfigError([Fault("rehearse", str(list(asked)), rule, "leave it out")])
+
+
+def rehearse(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
+    """Rehearse the plan of a run directory, and show what came of it: all of it for
+    `mode=rehearse`, else the verdict and what is wrong."""
+    console.print(Text("rehearsing its ranks, without their devices"))
+    ranks = request.rehearse
+    asked = "kinds" if isinstance(ranks, bool) else ranks
+    said = asked if isinstance(asked, str) else ",".join(map(str, asked))
+    host = HostProcess.start(run_dir, (*REHEARSE_PROGRAM, "--ranks", said))
+    try:
+        outcome = host.wait(signals.poll)
+    finally:
+        host.stop()
+    if outcome.status == "interrupted":
+        return interrupted(run_dir)
+    if outcome.failure is not None:
+        sys.stderr.write(f"error: {describe_failure(outcome.failure, '')}\n")
+        return JobEnd("failed", run_dir)
+    found = Rehearsal.from_json((run_dir / FILE).read_text())
+    if request.mode == "rehearse" or not found.is_clean:
+        console.print(Portable(rehearsal_view(found)))
+    console.print(Text(verdict(found), style="green" if found.is_clean else "red"), soft_wrap=True)
+    return JobEnd("done" if found.is_clean else "failed", run_dir)

@@ -1,0 +1,73 @@
+"""The attention kernel that a GPU would run, and what autograd keeps of it.
+
+torch chooses among its kernels for CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp):
+FlashAttention (Dao 2023, arXiv 2307.08691) for 16-bit values without a mask, the memory-efficient
+kernel (Rabe and Staats 2021, arXiv 2112.05682) with one, and in fp32. Both keep their operands,
+their result and a number a row; neither makes the scores.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_MOST_HEAD_DIM = 256  # of FlashAttention
+FLASH, EFFICIENT = "flash", "memory-efficient"
+
+chosen: Counter[str] = Counter()  # kernels, since it was last cleared
+
+
+def kernel_of(query: Tensor, mask: Tensor | None) -> str:
+    """Return which of the kernels a GPU that has both would run."""
+    narrow = query.dtype in (torch.float16, torch.bfloat16)
+    fits = query.shape[-1] <= _MOST_HEAD_DIM
+    return FLASH if narrow and mask is None and fits else EFFICIENT
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        chosen[kernel_of(query, mask)] += 1
+        made = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, made, sums)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, _, _ = ctx.saved_tensors
+        wanted = zip((query, key, value), ctx.needs_input_grad, strict=False)
+        of_mask = torch.empty_like(mask) if ctx.needs_input_grad[3] else None
+        return *(torch.empty_like(x) if needed else None for x, needed in wanted), of_mask
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    result: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    return result
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Inside it, attention over meta tensors runs as a GPU's. Nothing can be exported there."""
+    library: Any = torch.library.Library
+    kernels = library("aten", "IMPL", "AutogradMeta")
+    kernels.impl("scaled_dot_product_attention", _attention)
+    try:
+        yield
+    finally:
+        kernels._destroy()

@@ -1,0 +1,250 @@
+"""What a rank does with tensors, seen: on the meta device, which stands for a GPU's.
+
+Tensors have no storage, so operations cost only what it takes to ask for them. What a GPU would
+refuse or wait for is an error here, with the place it comes from: a tensor on the host among its
+operands, a value read on the host. Memory is counted as it would be allocated.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+# Operations whose result depends on values: a GPU's would have to be read before it goes on.
+_READ = frozenset((
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim",
+    "_unique", "_unique2", "unique_consecutive", "repeat_interleave.Tensor", "bincount",
+))  # fmt: skip
+_COPIES = (_aten._to_copy.default, _aten.copy_.default)
+
+
+class HostRead(RuntimeError):
+    """A value of the device was read on the host."""
+
+
+class OnTheHost(RuntimeError):
+    """An operation had operands on the device and on the host."""
+
+
+class MetaTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operations on meta tensors, each kind of call once and its like from what is known.
+
+    `live` and `peak` are bytes of all that was made inside and of what `hold` was told; at a new
+    peak, `at_peak` is called. `reads` counts, by their place, the values that the model's own code
+    reads on the host: it goes on as if it had read a true value, or one.
+    """
+
+    def __init__(self, at_peak: Callable[[], None] = lambda: None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.num_operations = 0
+        self.reads: Counter[str] = Counter()
+        self._at_peak = at_peak
+        self._seen_peak = 0
+        self._known: dict[Any, Any] = {}
+        self._storages: dict[int, Any] = {}
+        self._forgotten: dict[int, Any] = {}
+
+    def hold(self, tensor: Tensor) -> None:
+        """Count a tensor that was made outside."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages or key in self._forgotten or tensor.device.type != "meta":
+            return
+        size = storage.nbytes()
+        self._storages[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+        self._add(size)
+
+    def restart(self) -> None:
+        """Forget the peak until now."""
+        self.peak = self._seen_peak = self.live
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's memory is counted."""
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def forget(self, tensor: Tensor) -> None:
+        """Count a tensor no more, which something else stands for."""
+        storage = tensor.untyped_storage()
+        self._forgotten[storage._cdata] = storage  # for good: its number is not given again
+        if self._storages.pop(storage._cdata, None) is not None:
+            self.live -= storage.nbytes()
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.num_operations += 1
+        tensors = list(_tensors_in(args))
+        tensors += _tensors_in(kwargs.values()) if kwargs else ()
+        on_device = any(x.device.type == "meta" for x in tensors)
+        if on_device and function is _aten._local_scalar_dense.default:
+            reader = _place()
+            if not reader.is_ours:
+                self.reads[str(reader)] += 1
+                return _READ_AS.get(tensors[0].dtype, 1.0)
+        self._refuse(function, tensors, on_device, kwargs)
+        made = self._made(function, args, kwargs)
+        if on_device or not tensors:
+            for tensor in _tensors_in((made,)):
+                self.hold(tensor)
+        return made
+
+    def _refuse(
+        self, function: Any, tensors: Sequence[Tensor], on_device: bool, kwargs: Mapping[str, Any]
+    ) -> None:
+        if not on_device:
+            return
+        name = function._schema.name.removeprefix("aten::")
+        overload = f"{name}.{function._overloadname}"
+        to_host = function is _aten._to_copy.default and kwargs.get("device") is not None
+        to_host = to_host and torch.device(kwargs["device"]).type == "cpu"
+        to_host = to_host or (function is _aten.copy_.default and tensors[0].device.type == "cpu")
+        if to_host or name in _READ or overload in _READ:
+            raise HostRead(f"{function} reads a value of the device on the host")
+        strays = [x for x in tensors if x.device.type != "meta" and x.dim()]
+        if strays and function not in _COPIES:
+            what = f"{list(strays[0].shape)} on {strays[0].device}"
+            raise OnTheHost(f"{function} has a tensor {what} beside others on the device")
+
+    def _made(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result, which is like that of an equal call before."""
+        if function.is_view or function._schema.is_mutable or not function._schema.returns:
+            return self._run(function, args, kwargs)
+        key = _key(function, args, kwargs)
+        if key is None:
+            return self._run(function, args, kwargs)
+        known = self._known.get(key)
+        if known is None:
+            made = self._run(function, args, kwargs)
+            if all(x.device.type == "meta" for x in _tensors_in((made,))):
+                with suppress(TypeError):
+                    self._known[key] = _described(made)
+            return made
+        return _like(known)
+
+    def _run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        stand_in = _STAND_INS.get(function)
+        return stand_in(*args) if stand_in is not None else function(*args, **kwargs)
+
+    def _add(self, size: int) -> None:
+        self.live += size
+        if self.live > self.peak:
+            self.peak = self.live
+            # Often, but not at each of a thousand small ones.
+            if self.peak > self._seen_peak * 1.002:
+                self._seen_peak = self.peak
+                self._at_peak()
+
+    def _gone(self, key: int, size: int) -> None:
+        if self._storages.pop(key, None) is not None:
+            self.live -= size
+
+
+_READ_AS: dict[torch.dtype, object] = {
+    torch.bool: True,
+    **dict.fromkeys((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8), 1),
+}
+
+
+class _Place(NamedTuple):
+    """A line of code that asked for an operation."""
+
+    file: str
+    line: int
+    function: str
+    is_ours: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def _place() -> _Place:
+    """Return the innermost line now running that is neither torch's nor of what watches it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        watches = module == __name__ or frame.f_code.co_name == "__torch_function__"
+        if not watches and module.partition(".")[0] != "torch":
+            break
+        frame = frame.f_back
+    code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
+    is_ours = module.startswith("whale_train.runtime")
+    return _Place(code.co_filename, frame.f_lineno, code.co_name, is_ours)
+
+
+def _nothing(*_: Any) -> None:
+    """Stand in for an update in place, which changes no shape."""
+
+
+def _two_of_channels(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Stand in for what gives two statistics [channels] of `x` [batch, channels, ..]."""
+    return x.new_empty(x.shape[1], dtype=torch.float32), x.new_empty(
+        x.shape[1], dtype=torch.float32
+    )
+
+
+# Operations that have no kernel for meta tensors (torch 2.13).
+_STAND_INS: dict[Any, Callable[..., Any]] = {
+    **{
+        getattr(getattr(_aten, name), overload): _nothing
+        for name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_")
+        for overload in ("default", "tensor_lr")
+    },
+    _aten.batch_norm_update_stats.default: _two_of_channels,
+    _aten.batch_norm_stats.default: _two_of_channels,
+}
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _key(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what tells a call from others with another result (None: nothing does)."""
+    try:
+        return function, _described(args), _described(tuple(kwargs.items()))
+    except TypeError:
+        return None
+
+
+class _Tensor(tuple):  # type: ignore[type-arg]
+    """The sizes, strides and dtype of a tensor, and its device where that is not meta."""
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        place = None if value.device.type == "meta" else value.device
+        return _Tensor((value.size(), value.stride(), value.dtype, place))
+    if isinstance(value, list | tuple):
+        return tuple(_described(x) for x in value)
+    if value is None or isinstance(value, _PLAIN):
+        return type(value), value  # 1, 1.0 and True are equal
+    raise TypeError(type(value))
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _like(known: Any) -> Any:
+    if isinstance(known, _Tensor):
+        size, stride, dtype, place = known
+        return torch.empty_strided(size, stride, dtype=dtype, device=place or "meta")
+    if isinstance(known[0], type):
+        return known[1]
+    return tuple(_like(x) for x in known)

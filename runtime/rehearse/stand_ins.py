@@ -1,0 +1,305 @@
+"""Stand-ins for what of an engine needs storage: DistributedDataParallel, and DeepSpeed's ZeRO.
+
+They make the tensors that those make, when they make them, and ask the same of the other ranks;
+module, autocast, optimizer and gradients are the rank's own. What ZeRO holds and when is described
+in `strategies/memory/engine_memory.py`, with its sources.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from whale_train.runtime.engines.base import (
+    NARROW,
+    Copies,
+    ParameterState,
+    in_precision,
+    set_learning_rate,
+)
+from whale_train.runtime.engines.grad_reduce import Reduction
+from whale_train.runtime.engines.optimizers import MakeOptimizer, skipping, state_of
+from whale_train.runtime.rehearse.recorded_group import RecordedGroup
+from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
+
+
+class Buckets(nn.Module):
+    """DistributedDataParallel: gradients are views of buckets that last, each summed when it is
+    full."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.module = module
+        self._group = group
+        self._syncs = True
+        self.buckets: list[Tensor] = []
+        trained = [p for p in module.parameters() if p.requires_grad]
+        for parameters in _bucketed(trained[::-1]):
+            whole = torch.empty(
+                sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device="meta"
+            )
+            self.buckets.append(whole)
+            views = torch.split(whole, [p.numel() for p in parameters])
+            left = set(parameters)
+            for parameter, view in zip(parameters, views, strict=True):
+                _when_made(parameter, self._hook(whole, view, left))
+
+    def _hook(self, bucket: Tensor, view: Tensor, left: set[nn.Parameter]) -> Callable[..., None]:
+        everyone = set(left)
+
+        def hook(parameter: nn.Parameter) -> None:
+            parameter.grad = view.view_as(parameter)
+            if not self._syncs:
+                return
+            left.discard(parameter)
+            if not left:
+                dist.all_reduce(bucket, group=self._group, async_op=True)
+                left.update(everyone)
+
+        return hook
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around all but the last backward of a step."""
+        return _without_sync(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class _without_sync(AbstractContextManager[None]):
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
+
+    def __enter__(self) -> None:
+        self._buckets._syncs = False
+
+    def __exit__(self, *_: object) -> None:
+        self._buckets._syncs = True
+
+
+class ZeroEngine:
+    """DeepSpeed's engine of ZeRO 1 to 3, perhaps with offload. `forget` is told of tensors that are
+    whole here and partitioned there."""
+
+    loss_scale: Tensor | None = None
+    reduction = None
+    partitions = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        copies: Copies,
+        config: dict[str, Any],
+        optimizer: MakeOptimizer,
+        device: torch.device,
+        precision: str,
+        forget: Callable[[Tensor], None],
+    ) -> None:
+        assert copies.group is not None
+        self.module, self.holders, self.copies = module, copies, copies.size
+        self.counts_norm = copies.is_first and copies.index == 0
+        self.on_gradients: Callable[[], None] | None = None
+        zero = config["zero_optimization"]
+        self._stage, self._clip = zero["stage"], config["gradient_clipping"]
+        self._offloads = "offload_optimizer" in zero
+        self._prefetches = zero.get("stage3_prefetch_bucket_size", 0)
+        self._group, self._device, self._precision = copies.group, device, precision
+        self._shared = Reduction((), None, copies.shared, copies.shards * copies.size)
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        narrow = NARROW.get(precision)
+        for parameter in copies.narrow.intersection(self._trained):
+            parameter.grad_dtype = torch.float32
+            assert narrow is not None
+            parameter.data = parameter.data.to(narrow)
+        total = sum(p.numel() for p in self._trained)
+        self._part = -(-total // self.copies)
+        self._bucket = min(total, REDUCE_BUCKET_ELEMENTS)
+        self.held: list[Tensor] = []  # beside parameters, gradients and the optimizer's state
+        self._partition = torch.empty(0 if self._offloads else self._part, device=device)
+        self._optimizer: Any = None
+        if self._trained:
+            flat = nn.Parameter(self._partition)
+            self._optimizer = optimizer([flat])
+            state_of(self._optimizer, flat)
+        self._gradients: list[Tensor] = []
+        self._filled = 0
+        self._gathered: dict[nn.Module, list[Tensor]] = {}
+        self._prefetched: list[Tensor] = []
+        if self._stage == 3:
+            self.held.append(torch.empty(self._bucket, device=device))  # it stays
+            self._gather_when_called(forget)
+        if self._stage > 1:
+            for parameter in self._trained:
+                _when_made(parameter, self._reduce)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with in_precision(self._precision, self._device):
+            return self.module(*args, **kwargs)
+
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in outputs]
+        scalars = [(x * g).sum() for x, g in zip(wide, gradients, strict=True)]
+        torch.autograd.backward(sum(scalars[1:], scalars[0]) * self.copies)
+
+    def input_gradient(self, value: Tensor) -> Tensor | None:
+        return None if value.grad is None else value.grad / self.copies
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def finish_backward(self) -> None:
+        self._shared.finish()
+        self._prefetched = []
+
+    def set_learning_rate(self, lr: float) -> None:
+        set_learning_rate(self._optimizer, lr)
+
+    def step(self, global_norm: Callable[[Tensor], Tensor] | None, skips: bool = False) -> None:
+        self._shared.wait()
+        if self._stage == 1:
+            self._filled = sum(p.numel() for p in self._trained if p.grad is not None)
+        while self._filled:
+            self._send_bucket()
+        part = torch.empty(0 if self._offloads else self._part, device=self._device)
+        own = torch.zeros((), device=self._device)
+        dist.all_reduce(own, group=self._group)
+        found_inf = None
+        if global_norm is not None:
+            norm = global_norm(own).sqrt()
+            found_inf = (~norm.isfinite()).float() if skips else None
+        if self._optimizer is not None:
+            (flat,) = self._optimizer.param_groups[0]["params"]
+            flat.grad = part
+            with skipping(self._optimizer, None if self._offloads else found_inf):
+                if not self._offloads:
+                    self._optimizer.step()
+            flat.grad = None
+        for parameter in self._trained:
+            parameter.grad = None
+        self._gradients = []
+        del part
+        if self._stage < 3:  # into the parameters themselves
+            left = sum(p.numel() for p in self._trained)
+            while left > 0:
+                self._ask("all-gather", min(left, self._bucket))
+                left -= min(left, self._bucket)
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        yield from ((p, None) for p in self._trained)
+
+    def values(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        yield from ((p, None) for p in self._trained)
+
+    def states(self) -> Iterator[ParameterState]:
+        yield from ()
+
+    def constant(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        return tensor, None
+
+    def computed_with(self) -> Iterator[nn.Parameter]:
+        yield from ()
+
+    def read_states(self) -> None:
+        pass
+
+    @property
+    def optimizer_tensors(self) -> list[Tensor]:
+        """What the optimizer keeps of this rank's part."""
+        if self._optimizer is None:
+            return []
+        return [x for kept in self._optimizer.state.values() for x in kept.values()]
+
+    @property
+    def partition_tensors(self) -> list[Tensor]:
+        """This rank's part of the parameters: the optimizer's own, in fp32."""
+        return [self._partition, *self.held]
+
+    @property
+    def gathered_tensors(self) -> list[Tensor]:
+        """Parameters that are whole for the time being."""
+        return [*self._prefetched, *(x for whole in self._gathered.values() for x in whole)]
+
+    @property
+    def gradient_tensors(self) -> list[Tensor]:
+        """The parts of gradients that are kept till the update."""
+        return self._gradients
+
+    def _reduce(self, parameter: nn.Parameter) -> None:
+        """A gradient is made: its part is kept, and it is let go of with the bucket it is in."""
+        assert parameter.grad is not None
+        count = parameter.grad.numel()
+        parameter.grad = None
+        if not self._offloads:
+            part = torch.empty(-(-count // self.copies), device=self._device)
+            self._gradients.append(part)
+        self._filled += count
+        if self._filled >= self._bucket:
+            self._send_bucket()
+
+    def _send_bucket(self) -> None:
+        """Put together a bucket of gradients, and reduce it, each copy keeping its part."""
+        bucket = torch.empty(min(self._filled, self._bucket), device=self._device)
+        reduced = torch.empty_like(bucket)
+        self._ask("reduce-scatter", reduced.numel())
+        self._filled -= bucket.numel()
+
+    def _ask(self, kind: str, elements: int, dtype: torch.dtype = torch.float32) -> None:
+        """Ask the other copies for a collective, of what is counted elsewhere."""
+        assert isinstance(self._group, RecordedGroup)
+        self._group.ask(kind, [torch.empty(1, dtype=dtype, device="meta").expand(elements)])
+
+    def _gather_when_called(self, forget: Callable[[Tensor], None]) -> None:
+        """Hold a part of each parameter, and all of those of a module from its call to its end, and
+        again in its backward."""
+        for parameter in self.module.parameters():
+            forget(parameter.data)
+            part = -(-parameter.numel() // self.copies)
+            self.held.append(torch.empty(part, dtype=parameter.dtype, device=self._device))
+        for module in self.module.modules():
+            own = list(module.parameters(recurse=False))
+            if not own:
+                continue
+
+            def gather(module: nn.Module, *_: Any, own: list[nn.Parameter] = own) -> None:
+                if self._prefetches and not self._prefetched:  # flat, and copied out of it
+                    total = sum(p.numel() for p in self._trained)
+                    part = min(self._prefetches, total) / max(total, 1)
+                    size = int(part * sum(p.nbytes for p in self._trained))
+                    self._prefetched = [
+                        torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)
+                    ]
+                if module not in self._gathered:
+                    self._gathered[module] = [
+                        torch.empty(p.numel(), dtype=p.dtype, device=self._device) for p in own
+                    ]
+                    for whole in self._gathered[module]:
+                        self._ask("all-gather", whole.numel(), whole.dtype)
+
+            def release(module: nn.Module, *_: Any) -> None:
+                self._gathered.pop(module, None)
+
+            module.register_forward_pre_hook(gather)
+            module.register_forward_hook(release)
+            module.register_full_backward_pre_hook(gather)
+            module.register_full_backward_hook(release)
+
+
+def _when_made(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> None:
+    """Call `hook` when a gradient was added to `parameter`."""
+    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _bucketed(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    found: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        fits = found and found[-1][0].dtype == parameter.dtype
+        if not fits or filled + parameter.numel() > REDUCE_BUCKET_ELEMENTS:
+            found.append([])
+            filled = 0
+        found[-1].append(parameter)
+        filled += parameter.numel()
+    return found
