@@ -29,6 +29,7 @@ from whale_train.runtime.engines.deepspeed_zero3 import (
 from whale_train.runtime.engines.grad_reduce import Reduction
 from whale_train.runtime.engines.narrow_weights import NarrowWeights
 from whale_train.runtime.engines.optimizers import makes_late, state_of
+from whale_train.strategies.resolver.deepspeed_config import for_processes
 
 
 class DeepSpeedEngine:
@@ -50,6 +51,8 @@ class DeepSpeedEngine:
     ) -> None:
         deepspeed = import_deepspeed()
         use_accelerator(device)
+        if device.type == "cpu":
+            config = for_processes(config)
         self.holders = copies
         self.copies = copies.size
         self.counts_norm = copies.is_first and copies.index == 0

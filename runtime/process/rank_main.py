@@ -52,6 +52,7 @@ from whale_train.runtime.state.votes import Votes
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import train
 from whale_train.runtime.train.metrics import Metrics, peak_memory_bytes
+from whale_train.runtime.train.profile import StepProfiler
 from whale_train.runtime.train.recorder import verify
 from whale_train.runtime.train.step_programs import Program
 from whale_train.runtime.train.timeline import Trace, merge
@@ -202,7 +203,14 @@ def train_as_planned(
                 *(run_dir, request.checkpoint, state, random, rank, carrier),
                 *(Votes(), is_asked_to_stop),
             )
-        summary = train(request, plan, program, batches, metrics, trace, saver, resumed)
+        profiler = None
+        if request.train.profile is not None:
+            profiler = StepProfiler(request.train.profile, run_dir, rank, device)
+        summary = train(
+            *(request, plan, program, batches, metrics, trace, saver, resumed, profiler)
+        )
+        if profiler is not None:
+            carrier.gather(run_dir, Part(rank, tuple(profiler.files)))
         summary["resumed_s"] = None if resumed is None else resumed_s
         if trace is not None:
             timelines = carrier.gather(run_dir, Part(rank, (trace.write(run_dir),)))

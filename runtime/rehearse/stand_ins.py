@@ -106,6 +106,8 @@ class ZeroEngine:
         self._stage, self._clip = zero["stage"], config["gradient_clipping"]
         self._offloads = "offload_optimizer" in zero
         self._prefetches = zero.get("stage3_prefetch_bucket_size", 0)
+        self._overlaps = zero["overlap_comm"]
+        self._second: Tensor | None = None
         self._group, self._device, self._precision = copies.group, device, precision
         self._shared = Reduction((), None, copies.shared, copies.shards * copies.size)
         self._trained = [p for p in module.parameters() if p.requires_grad]
@@ -180,6 +182,7 @@ class ZeroEngine:
         for parameter in self._trained:
             parameter.grad = None
         self._gradients = []
+        self._second = None
         del part
         if self._stage < 3:  # into the parameters themselves
             left = sum(p.numel() for p in self._trained)
@@ -236,6 +239,8 @@ class ZeroEngine:
             part = torch.empty(-(-count // self.copies), device=self._device)
             self._gradients.append(part)
         self._filled += count
+        if self._second is None and self._overlaps:  # filled while the first is reduced
+            self._second = torch.empty(self._bucket, device=self._device)
         if self._filled >= self._bucket:
             self._send_bucket()
 

@@ -107,6 +107,15 @@ def write_text(folder: Path, path: str, text: str) -> FileRecord:
     return FileRecord(path, file.size, file.crc32)
 
 
+def recorded(folder: Path, path: str) -> FileRecord:
+    """Return what a manifest says of a file that others wrote."""
+    crc32 = size = 0
+    with (folder / path).open("rb") as file:
+        while piece := file.read(_WRITE_BYTES):
+            crc32, size = zlib.crc32(piece, crc32), size + len(piece)
+    return FileRecord(path, size, crc32)
+
+
 def _bytes_of(tensor: Tensor) -> "memoryview[Any]":
     flat = tensor.detach().cpu().contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
 from whale_train.runtime.train.lr_schedule import learning_rate
 from whale_train.runtime.train.metrics import Metrics, StepMetrics
 from whale_train.runtime.train.optimizer_step import update
+from whale_train.runtime.train.profile import StepProfiler
 from whale_train.runtime.train.step_programs import PendingLoss, Program
 from whale_train.runtime.train.timeline import Trace, span
 from whale_train.runtime.train.to_host import ToHost
@@ -181,6 +182,7 @@ def train(
     trace: Trace | None = None,
     saver: Saver | None = None,
     resumed: Mapping[str, Any] | None = None,
+    profiler: StepProfiler | None = None,
 ) -> dict[str, Any]:
     """Train to the end, from step 0 or from what `state.json` of a checkpoint says; what
     `summary.json` holds but the memory of the ranks."""
@@ -195,9 +197,13 @@ def train(
     done = first
     started = ended = time.perf_counter()
     while done < request.train.steps:
+        if profiler is not None:
+            profiler.before(done + 1)
         times.append(loop.step(done))
         ended = time.perf_counter()
         done += 1
+        if profiler is not None:
+            profiler.after(done)
         wanted = saver.wanted(done) if saver is not None else Wish.NOTHING
         if saver is not None and (wanted or done == request.train.steps):
             loop.settle()  # a loss that is no number is not saved

@@ -47,8 +47,9 @@ class TrainOptions(_Section):
     `accumulate` micro-batches. `loss_scale` is fp16's first (null: 2^15). `grad_clip` null or 0 is
     off. `evaluate_every` counts steps, null is never. `on_nan` is what becomes of a run whose loss
     or gradient norm is not finite (null: it goes on); a step that it skips leaves everything as it
-    was. `resume` is the checkpoint that training goes on from, a run directory (its newest), or
-    `auto` (the newest of this run's own directory)."""
+    was. `profile` are the first and the last step that torch's profiler records. `resume` is
+    the checkpoint that training goes on from, a run directory (its newest), or `auto` (the
+    newest of this run's own directory)."""
 
     steps: _Count
     global_batch: _Count
@@ -58,6 +59,7 @@ class TrainOptions(_Section):
     grad_clip: float | None = Field(None, ge=0)
     grad_norm: bool = True
     trace: bool = False
+    profile: tuple[_Count, _Count] | None = None
     evaluate_every: _Count | None = None
     evaluation_samples: _Count = 512
     tensorboard: bool = False
@@ -288,6 +290,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
         _refuse_steps(verify, train, faults)
     if isinstance(train, TrainOptions):
         _refuse_loss_scale(train, faults)
+        _refuse_profile(train, sections.get("mode"), faults)
         if train.grad_clip and not train.grad_norm:
             rule = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
@@ -316,6 +319,21 @@ def _refuse_path(checkpoint: CheckpointOptions, mode: object, faults: list[Fault
     if mode != "export" and mode is not None and checkpoint.path is not None:
         rule, remedy = f"has no effect on mode={mode}", "go on from it by train.resume=PATH"
         faults.append(Fault("checkpoint.path", checkpoint.path, rule, remedy))
+
+
+def _refuse_profile(train: TrainOptions, mode: object, faults: list[Fault]) -> None:
+    """Refuse to profile steps that the run has not, or a mode that has no run."""
+    if train.profile is None:
+        return
+    first, last = train.profile
+    value, rule = as_yaml([first, last]), ""
+    if first > last or last > train.steps:
+        rule = f"is not a first and a last step of the run (train.steps={train.steps})"
+    elif mode not in ("train", None):
+        rule = f"has no effect on mode={mode}"
+    if rule:
+        remedy = "use two steps in order, as train.profile=[10,13], or null"
+        faults.append(Fault("train.profile", value, rule, remedy))
 
 
 def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:

@@ -214,9 +214,11 @@ class Gradients:
         if self.zero < 2 or self.copies == 1:
             return Needed(come, activations, added)
         bucket = min(come, self._bucket)
+        # On a GPU one bucket is filled while another is reduced.
+        second = 0.0 if self.on_cpu else bucket
         if self.zero == 2:
-            return Needed(self._here * come / self.copies, activations, added + 2 * bucket)
-        moving = self._bucket + bucket + added
+            return Needed(self._here * come / self.copies, activations, added + 2 * bucket + second)
+        moving = self._bucket + bucket + second + added
         moving += self.gathered
         if not self.on_cpu:
             moving += 2 * self.width * min(self.elements, REDUCE_BUCKET_ELEMENTS)

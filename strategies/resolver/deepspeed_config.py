@@ -24,14 +24,15 @@ def deepspeed_config(
         "stage": node.zero,
         "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
         "allgather_bucket_size": REDUCE_BUCKET_ELEMENTS,
-        # A gloo reduction runs on the very cores that compute, and unmanaged accumulation
-        # allows overlap under stage 2 alone.
-        "overlap_comm": False,
+        # A gloo reduction runs on the very cores that compute, and unmanaged accumulation allows
+        # overlap only where gradients are partitioned.
+        "overlap_comm": node.zero >= 2 and not on_cpu,
     }
     for what in ("optimizer", "parameters"):
         if getattr(node, f"offload_{what}") == "cpu":
             key = "offload_param" if what == "parameters" else "offload_optimizer"
-            zero[key] = {"device": "cpu", "pin_memory": False}
+            # What is copied to a GPU and back is copied beside its work, from pinned memory.
+            zero[key] = {"device": "cpu", "pin_memory": not on_cpu}
     if node.zero == 3:
         # By default DeepSpeed leaves parameters under 100,000 elements whole on every rank.
         zero["stage3_param_persistence_threshold"] = 0
@@ -80,3 +81,13 @@ def deepspeed_optimizer(name: str, options: dict[str, Any], offloaded: bool) -> 
     if not offloaded:
         parameters |= {"torch_adam": True, "fused": fused}
     return {"type": kind, "params": parameters}
+
+
+def for_processes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config for a rank that is a CPU process and stands for a GPU, with what `on_cpu`
+    would have made of it: streams and pinned memory are a GPU's."""
+    zero = {**config["zero_optimization"], "overlap_comm": False}
+    for key in ("offload_optimizer", "offload_param"):
+        if key in zero:
+            zero[key] = {**zero[key], "pin_memory": False}
+    return {**config, "zero_optimization": zero}

@@ -74,7 +74,7 @@ COMMAND_LINE = (
         "+train.foo=1",
         "train.foo=1 is not a key here; use one of: accumulate, evaluate_every, "
         "evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, on_nan, precision, "
-        "resume, steps, tensorboard, trace",
+        "profile, resume, steps, tensorboard, trace",
     ),
     Case(
         "added_existing_key",
@@ -266,6 +266,18 @@ VALUES = (
         "mode=trian",
         "mode=trian is unknown; did you mean train? One of: calibrate, export, plan, rehearse, "
         "train, verify",
+    ),
+    Case(
+        "profile_beyond_the_run",
+        "train.steps=5 train.profile=[4,6]",
+        "train.profile=[4, 6] is not a first and a last step of the run (train.steps=5); use two "
+        "steps in order, as train.profile=[10,13], or null",
+    ),
+    Case(
+        "rehearse_while_training",
+        "rehearse=true",
+        "rehearse=true has no effect on mode=train; use mode=plan or mode=rehearse, or "
+        "rehearse=false",
     ),
     Case(
         "unknown_precision",

@@ -47,3 +47,22 @@ def test_a_timeline_has_every_step_of_every_rank(
         assert all(e["dur"] >= 0 for e in mine)
         ends = [e["ts"] + e["dur"] for e in mine]
         assert ends == sorted(ends)
+
+
+def test_a_profile_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+    answer = whale_train(
+        [
+            *("model=gpt", "model.width=32", "model.depth=2", "model.heads=2", "strategy=zero1"),
+            *("hardware=cpu", "hardware.devices=2", "train.global_batch=4", "hydra.run.dir=run"),
+            *("train.steps=5", "train.profile=[3,4]", "checkpoint.final=false"),
+        ],
+        tmp_path,
+    )
+    assert answer.status == 0, answer.stderr
+    files = sorted(path.name for path in (tmp_path / "run/profile").iterdir())
+    assert files == ["rank_0.json", "rank_1.json"]
+    for name in files:
+        events = json.loads((tmp_path / "run/profile" / name).read_text())["traceEvents"]
+        # Each step has one loss, and so has what was recorded.
+        losses = [e for e in events if e.get("name") == "aten::cross_entropy_loss"]
+        assert len(losses) == 2

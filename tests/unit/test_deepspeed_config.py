@@ -60,30 +60,38 @@ STAGE_3 = {
     "stage3_max_reuse_distance": 0,
     "stage3_prefetch_bucket_size": 6_553_600,
     "sub_group_size": 6_553_600,
+    # On a GPU, reductions and gathers run beside the backward: auto by default.
+    "overlap_comm": True,
 }
+ON_CPU = {"stage3_prefetch_bucket_size": 0, "overlap_comm": False}
 
 
 @pytest.mark.parametrize(
     ("options", "differs"),
     [
-        ({"zero": 2}, {"stage": 2}),
+        ({"zero": 2}, {"stage": 2, "overlap_comm": True}),
+        ({"zero": 2, "on_cpu": True}, {"stage": 2}),
         ({"zero": 3}, STAGE_3),
-        ({"zero": 3, "on_cpu": True}, {**STAGE_3, "stage3_prefetch_bucket_size": 0}),
+        ({"zero": 3, "on_cpu": True}, {**STAGE_3, **ON_CPU}),
         (
             {"zero": 2, "offload_optimizer": "cpu"},
-            {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            {
+                "stage": 2,
+                "overlap_comm": True,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            },
         ),
         (
             {"zero": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
             {
                 **STAGE_3,
-                "offload_optimizer": {"device": "cpu", "pin_memory": False},
-                "offload_param": {"device": "cpu", "pin_memory": False},
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "offload_param": {"device": "cpu", "pin_memory": True},
             },
         ),
         (
             {"zero": 3, "offload_parameters": "cpu"},
-            {**STAGE_3, "offload_param": {"device": "cpu", "pin_memory": False}},
+            {**STAGE_3, "offload_param": {"device": "cpu", "pin_memory": True}},
         ),
     ],
 )
