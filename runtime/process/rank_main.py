@@ -184,7 +184,10 @@ def train_as_planned(
     forget(prepared)
     limit_waits(timeout)
     batches = RankBatches(request, plan, prepared.dataset, rank, device)
-    metrics = Metrics(run_dir, request.train.tensorboard, device) if rank == 0 else None
+    metrics = None
+    if rank == 0:
+        board, flops = request.train.tensorboard, (plan.model_flops, plan.peak_flops_s)
+        metrics = Metrics(run_dir, board, device, *flops)
     carrier = Carrier(run_dir, read_hosts(run_dir), rank, world_size, request.launcher.timeout_s)
     if request.mode == "verify":
         summary, files = verify(run_dir, request, plan, program, batches, metrics, rank)

@@ -26,9 +26,22 @@ class StepMetrics:
 
 
 class Metrics:
-    """`metrics.jsonl`, and TensorBoard beside it: written by rank 0, a line a step."""
+    """`metrics.jsonl`, and TensorBoard beside it: written by rank 0, a line a step.
 
-    def __init__(self, run_dir: Path, tensorboard: bool, device: torch.device) -> None:
+    `model_flops` are those of a sample's forward and backward; `peak_flops_s` what all devices
+    reach at most, which a GPU's line is compared with: a CPU process has no data sheet.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tensorboard: bool,
+        device: torch.device,
+        model_flops: float = 0.0,
+        peak_flops_s: float = 0.0,
+    ) -> None:
+        self._model_flops = model_flops
+        self._peak_flops_s = peak_flops_s if device.type == "cuda" else 0.0
         self._file = (run_dir / "metrics.jsonl").open("ab", buffering=0)
         self._waiting = b""
         self._device = device
@@ -51,6 +64,8 @@ class Metrics:
             "tokens": tokens,
             "step_time_s": step.seconds,
             "samples_per_s": samples / step.seconds,
+            "tokens_per_s": tokens / step.seconds,
+            **flops_reached(self._model_flops, samples / step.seconds, self._peak_flops_s),
             "peak_memory_bytes": peak_memory_bytes(self._device),
             **step.evaluation,
         }
@@ -75,6 +90,20 @@ class Metrics:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def flops_reached(
+    model_flops: float, samples_per_s: float, peak_flops_s: float
+) -> dict[str, float]:
+    """Return the FLOP/s of a model whose sample has so many FLOPs, and what part they are of
+    `peak_flops_s` (MFU; Chowdhery et al. 2022, arXiv 2204.02311, appendix B); without what is not
+    known, given as 0."""
+    if not model_flops:
+        return {}
+    found = {"model_flops_s": model_flops * samples_per_s}
+    if peak_flops_s:
+        found["model_flops_utilisation"] = found["model_flops_s"] / peak_flops_s
+    return found
 
 
 def peak_memory_bytes(device: torch.device) -> int:

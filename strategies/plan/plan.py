@@ -128,7 +128,8 @@ class Plan:
     whether parameters without a gradient are known. `predicted_here` is the step of the CPU
     processes that stand for the devices, where those were measured. `pipeline` says who runs which
     chunk of it for which micro-batch (None for a flat strategy); the order is `orders.py`'s.
-    `loss_over` is what a batch's loss is of the losses of its samples: their `mean` or `sum`."""
+    `loss_over` is what a batch's loss is of the losses of its samples: their `mean` or `sum`.
+    `peak_flops_s` is what all devices together compute at most, in FLOP/s of `precision`."""
 
     cluster: str
     world_size: int
@@ -145,6 +146,13 @@ class Plan:
     rewrite: PlannedGraph | None = None
     pipeline: PlannedPipeline | None = None
     loss_over: Literal["mean", "sum"] = "mean"
+    peak_flops_s: Number = 0
+
+    @property
+    def model_flops(self) -> float:
+        """The FLOPs of a sample's forward and backward, which is twice the forward's (Narayanan et
+        al. 2021, arXiv 2104.04473, appendix), without what is computed again."""
+        return 3.0 * sum(task_graph.flops for task_graph in self.task_graphs)
 
     @property
     def shares_batch(self) -> bool:

@@ -97,6 +97,7 @@ def written(
         predicted=predicted,
         decisions=tuple(decisions),
         exported=job.profile.graph is not None,
+        peak_flops_s=sum(d.flops[job.training.precision] for d in job.cluster.devices),
     )
     if job.as_is:
         return plan

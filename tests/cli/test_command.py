@@ -209,6 +209,10 @@ def test_metrics_are_one_object_a_step(smoke: Run) -> None:
         assert line["lr"] == 0.001  # conf/optimizer/adamw.yaml
         assert line["grad_norm"] > 0
         assert line["samples_per_s"] == pytest.approx(SMOKE_BATCH / line["step_time_s"])
+        assert line["tokens_per_s"] == pytest.approx(line["tokens"] / line["step_time_s"])
+        # Of a CPU process nobody knows what it reaches at most.
+        assert line["model_flops_s"] > 0
+        assert "model_flops_utilisation" not in line
         assert line["peak_memory_bytes"] > 0
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     evaluated = [line["step"] for line in metrics if "evaluation_loss" in line]
