@@ -31,6 +31,7 @@ from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tens
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_ops import Laid, local_call
 from whale_train.runtime.graph.shard_rng import SharedRandom
+from whale_train.runtime.kernels.grouped_attention import group_keys
 from whale_train.runtime.kernels.grouped_experts import split_grouped_mm
 from whale_train.runtime.kernels.rms_norm import join_rms_norms
 from whale_train.runtime.kernels.sync_batch_norm import global_batch_norm
@@ -110,6 +111,8 @@ def write_segment_graph(
     writer = _Writer(written, source, canonical, place, counts)
     graph, paths, inputs = writer.write(segment.takes, segment.gives)
     join_rms_norms(graph)
+    if place.device.type != "cpu":
+        group_keys(graph)
     segment.set_graph(counts is None, graph, paths, inputs)
 
 

@@ -6,7 +6,7 @@ in `strategies/memory/engine_memory.py`, with its sources.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,23 +61,17 @@ class Buckets(nn.Module):
 
         return hook
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Around all but the last backward of a step."""
-        return _without_sync(self)
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-
-class _without_sync(AbstractContextManager[None]):
-    def __init__(self, buckets: Buckets) -> None:
-        self._buckets = buckets
-
-    def __enter__(self) -> None:
-        self._buckets._syncs = False
-
-    def __exit__(self, *_: object) -> None:
-        self._buckets._syncs = True
 
 
 class ZeroEngine:
@@ -239,7 +233,8 @@ class ZeroEngine:
             part = torch.empty(-(-count // self.copies), device=self._device)
             self._gradients.append(part)
         self._filled += count
-        if self._second is None and self._overlaps:  # filled while the first is reduced
+        if self._second is None and self._overlaps and self._stage == 2:
+            # Filled while the first is reduced.
             self._second = torch.empty(self._bucket, device=self._device)
         if self._filled >= self._bucket:
             self._send_bucket()

@@ -32,7 +32,7 @@ class View:
     it, and half of those of `halves`. Where `casts`, products make halves of what they read. The
     values `joined` are not there at all: what makes and reads them runs as one. `read_as` gives, by
     an operation and a value that is put together or cut for it, the part of the value that it
-    reads."""
+    reads. Of the values `repeated`, attention reads in their place what they repeat."""
 
     graph: OperationGraph
     part_of: Callable[[str], float] = whole
@@ -40,6 +40,7 @@ class View:
     casts: bool = False
     joined: frozenset[str] = frozenset()
     read_as: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    repeated: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def at(cls, graph: OperationGraph, precision: str) -> "View":
@@ -60,6 +61,12 @@ class View:
         """Return the view of ranks that rewrite the graph, which joins the operations of
         RMSNorms."""
         return replace(self, joined=joined_norms(self.graph))
+
+    def grouped(self) -> "View":
+        """Return the view of GPUs, whose attention takes keys and values that queries share without
+        repeating them (`runtime/kernels/grouped_attention.py`)."""
+        found = repeated_keys(self.graph)
+        return replace(self, joined=self.joined | found.keys(), repeated=found)
 
     def part(self, name: str) -> float:
         if name in self.joined:
@@ -133,6 +140,33 @@ def joined_norms(graph: OperationGraph) -> frozenset[str]:
     return frozenset(found)
 
 
+def repeated_keys(graph: OperationGraph) -> dict[str, str]:
+    """Return the keys and values that attentions read repeated, for the queries that share them,
+    with what they repeat."""
+    found: dict[str, str] = {}
+    for operation in graph:
+        if operation.target != "aten.scaled_dot_product_attention.default":
+            continue
+        pairs = {x: _before_repeating(graph, x) for x in operation.inputs[1:3]}
+        if len(pairs) == 2 and None not in pairs.values():
+            found |= {name: source for name, source in pairs.items() if source is not None}
+    return found
+
+
+def _before_repeating(graph: OperationGraph, name: str) -> str | None:
+    """Return the value that `name` repeats along its second dimension, or None."""
+    merged = graph[name]
+    for target in ("aten.reshape.default", "aten.expand.default", "aten.unsqueeze.default"):
+        if graph[name].target != target or not graph[name].inputs:
+            return None
+        name = graph[name].inputs[0]
+    before = graph[name]
+    if merged.shape is None or before.shape is None or len(merged.shape) != 4:
+        return None
+    same = [a == b for a, b in zip(merged.shape, before.shape, strict=False)]
+    return name if len(before.shape) == 4 and same == [True, False, True, True] else None
+
+
 _TIMES = "aten.mul.Tensor"
 # What autocast, or a model that is careful, runs in fp32.
 _WIDE = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
@@ -165,6 +199,9 @@ def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int]
             yield (operation.name, INSIDE), num_bytes * view.inside(operation)
             continue
         source = operation.name if place == OWN else operation.inputs[place]
+        if source in view.repeated:
+            source = view.repeated[source]
+            num_bytes = view.graph.num_bytes[source]
         put_together = view.put_together(operation, source)
         source = memory_of(view.graph, source)
         if put_together is not None:  # once for all that read it so

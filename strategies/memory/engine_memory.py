@@ -60,7 +60,7 @@ def precision_bytes(
         return Precision(4, 4, 1.0, flat)
     if zero and narrow:
         return Precision(2, 4, 0.5, 4)
-    return Precision(4, 4, 0.5, flat, casts=2 if cast or not zero else 0)
+    return Precision(4, 4, 0.5, flat, casts=2 if cast or narrow else 0)
 
 
 @dataclass(frozen=True)
@@ -214,11 +214,12 @@ class Gradients:
         if self.zero < 2 or self.copies == 1:
             return Needed(come, activations, added)
         bucket = min(come, self._bucket)
-        # On a GPU one bucket is filled while another is reduced.
-        second = 0.0 if self.on_cpu else bucket
         if self.zero == 2:
-            return Needed(self._here * come / self.copies, activations, added + 2 * bucket + second)
-        moving = self._bucket + bucket + second + added
+            moving = added + 2 * bucket
+            if not self.on_cpu:  # one bucket is filled while another is reduced
+                moving += bucket
+            return Needed(self._here * come / self.copies, activations, moving)
+        moving = self._bucket + bucket + added
         moving += self.gathered
         if not self.on_cpu:
             moving += 2 * self.width * min(self.elements, REDUCE_BUCKET_ELEMENTS)

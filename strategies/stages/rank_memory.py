@@ -228,9 +228,12 @@ class Held:
     def _view(self) -> View:
         """The sizes of the values as ranks run the model: as it is, or rewritten."""
         findings = self._job.findings
-        if self._job.as_is:
-            return findings.view
-        return findings.once("rewritten", findings.view.rewritten)
+        view = findings.view
+        if not self._job.as_is:
+            view = findings.once("rewritten", view.rewritten)
+        if self._job.cluster.on_cpu:
+            return view
+        return findings.once(("grouped", self._job.as_is), view.grouped)
 
     def _passed(
         self,

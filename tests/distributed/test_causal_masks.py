@@ -1,4 +1,5 @@
-"""Which exported attentions are told that they are causal, and what they compute then."""
+"""Which exported attentions are told that they are causal, which take keys that queries share
+without repeating them, and what they compute then."""
 
 from typing import Any
 
@@ -10,6 +11,7 @@ from whale_train.models.build import build_model
 from whale_train.models.export.export import EXPORT_BATCH, export, export_model
 from whale_train.models.loss_module import LossModule
 from whale_train.models.options import HUGGING_FACE, ModelOptions
+from whale_train.runtime.kernels.grouped_attention import group_keys
 from whale_train.strategies.graph.operation_graph import InputField
 
 TOKENS = 12
@@ -70,16 +72,52 @@ def test_only_a_mask_that_is_the_triangle_is_left_out(
         assert not [n for n in graph.graph.nodes if str(n.target).startswith("aten.le.")]
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_it_computes_what_the_model_does(batch: int) -> None:
+def exported() -> tuple[LossModule, fx.GraphModule]:
+    """A Llama whose queries share keys in pairs, and its graph."""
     torch.manual_seed(0)
     wanted = options("LlamaForCausalLM", TINY)
     module = LossModule(build_model(wanted), wanted).train()
-    draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 67, (batch, TOKENS), generator=draw)
-    inputs = {"input_ids": ids, "labels": ids.clone()}
-    example = {k: torch.ones(EXPORT_BATCH, TOKENS, dtype=torch.int64) for k in inputs}
+    example = {
+        k: torch.ones(EXPORT_BATCH, TOKENS, dtype=torch.int64) for k in ("input_ids", "labels")
+    }
     graph, why = export(module, example)
     assert graph is not None, why
+    return module, graph
+
+
+def drawn(batch: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 67, (batch, TOKENS), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_it_computes_what_the_model_does(batch: int) -> None:
+    module, graph = exported()
+    inputs = drawn(batch)
     assert attentions(graph) == [CAUSAL] * 2
     torch.testing.assert_close(graph(**inputs), module(**inputs), rtol=1e-6, atol=1e-6)
+
+
+def test_keys_are_grouped_where_they_were_repeated() -> None:
+    module, graph = exported()
+    assert group_keys(graph) == 2
+    for node in graph.graph.nodes:
+        if "scaled_dot_product_attention" in str(node.target):
+            assert node.kwargs["enable_gqa"] is True
+            assert [x.meta["val"].shape[1] for x in node.args[:3]] == [4, 2, 2]
+    inputs = drawn(3)
+    loss, expected = graph(**inputs), module(**inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    parameters = list(module.parameters())
+    for one, other in zip(
+        torch.autograd.grad(loss, list(graph.parameters())),
+        torch.autograd.grad(expected, parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_keys_of_their_own_stay_as_they_are() -> None:
+    graph, why = export_model(options("GPT2LMHeadModel", GPT2), (IDS, LABELS))
+    assert graph is not None, why
+    assert group_keys(graph) == 0

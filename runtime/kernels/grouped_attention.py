@@ -1,0 +1,69 @@
+"""Attention whose queries share keys takes them as they are.
+
+A graph of grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) repeats each key and
+value for all its queries before it attends: GPUs' kernels need no such copies, which would be kept
+for the backward. On CPUs torch's fused kernel knows no groups, and would be lost (torch 2.13).
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+_ATTENTION = _aten.scaled_dot_product_attention.default
+
+
+def group_keys(graph: fx.GraphModule) -> int:
+    """Give the attentions of `graph` keys and values that were repeated for them as they were
+    before. Return how many."""
+    found = 0
+    for node in list(graph.graph.nodes):
+        if node.target is not _ATTENTION or node.kwargs.get("enable_gqa"):
+            continue
+        key, value = (_before_repeating(x) for x in node.args[1:3])
+        if key is None or value is None or key[1] != value[1]:
+            continue
+        repeated = node.args[1:3]
+        node.args = (node.args[0], key[0], value[0], *node.args[3:])
+        node.kwargs = {**node.kwargs, "enable_gqa": True}
+        for old in repeated:
+            _erase(graph.graph, old)
+        found += 1
+    graph.recompile()
+    return found
+
+
+def _before_repeating(node: Any) -> tuple[fx.Node, int] | None:
+    """Return [batch, groups, tokens, width] of which `node` is [batch, groups x times, tokens,
+    width], each group repeated so many times, and the times; None where it is no such value."""
+    if not isinstance(node, fx.Node) or node.target is not _aten.reshape.default:
+        return None
+    expanded, sizes = node.args[:2]
+    if not isinstance(expanded, fx.Node) or expanded.target is not _aten.expand.default:
+        return None
+    inserted, wide = expanded.args[:2]
+    if not isinstance(inserted, fx.Node) or inserted.target is not _aten.unsqueeze.default:
+        return None
+    source, dim = inserted.args[:2]
+    if dim != 2 or not isinstance(source, fx.Node):
+        return None
+    if not isinstance(wide, list | tuple) or not isinstance(sizes, list | tuple):
+        return None
+    if len(wide) != 5 or len(sizes) != 4:
+        return None
+    groups, times, merged = wide[1], wide[2], sizes[1]
+    if not (isinstance(groups, int) and isinstance(times, int)) or groups * times != merged:
+        return None
+    return source, times
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Leave out a value that nobody reads, with what it was repeated from."""
+    while not node.users and node.op == "call_function" and node.target in _REPEATING:
+        (before, *_) = node.all_input_nodes
+        graph.erase_node(node)
+        node = before
+
+
+_REPEATING = (_aten.reshape.default, _aten.expand.default, _aten.unsqueeze.default)
