@@ -130,9 +130,11 @@ _SIDES = ("plan", "one_process")
 _ORDER = ("initial value", "gradient", "update")
 
 
-def compare(request: Request, plan_dir: Path, reference_dir: Path, ranks: int) -> Verification:
-    """Return the comparison of two finished runs of `request`, of `ranks` ranks and of one."""
-    precision = request.train.precision or "fp32"
+def compare(
+    request: Request, plan_dir: Path, reference_dir: Path, ranks: int, precision: str = "fp32"
+) -> Verification:
+    """Return the comparison of two finished runs of `request` in `precision`, of `ranks` ranks and
+    of one."""
     tolerance = request.verify.tolerance or TOLERANCE[precision]
     steps = request.verify.steps
     losses = (_metric(plan_dir, "loss"), _metric(reference_dir, "loss"))

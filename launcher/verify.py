@@ -54,7 +54,7 @@ def verify(
     finally:
         for process in processes:
             process.stop()
-    found = compare(request, run_dir, alone_dir, resolved.plan.world_size)
+    found = compare(request, run_dir, alone_dir, resolved.plan.world_size, resolved.plan.precision)
     write_json(run_dir / "verify.json", found.to_json())
     console.print(verification_view(found))
     if not found.equal:

@@ -33,6 +33,7 @@ from whale_train.launcher.planning.emulation import paces as emulated_paces
 from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
 from whale_train.launcher.planning.host_memory import refuse_small_hosts
 from whale_train.launcher.planning.placing import place_of, this_host_of, threads_of
+from whale_train.launcher.planning.precision import with_precision
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
@@ -91,10 +92,15 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     """Return the plan for a request, on this host, or on all devices of the `hosts` on which ranks
     were started. Raises ConfigError or PlanError with all faults of a stage."""
     faults: list[Fault] = []
-    strategy, training = request.strategy_graph(), training_of(request)
+    strategy = request.strategy_graph()
     use_all = hosts is not None
     hosts = hosts or this_host_of(request)
     place = place_of(request, hosts, faults)
+    of_precision: tuple[Decision, ...] = ()
+    if place is not None:
+        used = place.cluster if strategy.is_auto else place.cluster.chosen(strategy.devices)
+        request, of_precision = with_precision(request, used, place.device)
+    training = training_of(request)
     if place is not None:
         if not strategy.is_auto:
             refuse_without_model(strategy, place.cluster, training, faults)
@@ -140,7 +146,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     holes = said_of_holes(plan, shared) if shared and THRESHOLD not in os.environ else ()
     of_properties = device == "cuda" and request.hardware.get("kind") == "local"
     figures = said_of_figures(made.used) if of_properties else ()
-    said = (*weights, *evaluations, *figures, *holes, *copies)
+    said = (*of_precision, *weights, *evaluations, *figures, *holes, *copies)
     plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used
     if on_cards:
@@ -213,10 +219,11 @@ def resolve_each(
     """Return the plan of the request under each of `strategies` (as written), or why there is none.
     Raises ConfigError where the request is wrong under all of them."""
     faults: list[Fault] = []
-    training = training_of(request)
     place, dataset = place_of(request, this_host_of(request), faults), _dataset(request, faults)
     if faults or place is None or dataset is None:
         raise ConfigError(faults)
+    request, _ = with_precision(request, place.cluster, place.device)
+    training = training_of(request)
     cluster, device, emulated = place.cluster, place.device, place.emulated
     profile = profile_of(request, dataset)
     check_data(request, profile, dataset.num_evaluation_samples, faults)

@@ -18,8 +18,6 @@ from torch.autograd.function import once_differentiable
 _MOST_HEAD_DIM = 256  # of FlashAttention
 FLASH, EFFICIENT = "flash", "memory-efficient"
 
-chosen: Counter[str] = Counter()  # kernels, since it was last cleared
-
 
 def kernel_of(query: Tensor, mask: Tensor | None) -> str:
     """Return which of the kernels a GPU that has both would run."""
@@ -29,9 +27,10 @@ def kernel_of(query: Tensor, mask: Tensor | None) -> str:
 
 
 class _Attention(torch.autograd.Function):
+    """What a fused kernel makes and keeps of its operands."""
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        chosen[kernel_of(query, mask)] += 1
         made = query.new_empty((*query.shape[:-1], value.shape[-1]))
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, made, sums)
@@ -46,28 +45,28 @@ class _Attention(torch.autograd.Function):
         return *(torch.empty_like(x) if needed else None for x, needed in wanted), of_mask
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    result: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
-    return result
-
-
 @contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Inside it, attention over meta tensors runs as a GPU's. Nothing can be exported there."""
+def as_on_a_gpu() -> Iterator[Counter[str]]:
+    """Inside it, attention over meta tensors runs as a GPU's, and nothing can be exported. Gives
+    how often each kernel is run."""
+    chosen: Counter[str] = Counter()
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        chosen[kernel_of(query, attn_mask)] += 1
+        made: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+        return made
+
     library: Any = torch.library.Library
     kernels = library("aten", "IMPL", "AutogradMeta")
-    kernels.impl("scaled_dot_product_attention", _attention)
+    kernels.impl("scaled_dot_product_attention", attention)
     try:
-        yield
+        yield chosen
     finally:
         kernels._destroy()

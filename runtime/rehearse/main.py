@@ -26,7 +26,6 @@ from whale_train.rehearsal import FILE, KindOfRank, Rehearsal, Traffic
 from whale_train.runtime.failures.failure import record_host_failure
 from whale_train.runtime.failures.timeouts import group_name
 from whale_train.runtime.process.fork_server import end_with_parent
-from whale_train.runtime.rehearse import attention
 from whale_train.runtime.rehearse.agreement import disagreements, unmatched, waiting
 from whale_train.runtime.rehearse.kinds import kinds_of, peers
 from whale_train.runtime.rehearse.rank import Model, Rehearsed, rehearse_rank
@@ -41,13 +40,12 @@ def rehearse(
     of each other."""
     started = time.perf_counter()
     firsts = [ranks[0] for ranks in kinds]
-    with attention.as_on_a_gpu():
-        if processes > 1 and len(firsts) > 1:
-            _inherited.update(request=request, plan=plan, model=model)
-            with multiprocessing.get_context("fork").Pool(min(processes, len(firsts))) as pool:
-                found = pool.map(_of_inherited, firsts, chunksize=1)
-        else:
-            found = [rehearse_rank(request, plan, model, rank) for rank in firsts]
+    if processes > 1 and len(firsts) > 1:
+        _inherited.update(request=request, plan=plan, model=model)
+        with multiprocessing.get_context("fork").Pool(min(processes, len(firsts))) as pool:
+            found = pool.map(_of_inherited, firsts, chunksize=1)
+    else:
+        found = [rehearse_rank(request, plan, model, rank) for rank in firsts]
     asked = {
         rank: _as_rank(plan, each, rank)
         for each, ranks in zip(found, kinds, strict=True)

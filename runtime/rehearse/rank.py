@@ -22,7 +22,7 @@ from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.engines.optimizers import MakeOptimizer
 from whale_train.runtime.pipeline.executor import PipelineModel
 from whale_train.runtime.process.rank_context import Seat
-from whale_train.runtime.rehearse import attention
+from whale_train.runtime.rehearse.attention import as_on_a_gpu
 from whale_train.runtime.rehearse.meta_tensors import MetaTensors
 from whale_train.runtime.rehearse.recorded_group import Record, alone
 from whale_train.runtime.rehearse.stand_ins import Buckets, ZeroEngine
@@ -66,10 +66,9 @@ class Model:
 def rehearse_rank(request: Request, plan: Plan, model: Model, rank: int) -> Rehearsed:
     """Return what comes of one training step of `rank`."""
     started = time.perf_counter()
-    attention.chosen.clear()
     error = place = ""
     peak: dict[str, int] = {}
-    with alone(rank, plan.world_size) as record:
+    with alone(rank, plan.world_size) as record, as_on_a_gpu() as kernels:
         step = _Step(request, plan, model, rank)
         try:
             step.run()
@@ -80,8 +79,7 @@ def rehearse_rank(request: Request, plan: Plan, model: Model, rank: int) -> Rehe
         operations, reads = step.tensors.num_operations, dict(step.tensors.reads)
         del step
     seconds = time.perf_counter() - started
-    kernels = dict(attention.chosen)
-    return Rehearsed(rank, error, place, peak, record, kernels, reads, operations, seconds)
+    return Rehearsed(rank, error, place, peak, record, dict(kernels), reads, operations, seconds)
 
 
 class _Step:

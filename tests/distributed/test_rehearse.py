@@ -19,8 +19,8 @@ from whale_train.launcher.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.rehearsal import Rehearsal
 from whale_train.runtime.graph.autocast import autocast
-from whale_train.runtime.rehearse import attention
 from whale_train.runtime.rehearse.agreement import disagreements, unmatched, waiting
+from whale_train.runtime.rehearse.attention import as_on_a_gpu
 from whale_train.runtime.rehearse.main import chosen, groups_of, model_of, rehearse
 from whale_train.runtime.rehearse.meta_tensors import HostRead, MetaTensors, OnTheHost
 from whale_train.runtime.rehearse.rank import rehearse_rank
@@ -121,11 +121,10 @@ def kernels() -> str:
         x = torch.empty(2, 4, 8, 16, dtype=dtype, device=META, requires_grad=True)
         mask = torch.empty(8, 8, dtype=torch.bool, device=META)
         for name, given in (("causal", {"is_causal": True}), ("mask", {"attn_mask": mask})):
-            attention.chosen.clear()
-            with attention.as_on_a_gpu():
+            with as_on_a_gpu() as chosen:
                 made = functional.scaled_dot_product_attention(x, x, x, **given)  # type: ignore[arg-type]
                 made.sum().backward()
-            found[f"{dtype} {name}"] = dict(attention.chosen)
+            found[f"{dtype} {name}"] = dict(chosen)
     return json.dumps(found)
 
 
@@ -302,6 +301,28 @@ def test_memory_is_as_the_plan_predicts(
         assert kind.peak == pytest.approx(kind.planned, rel=within), (kind.rank, kind.peak_bytes)
 
 
+LLAMA = [
+    *("model=hf", "model.architecture=LlamaForCausalLM"),
+    "model.config={vocab_size: 4096, hidden_size: 512, intermediate_size: 1408, "
+    "num_hidden_layers: 6, num_attention_heads: 8, num_key_value_heads: 2, "
+    "max_position_embeddings: 512}",
+    *("data=text", "data.sequence_length=512", "hardware=dgx_a100", "train.global_batch=32"),
+]
+
+
+@pytest.mark.parametrize("graph", ["{replicate: {}}", "{split: {degree: 2}}", pipeline(4)])
+def test_a_llama_attends_by_flash_with_the_keys_it_has(graph: str, served: Served) -> None:
+    """Its memory is planned without the keys that CPUs repeat for their queries."""
+    found = Rehearsal.from_json(
+        served.ask(rehearsed, overrides=[*LLAMA, f"strategy.graph={graph}"])
+    )
+    assert found.faults == ()
+    assert [kind.error for kind in found.kinds if kind.error] == []
+    for kind in found.kinds:
+        assert kind.kernels.keys() == {"flash"}
+        assert kind.peak == pytest.approx(kind.planned, rel=0.10), (kind.rank, kind.peak_bytes)
+
+
 # --- The command ---------------------------------------------------------------------------------
 
 USER = (
@@ -353,3 +374,22 @@ def test_a_rank_that_is_none_is_refused(tmp_path: Path) -> None:
     )
     assert answer.status == 2, answer
     assert "rehearse=[0, 16] has rank 16, and the plan's are 0 to 15" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "precision"),
+    [
+        (("hardware=dgx_a100",), "bf16"),
+        (("hardware=dgx_a100", "train.precision=fp32"), "fp32"),
+        (("hardware=v100_p100_mix",), "fp32"),  # which have no bf16
+        (("hardware=cpu", "hardware.devices=2"), "fp32"),
+    ],
+)
+def test_the_precision_is_what_devices_are_made_for(
+    arguments: tuple[str, ...], precision: str, tmp_path: Path
+) -> None:
+    answer = whale_train_process(["mode=plan", "hydra.run.dir=run", *arguments], tmp_path)
+    assert answer.status == 0, answer
+    assert json.loads((tmp_path / "run/plan.json").read_text())["precision"] == precision
+    said = "train.precision: bf16 (instead of fp32)" in answer.stdout
+    assert said == (precision == "bf16")

@@ -120,7 +120,7 @@ class Sides:
         """Compare the side of a plan that is in `run_dir` with one process."""
         alone = self.alone(case)
         request = Request.from_json((alone / "request.json").read_text())
-        return compare(request, run_dir, alone, ranks)
+        return compare(request, run_dir, alone, ranks, request.train.precision or "fp32")
 
     def alone(self, case: Case) -> Path:
         """Return the folder of the side of one process."""
