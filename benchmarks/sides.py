@@ -101,6 +101,7 @@ def all_batches(request: Request, plan: Plan, count: int) -> list[list[Batch]]:
         for step in range(count):
             (batch,) = source.training(step)
             batches.append(batch)
+        source.close()
     return found
 
 
