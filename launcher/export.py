@@ -1,7 +1,6 @@
 """`mode=export`, and the end of a run that died after its last step: the weights of a checkpoint as
 a folder that others open."""
 
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -9,8 +8,8 @@ from rich.text import Text
 
 from whale_train.checkpoint_files import MODEL
 from whale_train.config import Request
-from whale_train.launcher.job_end import JobEnd, interrupted, model_line
-from whale_train.launcher.ranks.host_process import EXPORT_PROGRAM, HostProcess, describe_failure
+from whale_train.launcher.job_end import JobEnd, model_line, run_alone
+from whale_train.launcher.ranks.host_process import EXPORT_PROGRAM
 from whale_train.launcher.ranks.run_files import make_run_dir
 from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.resume import Resumed, checkpoint_at, say_passed_over
@@ -34,16 +33,9 @@ def export_into(run_dir: Path, found: Resumed, console: Console, signals: StopSi
     load_class(Request.from_json((found.path / "request.json").read_text()).model)
     console.print(Text(f"exporting step {found.step}, from {found.path}"), soft_wrap=True)
     program = (*EXPORT_PROGRAM, "--checkpoint", str(found.path.absolute()))
-    host = HostProcess.start(run_dir, program)
-    try:
-        outcome = host.wait(signals.poll)
-    finally:
-        host.stop()
-    if outcome.status == "interrupted":
-        return interrupted(run_dir)
-    if outcome.failure is not None:
-        sys.stderr.write(f"error: {describe_failure(outcome.failure, '')}\n")
-        return JobEnd("failed", run_dir)
+    ended = run_alone(run_dir, program, signals)
+    if ended is not None:
+        return ended
     size = sum(path.stat().st_size for path in (run_dir / MODEL).iterdir())
     console.print(Portable(model_line(run_dir, size)), soft_wrap=True)
     return JobEnd("done", run_dir)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,9 +12,10 @@ from rich.text import Text
 
 from whale_train.checkpoint_files import MODEL
 from whale_train.launcher.planning.plan_request import Resolved
-from whale_train.launcher.ranks.host_process import Outcome, describe_failure
+from whale_train.launcher.ranks.host_process import HostProcess, Outcome, describe_failure
 from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.run_dir import remove_unused
+from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.ui.progress import summary_line, unlike_predicted
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.quantities import in_bytes
@@ -34,6 +36,22 @@ class JobEnd:
     summary: dict[str, Any] = field(default_factory=dict)
     is_told: bool = False
     submission: Submission | None = None
+
+
+def run_alone(run_dir: Path, program: Sequence[str], signals: StopSignals) -> JobEnd | None:
+    """Run a program that needs no ranks on a run directory, to its end. Return how the job ended,
+    said already, where that was not well."""
+    host = HostProcess.start(run_dir, tuple(program))
+    try:
+        outcome = host.wait(signals.poll)
+    finally:
+        host.stop()
+    if outcome.status == "interrupted":
+        return interrupted(run_dir)
+    if outcome.failure is not None:
+        sys.stderr.write(f"error: {describe_failure(outcome.failure, '')}\n")
+        return JobEnd("failed", run_dir)
+    return None
 
 
 def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:

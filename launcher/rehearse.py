@@ -1,7 +1,6 @@
 """`mode=rehearse`, and the verdict of `mode=plan rehearse=true`: every rank's step gone through
 without its device."""
 
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -9,8 +8,8 @@ from rich.text import Text
 
 from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault
-from whale_train.launcher.job_end import JobEnd, interrupted
-from whale_train.launcher.ranks.host_process import REHEARSE_PROGRAM, HostProcess, describe_failure
+from whale_train.launcher.job_end import JobEnd, run_alone
+from whale_train.launcher.ranks.host_process import REHEARSE_PROGRAM
 from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.ui.show_rehearsal import rehearsal_view, verdict
 from whale_train.launcher.ui.terminal import Portable
@@ -34,16 +33,9 @@ def rehearse(request: Request, run_dir: Path, console: Console, signals: StopSig
     ranks = request.rehearse
     asked = "kinds" if isinstance(ranks, bool) else ranks
     said = asked if isinstance(asked, str) else ",".join(map(str, asked))
-    host = HostProcess.start(run_dir, (*REHEARSE_PROGRAM, "--ranks", said))
-    try:
-        outcome = host.wait(signals.poll)
-    finally:
-        host.stop()
-    if outcome.status == "interrupted":
-        return interrupted(run_dir)
-    if outcome.failure is not None:
-        sys.stderr.write(f"error: {describe_failure(outcome.failure, '')}\n")
-        return JobEnd("failed", run_dir)
+    ended = run_alone(run_dir, (*REHEARSE_PROGRAM, "--ranks", said), signals)
+    if ended is not None:
+        return ended
     found = Rehearsal.from_json((run_dir / FILE).read_text())
     if request.mode == "rehearse" or not found.is_clean:
         console.print(Portable(rehearsal_view(found)))

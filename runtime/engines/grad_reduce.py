@@ -38,7 +38,7 @@ class Reduction:
     ) -> None:
         several = group is not None and group.size() > 1
         # The last used is the first whose gradient is final.
-        buckets = _buckets(reversed(parameters)) if several else ()
+        buckets = in_buckets(reversed(parameters)) if several else ()
         self._group = group
         self._buckets = InOrder(buckets, self._sum)
         self._shared = {p: holders for p, holders in shared.items() if p.requires_grad}
@@ -112,8 +112,9 @@ def _as_one(parameters: Sequence[nn.Parameter]) -> Tensor:
     return flat
 
 
-def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Neighbours of one dtype, as many as a bucket holds; a larger one is a bucket of its own."""
+def in_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return `parameters` in buckets: neighbours of one dtype, as many as a bucket holds; a larger
+    one is a bucket of its own."""
     found: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in parameters:

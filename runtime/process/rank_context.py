@@ -1,32 +1,23 @@
 """Where a rank sits: what it must know of itself to be put together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
-from whale_train.runtime.engines.base import Copies, Engine
-from whale_train.runtime.engines.optimizers import MakeOptimizer
+from whale_train.runtime.engines.base import Engine
 
 
-class StandIns(Protocol):
-    """What stands in for the parts of engines that need storage."""
+@dataclass(frozen=True)
+class StandIns:
+    """Make what stands in for the parts of engines that need storage: `buckets`, of a module and
+    its group, for DistributedDataParallel, and `zero`, of DeepSpeedEngine's arguments with an
+    optimizer after the config, for that."""
 
-    def buckets(self, module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-        """Return what stands in for DistributedDataParallel."""
-
-    def zero(
-        self,
-        module: nn.Module,
-        copies: Copies,
-        config: dict[str, Any],
-        optimizer: MakeOptimizer,
-        device: torch.device,
-        precision: str,
-    ) -> Engine:
-        """Return what stands in for DeepSpeed's engine."""
+    buckets: Callable[[nn.Module, dist.ProcessGroup | None], nn.Module]
+    zero: Callable[..., Engine]
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch import distributed as dist
+from torch import Tensor, fx
 
 from whale_train.config import Request
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.comms.process_groups import make_channels, make_groups
-from whale_train.runtime.engines.base import Copies, Engine
 from whale_train.runtime.engines.ddp import TorchEngine
-from whale_train.runtime.engines.optimizers import MakeOptimizer
 from whale_train.runtime.pipeline.executor import PipelineModel
-from whale_train.runtime.process.rank_context import Seat
+from whale_train.runtime.process.rank_context import Seat, StandIns
 from whale_train.runtime.rehearse.attention import as_on_a_gpu
 from whale_train.runtime.rehearse.meta_tensors import MetaTensors
 from whale_train.runtime.rehearse.recorded_group import Record, alone
@@ -94,7 +91,8 @@ class _Step:
     def run(self) -> None:
         plan, rank = self._plan, self._rank
         groups, channels = make_groups(plan, rank), make_channels(plan, rank, DEVICE)
-        seat = Seat(rank, DEVICE, groups, channels, self)
+        stand_ins = StandIns(Buckets, partial(ZeroEngine, forget=self.tensors.forget))
+        seat = Seat(rank, DEVICE, groups, channels, stand_ins)
         module = copy.deepcopy(self._model.module)
         with self.tensors:
             program = assemble(self._request, plan, module, self._model.graph, seat)
@@ -118,23 +116,6 @@ class _Step:
             self._look()
             train_step(self._request, plan, program, batch, scale, DEVICE)
         self._program = None
-
-    def buckets(self, module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-        """Return what stands in for DistributedDataParallel."""
-        return Buckets(module, group)
-
-    def zero(
-        self,
-        module: nn.Module,
-        copies: Copies,
-        config: dict[str, Any],
-        optimizer: MakeOptimizer,
-        device: torch.device,
-        precision: str,
-    ) -> Engine:
-        """Return what stands in for DeepSpeed's engine."""
-        forget = self.tensors.forget
-        return ZeroEngine(module, copies, config, optimizer, device, precision, forget)
 
     def _look(self) -> None:
         """Note what holds the memory now."""

@@ -20,7 +20,7 @@ from whale_train.runtime.engines.base import (
     in_precision,
     set_learning_rate,
 )
-from whale_train.runtime.engines.grad_reduce import Reduction
+from whale_train.runtime.engines.grad_reduce import Reduction, in_buckets
 from whale_train.runtime.engines.optimizers import MakeOptimizer, skipping, state_of
 from whale_train.runtime.rehearse.recorded_group import RecordedGroup
 from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
@@ -37,7 +37,7 @@ class Buckets(nn.Module):
         self._syncs = True
         self.buckets: list[Tensor] = []
         trained = [p for p in module.parameters() if p.requires_grad]
-        for parameters in _bucketed(trained[::-1]):
+        for parameters in in_buckets(reversed(trained)):
             whole = torch.empty(
                 sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device="meta"
             )
@@ -97,7 +97,7 @@ class ZeroEngine:
         self.counts_norm = copies.is_first and copies.index == 0
         self.on_gradients: Callable[[], None] | None = None
         zero = config["zero_optimization"]
-        self._stage, self._clip = zero["stage"], config["gradient_clipping"]
+        self._stage = zero["stage"]
         self._offloads = "offload_optimizer" in zero
         self._prefetches = zero.get("stage3_prefetch_bucket_size", 0)
         self._overlaps = zero["overlap_comm"]
@@ -290,16 +290,3 @@ class ZeroEngine:
 def _when_made(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> None:
     """Call `hook` when a gradient was added to `parameter`."""
     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _bucketed(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    found: list[list[nn.Parameter]] = []
-    filled = 0
-    for parameter in parameters:
-        fits = found and found[-1][0].dtype == parameter.dtype
-        if not fits or filled + parameter.numel() > REDUCE_BUCKET_ELEMENTS:
-            found.append([])
-            filled = 0
-        found[-1].append(parameter)
-        filled += parameter.numel()
-    return found

@@ -378,7 +378,7 @@ class Held:
             # The last of several backwards sums gradients over the copies, and fills a bucket.
             summed = not buckets and not alone and last[number] is instruction
             bucket = engine.summed if summed else 0.0
-            if engine.fits_a_bucket:  # all are summed at the end, when no value is left
+            if bucket and engine.fits_a_bucket:  # all are summed at the end, when no value is left
                 yield come, bucket, max(values - run.kept, 0.0)
                 bucket = 0.0
             match kind:

@@ -46,12 +46,10 @@ def test_memory_is_counted_as_it_comes_and_goes() -> None:
 
 
 def test_a_step_needs_what_its_formula_says() -> None:
-    """A linear layer of n weights and AdamW: values, gradients and two moments, the input and the
-    gradient of the output."""
+    """A linear layer: its weights, their gradients, a moment of each, and the input."""
     rows, width, out = 16, 256, 512
     with MetaTensors() as tensors:
         layer = nn.Linear(width, out, bias=False, device=META)
-        torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
         moment = torch.zeros_like(layer.weight)
         x = torch.empty(rows, width, device=META)
         tensors.restart()
