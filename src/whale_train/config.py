@@ -253,7 +253,14 @@ def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ..
 
 
 def _rehearsed(value: object, mode: object, faults: list[Fault]) -> object:
-    found: object = validated(Ranks, value, "rehearse", faults)
+    """Return which ranks are rehearsed, after adding to `faults` what names none."""
+    found: object = tuple(value) if isinstance(value, list) else value
+    listed = found if isinstance(found, tuple) else ()
+    are_ranks = all(type(rank) is int and rank >= 0 for rank in listed)
+    if not (isinstance(found, bool) or found == "all" or (listed and are_ranks)):
+        rule = "is not true, false, all, or a list of ranks"
+        faults.append(Fault("rehearse", as_yaml(value), rule, "use true, all, or as [0, 3]"))
+        return False
     if found and mode not in ("plan", "rehearse", None):
         rule = f"has no effect on mode={mode}"
         remedy = "use mode=plan or mode=rehearse, or rehearse=false"

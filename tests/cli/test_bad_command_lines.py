@@ -280,6 +280,11 @@ VALUES = (
         "rehearse=false",
     ),
     Case(
+        "rehearse_nobody",
+        "mode=rehearse rehearse=some",
+        "rehearse=some is not true, false, all, or a list of ranks; use true, all, or as [0, 3]",
+    ),
+    Case(
         "unknown_precision",
         "train.precision=fp8",
         "train.precision=fp8 is unknown; use one of: bf16, fp16, fp32",
