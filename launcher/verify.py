@@ -71,14 +71,14 @@ def only_steps(request: Request) -> Request:
 
 
 def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resolved]:
-    """Return the same request for the first device alone, the batch in one piece. Raises PlanError
-    where that cannot hold it.
+    """Return the same request for the first device alone, the batch in one piece and nothing
+    compiled. Raises PlanError where that cannot hold it.
 
     A CPU process has the host's memory, whatever device it stands for.
     """
     names = request.names | {"strategy": "single"}
     strategy = {"devices": 1, "graph": {"replicate": {}}}
-    train = request.train.model_copy(update={"accumulate": 1})
+    train = request.train.model_copy(update={"accumulate": 1, "compile": False})
     alone = request.model_copy(update={"names": names, "strategy": strategy, "train": train})
     cluster = resolved.cluster.first(1)
     if resolved.device == "cpu":

@@ -181,6 +181,12 @@ def summary_line(summary: Mapping[str, Any], run_dir: Path, emulated: bool = Fal
     return "  ".join(parts)
 
 
+def compiled_line(seconds: Mapping[str, float]) -> str:
+    """Return how long torch.compile took: together, and for each of the blocks that differ."""
+    each = ", ".join(f"{name or 'the rest'} {in_seconds(x)}" for name, x in seconds.items())
+    return f"compiled in {in_seconds(sum(seconds.values()))}: {each}"
+
+
 _LIKE = 0.25  # a prediction that far off is worth a word
 
 

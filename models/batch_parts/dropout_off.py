@@ -1,7 +1,7 @@
 """Dropout turned off from outside, so that what a model computes can be compared."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 from torch.overrides import TorchFunctionMode
 
@@ -13,9 +13,20 @@ class DropoutOff(TorchFunctionMode):
     Modules stay in training mode, unlike under `eval()`: BatchNorm trains as it does in a run.
     """
 
+    _entered = 0  # of all threads: a backward on a GPU runs parts of a forward again in others
+
     def __init__(self) -> None:
         super().__init__()
         self.met = False
+
+    def __enter__(self) -> Self:
+        DropoutOff._entered += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        DropoutOff._entered -= 1
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -25,20 +36,40 @@ class DropoutOff(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
-        name = getattr(func, "__name__", "").partition(".")[0]  # dropout.default in a graph
-        if name in _RECURRENT:  # their one float
-            found = any(isinstance(x, float) and x for x in args)
+        if not drops(func, args, options):
+            return func(*args, **options)
+        self.met = True
+        name = _name(func)
+        if name in _RECURRENT:
             args = tuple(0.0 if isinstance(x, float) else x for x in args)
-            self.met = self.met or found
-        elif name in _OFF:
-            position, key, off = _OFF[name]
-            given = args[position] if len(args) > position else options.get(key, off)
-            self.met = self.met or bool(given)
-            if len(args) > position:
-                args = (*args[:position], off, *args[position + 1 :])
-            elif key in options or key == "p":  # whose default is 0.5
-                options[key] = off
+            return func(*args, **options)
+        position, key, off = _OFF[name]
+        if len(args) > position:
+            args = (*args[:position], off, *args[position + 1 :])
+        else:
+            options[key] = off
         return func(*args, **options)
+
+
+def is_dropout_off() -> bool:
+    """Return whether this is inside `DropoutOff`."""
+    return DropoutOff._entered > 0
+
+
+def drops(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Return whether a call of torch's would drop something: one of a graph as well."""
+    name = _name(func)
+    if name in _RECURRENT:  # their one float
+        return any(isinstance(x, float) and x for x in args)
+    if name not in _OFF:
+        return False
+    position, key, off = _OFF[name]
+    default = 0.5 if key == "p" else off
+    return bool(args[position] if len(args) > position else options.get(key, default))
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", "")).partition(".")[0]  # dropout.default in a graph
 
 
 # The argument that says how much is dropped (or whether), and what turns it off.

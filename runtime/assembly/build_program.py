@@ -9,7 +9,9 @@ from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.build_stages import assemble_stages
 from whale_train.runtime.assembly.shard_params import narrow_of
 from whale_train.runtime.comms.process_groups import sums_of
+from whale_train.runtime.compile.blocks import compile_blocks
 from whale_train.runtime.engines.base import NARROW, Copies
+from whale_train.runtime.engines.deepspeed_zero3 import gather_whole
 from whale_train.runtime.engines.make import make_engine
 from whale_train.runtime.kernels.sync_batch_norm import synchronise_batch_norm
 from whale_train.runtime.loss.global_mean import target_counter
@@ -48,6 +50,10 @@ def _whole_model(
         frozen: dict[Tensor, torch.dtype] = {}
         frozen |= {x: NARROW[plan.precision] for x in narrow if not x.requires_grad}
         own_copy(module.parameters(), seat.device, frozen)
+    if seat.compiler is not None:
+        blocks = compile_blocks(module, seat.compiler)
+        if task_graph.zero == 3:
+            gather_whole(blocks)
     copies = Copies(group, sums=seat.groups.get(sums_of(task_graph)), narrow=narrow)
     may_skip = not plan.exported
     engine = make_engine(

@@ -17,6 +17,7 @@ from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.shard_params import narrow_of, own_tensors, tensor_paths
 from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.comms.process_groups import sums_of
+from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.engines.base import NARROW, Copies, Engine
 from whale_train.runtime.engines.make import make_engine
 from whale_train.runtime.graph.segment import Counts, SegmentModule
@@ -86,7 +87,10 @@ def assemble_stages(
     }
     # An evaluation has several batches, and so several pieces, where a step has one.
     scale = None if counter is None else loss.scale
-    writer = _Writer(plan, seat.rank, graph, canonical, tensors, counts, weight_gradients, scale)
+    writer = _Writer(
+        *(plan, seat.rank, graph, canonical, tensors, counts, weight_gradients, scale),
+        seat.compiler,
+    )
     sharings: tuple[_Sharing, ...] = tuple(dict.fromkeys(copy.members))
     written: list[_Written] = []
     shared_random: list[SharedRandom] = []
@@ -131,11 +135,13 @@ class _Writer:
         counts: Counts,
         weight_gradients: WeightGradients,
         evaluation_scale: Any,
+        compiler: Compiler | None,
     ) -> None:
         self._plan, self._graph = plan, graph
         self._canonical, self._tensors = canonical, tensors
         self._counts, self._weight_gradients = counts, weight_gradients
         self._evaluation_scale = evaluation_scale
+        self._compiler = compiler
         self._several = plan.ranks[rank].micro_batches > 1
 
     def segment(
@@ -153,14 +159,19 @@ class _Writer:
         for at, counts in ((here, None), (evaluated, self._counts)):
             write_segment_graph(segment, written, self._graph, self._canonical, at, counts)
         if self._plan.schedule == "zero_bubble":
-            segment.defer_weight_gradients(self._weight_gradients)
+            segment.own_weight_gradients(self._weight_gradients)
         else:
             segment.overlap_weight_gradients(self._weight_gradients if self._several else None)
         again = described.recompute == "full"
         gathered = self._plan.task_graphs[written.task_graph].zero == 3
+        if gathered:
+            # ZeRO 3 takes weights away between forward and backward: products that see to their
+            # gradients keep no views of them.
+            segment.own_weight_gradients(WeightGradients())
+        if self._compiler is not None:
+            segment.compile(self._compiler)
         if again or gathered:
-            random = here.random if again else None
-            segment.divide(partial(_recomputed, random), gathered=gathered)
+            segment.divide(partial(_recomputed, here.random if again else None))
         return written.task_graph, segment
 
 

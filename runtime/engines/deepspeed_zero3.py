@@ -161,3 +161,12 @@ def unchecked_norms() -> Iterator[None]:
     finally:
         for module, ask in zip(modules, asked, strict=True):
             module.is_invalid_grad_norm = ask
+
+
+def gather_whole(blocks: Sequence[nn.Module]) -> None:
+    """Have stage 3 gather the weights of each of `blocks` when that is called, and hang no hooks on
+    what is inside it, at each of which torch.compile would end a region."""
+    import deepspeed
+
+    for block in blocks:
+        deepspeed.utils.set_z3_leaf_module(block, True)

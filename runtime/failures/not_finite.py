@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whale_train.models.export.export import model_path
+from whale_train.runtime.compile.compiler import uncompiled
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.graph.block_modules import MODULE
 
@@ -40,7 +41,7 @@ def first_not_finite(engines: Sequence[Engine], step: Callable[[], object]) -> s
     }
     with _module_stack() as stack:
         watch = _Watch(lambda: _place(stack, names))
-        with watch:
+        with watch, uncompiled():
             step()
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, watch.first)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, fx, nn
 
+from whale_train.runtime.compile.compiler import Compiler
+from whale_train.runtime.compile.regions import compile_regions
 from whale_train.runtime.graph.block_modules import Blocks
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.kernels.column_parallel import join_products
@@ -64,18 +66,9 @@ class SegmentModule(nn.Module):
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             yield paths[name.rpartition(".")[2]], tensor
 
-    def divide(
-        self,
-        recompute: Callable[[str], SharedRandom | None] = lambda block: None,
-        *,
-        gathered: bool = False,
-    ) -> None:
+    def divide(self, recompute: Callable[[str], SharedRandom | None]) -> None:
         """Run its graphs block by block. `recompute` gives, for a block to be computed again in
-        its backward, what its members draw alike; None for one whose values are kept. `gathered`:
-        ZeRO 3 gathers a block's weights when it is called, and takes them away meanwhile, so that
-        its products may not keep views of them."""
-        if gathered:
-            WeightGradients().replace(self._graphs[True][0], self._parameter_arguments())
+        its backward, what its members draw alike; None for one whose values are kept."""
         self.blocks = Blocks(self, self._graphs, recompute)
         self._graphs = {}
 
@@ -85,7 +78,7 @@ class SegmentModule(nn.Module):
         self._graphs[training] = (graph, tuple(self.tensor_names[path] for path in paths))
         self.inputs = inputs
 
-    def defer_weight_gradients(self, owner: WeightGradients) -> None:
+    def own_weight_gradients(self, owner: WeightGradients) -> None:
         """Let `owner` take over what reads weights in the training graph."""
         owner.replace(self._graphs[True][0], self._parameter_arguments())
 
@@ -96,6 +89,10 @@ class SegmentModule(nn.Module):
         join_products(graph, parameters, owner or WeightGradients())
         if owner is not None:
             owner.replace(graph, parameters)
+
+    def compile(self, compiler: Compiler) -> None:
+        """Have `compiler` compile regions of the training graph, before it is divided."""
+        compile_regions(self._graphs[True][0], compiler)
 
     def _parameter_arguments(self) -> frozenset[str]:
         """Return the training graph's placeholders that get parameters."""

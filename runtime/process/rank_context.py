@@ -7,6 +7,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.engines.base import Engine
 
 
@@ -24,10 +25,12 @@ class StandIns:
 class Seat:
     """This rank's number, its device, and the groups it is in, by the plan's names. `channels` are
     groups of two for the messages of a pipeline, by the rank at the other end, where these do not
-    go through the group of all. `stand_ins` are for a rank that is rehearsed."""
+    go through the group of all. `stand_ins` are for a rank that is rehearsed; `compiler` is given
+    where the model is compiled."""
 
     rank: int
     device: torch.device
     groups: dict[str, dist.ProcessGroup]
     channels: dict[int, dist.ProcessGroup]
     stand_ins: StandIns | None = None
+    compiler: Compiler | None = None

@@ -32,6 +32,7 @@ from whale_train.runtime.comms.process_groups import (
     make_channels,
     make_groups,
 )
+from whale_train.runtime.compile.compiler import Compiler, import_compiler
 from whale_train.runtime.cpu.malloc_trim import give_back
 from whale_train.runtime.emulate.emulated_links import EmulatedLinks
 from whale_train.runtime.emulate.throttle import Pace
@@ -74,6 +75,8 @@ class Prepared:
 
 def prepare(request: Request) -> Prepared:
     """Make all that needs no plan, so that it overlaps with resolving it."""
+    if request.train.compile:
+        import_compiler()
     dataset = open_dataset(request.data)
     module = build_shared(request.model, request.seed)
     graph = None
@@ -173,9 +176,9 @@ def train_as_planned(
     device, links = _joined(run_dir, rank, world_size, rendezvous, request)
     if device.type == "cpu" and not has_room(plan, _here(rank), memory_bytes()):
         give_back()
-    seat = Seat(
-        rank, device, make_groups(plan, rank, timeout), make_channels(plan, rank, device, timeout)
-    )
+    groups, channels = make_groups(plan, rank, timeout), make_channels(plan, rank, device, timeout)
+    compiler = Compiler() if request.train.compile else None
+    seat = Seat(rank, device, groups, channels, compiler=compiler)
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
     names = saved_names(prepared.module, request.model)
@@ -230,6 +233,8 @@ def train_as_planned(
     if metrics is not None:
         metrics.close()
         summary["peak_memory_bytes"] = peaks
+        if compiler is not None:
+            summary["compiled_s"] = compiler.seconds
         if links is not None:
             summary["full_bandwidth_bytes_s"] = links.full_bytes_s
         path = run_dir / "summary.json"

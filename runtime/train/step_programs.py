@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from whale_train.runtime.compile.compiler import uncompiled
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.loss.global_mean import GlobalMeans, TargetCounter, Targets
@@ -127,7 +128,8 @@ class WholeModel:
         )
         module.eval()
         try:
-            return copies.evaluate(held)
+            with uncompiled():  # a second compilation of all would be for few batches
+                return copies.evaluate(held)
         finally:
             module.train()
 

@@ -47,9 +47,9 @@ class TrainOptions(_Section):
     `accumulate` micro-batches. `loss_scale` is fp16's first (null: 2^15). `grad_clip` null or 0 is
     off. `evaluate_every` counts steps, null is never. `on_nan` is what becomes of a run whose loss
     or gradient norm is not finite (null: it goes on); a step that it skips leaves everything as it
-    was. `profile` are the first and the last step that torch's profiler records. `resume` is
-    the checkpoint that training goes on from, a run directory (its newest), or `auto` (the
-    newest of this run's own directory)."""
+    was. `compile`: blocks run what torch.compile makes of them. `profile` are the first and the
+    last step that torch's profiler records. `resume` is the checkpoint that training goes on from,
+    a run directory (its newest), or `auto` (the newest of this run's own directory)."""
 
     steps: _Count
     global_batch: _Count
@@ -59,6 +59,7 @@ class TrainOptions(_Section):
     grad_clip: float | None = Field(None, ge=0)
     grad_norm: bool = True
     trace: bool = False
+    compile: bool = False
     profile: tuple[_Count, _Count] | None = None
     evaluate_every: _Count | None = None
     evaluation_samples: _Count = 512

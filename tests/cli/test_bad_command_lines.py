@@ -72,9 +72,9 @@ COMMAND_LINE = (
     Case(
         "added_unknown_key",
         "+train.foo=1",
-        "train.foo=1 is not a key here; use one of: accumulate, evaluate_every, "
-        "evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, on_nan, precision, "
-        "profile, resume, steps, tensorboard, trace",
+        "train.foo=1 is not a key here; use one of: accumulate, compile, "
+        "evaluate_every, evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, "
+        "on_nan, precision, profile, resume, steps, tensorboard, trace",
     ),
     Case(
         "added_existing_key",

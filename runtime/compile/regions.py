@@ -1,0 +1,115 @@
+"""The regions of a graph that torch.compile gets: consecutive operations of one block, up to what
+is not an operation of torch (a collective, a split loss, a product that sees to its weight).
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+from whale_train.runtime.compile.compiler import Compiler
+from whale_train.runtime.graph.block_modules import BLOCK, MODULE
+from whale_train.runtime.kernels.rms_norm import rms_norm
+from whale_train.strategies.graph.operation_graph import is_repeated
+
+_FEWEST = 2  # operations that compute, for which a region is worth its call
+
+
+def compile_regions(graph: fx.GraphModule, compiler: Compiler) -> None:
+    """Replace the regions of `graph` that are worth it by calls of what `compiler` makes of
+    them."""
+    for nodes in _regions(graph.graph):
+        if sum(map(_computes, nodes)) >= _FEWEST:
+            _replace(graph, nodes, compiler)
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
+    found: list[list[fx.Node]] = [[]]
+    last = None
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        block = node.meta.get(BLOCK, "")
+        place = block if is_repeated(block) else ""
+        if place != last or not _is_torchs(node):
+            found.append([])
+        last = place
+        if _is_torchs(node):
+            found[-1].append(node)
+    return [nodes for nodes in found if nodes]
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    """Return whether torch.compile sees all that `node` does: it writes nowhere, and no object
+    decides what it does."""
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, OpOverload):
+        return not node.target._schema.is_mutable
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and _is_torchs(source)
+    return node.target is rms_norm or getattr(node.target, "__module__", "") == "_operator"
+
+
+def _computes(node: fx.Node) -> bool:
+    """Return whether a node makes a tensor, and no view of one."""
+    if isinstance(node.target, OpOverload):
+        returns = node.target._schema.returns
+        made = [x for x in returns if x.alias_info is None and "Tensor" in str(x.type)]
+        return bool(made) and node.target._schema.name not in _OFTEN_VIEWS
+    return node.target is rms_norm
+
+
+# Composite operations whose schemas do not say that they give views where they can.
+_OFTEN_VIEWS = frozenset(("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten"))
+
+
+def _replace(graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler) -> None:
+    inside = set(nodes)
+    takes = list(dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside))
+    gives = [node for node in nodes if any(user not in inside for user in node.users)]
+    if not gives:
+        return
+    region = fx.Graph()
+    made = {x: region.placeholder(f"taken_{i}") for i, x in enumerate(takes)}
+    for node in nodes:
+        made[node] = region.node_copy(node, lambda x: made[x])
+    region.output(tuple(made[node] for node in gives))
+    block = nodes[0].meta.get(BLOCK, "")
+    module = compiler.compiled(fx.GraphModule({}, region), _text(region), block)
+    name = f"region_{nodes[0].name}"
+    graph.add_module(name, module)
+    meta = {BLOCK: block, MODULE: nodes[0].meta.get(MODULE, "")}
+    with graph.graph.inserting_after(nodes[-1]):
+        call = graph.graph.call_module(name, tuple(takes))
+    call.meta = dict(meta)
+    after = call
+    for number, node in enumerate(gives):
+        with graph.graph.inserting_after(after):
+            after = graph.graph.call_function(operator.getitem, (call, number))
+        after.meta = dict(meta)
+        outside = [user for user in node.users if user not in inside]
+        for user in outside:
+            user.replace_input_with(node, after)
+    for node in reversed(nodes):
+        graph.graph.erase_node(node)
+
+
+def _text(region: fx.Graph) -> str:
+    """Return what is equal for regions that compute the same of what they are given."""
+    number = {node: i for i, node in enumerate(region.nodes)}
+
+    def written(value: Any) -> Any:
+        return f"%{number[value]}" if isinstance(value, fx.Node) else value
+
+    lines = []
+    for node in region.nodes:
+        args = fx.node.map_aggregate((node.args, node.kwargs), written)
+        target = "" if node.op == "placeholder" else node._pretty_print_target(node.target)
+        lines.append(f"{node.op} {target} {args!r}")
+    return "\n".join(lines)
