@@ -190,7 +190,7 @@ FIGURES: Mapping[int, Figure] = {
             hybrid("35 Gbit/s, to Whale's own (FastNN)", 1.34, SMALLER, VPC, 6),
         ],
         "Both send about as much over the network a step. Data parallelism hides it behind its "
-        "backward: on 50 Gbit/s it computes for 92% of its step, which leaves nothing to gain; "
+        "backward, for nearly all of which it computes on 50 Gbit/s: that leaves nothing to gain; "
         "those reported were at 64% and 43% at most (1 / 1.57, 1 / 2.32). A pipeline hides it "
         "behind its last micro-batch alone, so that its gain depends on how many there are, which "
         "nobody says.",
@@ -221,10 +221,10 @@ FIGURES: Mapping[int, Figure] = {
             balanced("GNMT", 1.27, Side("gnmt", COPIES, mixed(8), 16 * 128, "sgd")),
             balanced("BERT-Large", 1.45, Side("bert_large", COPIES, mixed(8), 16 * 6)),
         ],
-        "A P100 has 0.59 of a V100's FLOP/s in fp32, with which no shares gain more than 1.34; "
-        "1.45 takes one with 0.53. A third of ResNet50's time is memory traffic, at which it has "
-        "0.81: that leaves 1.25 at most. BERT's samples are so few that shares are coarse: 8 and "
-        "4 for 6 and 6.",
+        "A P100 is taken for 0.56 of a V100 in products and 0.65 in memory traffic (what such "
+        "devices reach of their peaks), with which no shares gain more than 1.39 and 1.27; 1.45 "
+        "takes one with 0.53. BERT's samples are so few that shares are coarse: 8 and 4 for 6 "
+        "and 6.",
     ),
     18: Figure(
         "Hardware-aware against even cut, 4 stages of 2 devices, 4 V100 and 4 P100",

@@ -33,7 +33,7 @@ from whale_train.launcher.planning.emulation import paces as emulated_paces
 from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
 from whale_train.launcher.planning.host_memory import refuse_small_hosts
 from whale_train.launcher.planning.placing import place_of, this_host_of, threads_of
-from whale_train.launcher.planning.precision import with_precision
+from whale_train.launcher.planning.precision import with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
@@ -100,6 +100,8 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     if place is not None:
         used = place.cluster if strategy.is_auto else place.cluster.chosen(strategy.devices)
         request, of_precision = with_precision(request, used, place.device)
+        faster, of_tf32 = with_tf32(request, place.cluster, faults)
+        place, of_precision = replace(place, cluster=faster), (*of_precision, *of_tf32)
     training = training_of(request)
     if place is not None:
         if not strategy.is_auto:
@@ -223,8 +225,9 @@ def resolve_each(
     if faults or place is None or dataset is None:
         raise ConfigError(faults)
     request, _ = with_precision(request, place.cluster, place.device)
+    cluster, _ = with_tf32(request, place.cluster, faults)
     training = training_of(request)
-    cluster, device, emulated = place.cluster, place.device, place.emulated
+    device, emulated = place.device, place.emulated
     profile = profile_of(request, dataset)
     check_data(request, profile, dataset.num_evaluation_samples, faults)
     if faults:

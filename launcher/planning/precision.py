@@ -1,8 +1,9 @@
-"""The precision of a request that names none: what its devices are made for."""
+"""What a request's numbers are computed in, and at what rates: what its devices are made for."""
 
 from typing import Literal
 
 from whale_train.config import Request
+from whale_train.errors import Fault
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.plan import Decision
 
@@ -17,9 +18,25 @@ def with_precision(
         return request, ()
     if device == "cpu" and request.mode != "plan":
         return request, ()
-    if not all("bf16" in each.flops for each in used.devices):
+    if request.train.tf32 or not all("bf16" in each.flops for each in used.devices):
         return request, ()
     train = request.train.model_copy(update={"precision": "bf16"})
     why = "every device computes it; train.precision=fp32 asks for fp32"
     said = Decision("train.precision", "bf16", "fp32", why)
     return request.model_copy(update={"train": train}), (said,)
+
+
+def with_tf32(
+    request: Request, cluster: Cluster, faults: list[Fault]
+) -> tuple[Cluster, tuple[Decision, ...]]:
+    """Return the cluster as it computes fp32 for the request, and what is said of that, after
+    adding to `faults` that no device computes TF32 where that is asked for."""
+    if not request.train.tf32 or not cluster.devices:
+        return cluster, ()
+    faster = cluster.in_tf32()
+    if cluster.on_cpu or faster == cluster:
+        rule = f"is computed by no device of hardware={cluster.name}"
+        faults.append(Fault("train.tf32", "true", rule, "use train.tf32=false"))
+        return cluster, ()
+    why = "products of fp32 round their factors to 10 bits of mantissa, on devices that compute it"
+    return faster, (Decision("train.tf32", "true", "false", why),)

@@ -271,7 +271,7 @@ def _device_rows(plan: Plan, cluster: Cluster) -> list[tuple[_Row, list[RankPlan
     """Consecutive ranks of a node that read the same are one row. A table still too long joins
     equal rows wherever they are."""
     samples = _samples(plan)
-    capacity = [device.memory_bytes for device in cluster.devices]
+    capacity = [device.room_bytes for device in cluster.devices]
     shown = [
         (_row(rank, samples.get(rank.rank, 0), capacity[rank.rank]), rank) for rank in plan.ranks
     ]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -151,6 +152,7 @@ def _joined(
     if request.launcher.threads is not None:
         torch.set_num_threads(request.launcher.threads)
     device = _device(run_dir, rank)
+    compute_fp32(in_tf32=request.train.tf32)
     timeout = timedelta(seconds=request.launcher.timeout_s)
     links = _links(run_dir)
     join(rendezvous, rank, world_size, device, timeout, _pace(run_dir, rank), links)
@@ -283,3 +285,11 @@ def _device(run_dir: Path, rank: int) -> torch.device:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device
+
+
+def compute_fp32(in_tf32: bool) -> None:
+    """Have GPUs compute products, convolutions and recurrences of fp32 in TF32, or none of them:
+    torch's default is all but products."""
+    backends: Any = torch.backends
+    for of_fp32 in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+        of_fp32.fp32_precision = "tf32" if in_tf32 else "ieee"

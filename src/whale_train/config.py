@@ -44,7 +44,8 @@ class _Section(BaseModel):
 
 class TrainOptions(_Section):
     """`steps` optimizer steps of `global_batch` samples each, every device's share taken in
-    `accumulate` micro-batches. `loss_scale` is fp16's first (null: 2^15). `grad_clip` null or 0 is
+    `accumulate` micro-batches. `loss_scale` is fp16's first (null: 2^15). `tf32` has GPUs
+    round the factors of fp32 products to 10 bits. `grad_clip` null or 0 is
     off. `evaluate_every` counts steps, null is never. `on_nan` is what becomes of a run whose loss
     or gradient norm is not finite (null: it goes on); a step that it skips leaves everything as it
     was. `compile`: blocks run what torch.compile makes of them. `profile` are the first and the
@@ -56,6 +57,7 @@ class TrainOptions(_Section):
     accumulate: _Count = 1
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     loss_scale: float | None = Field(None, ge=1)
+    tf32: bool = False
     grad_clip: float | None = Field(None, ge=0)
     grad_norm: bool = True
     trace: bool = False
@@ -298,6 +300,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
         _refuse_steps(verify, train, faults)
     if isinstance(train, TrainOptions):
         _refuse_loss_scale(train, faults)
+        _refuse_tf32(train, faults)
         _refuse_profile(train, sections.get("mode"), faults)
         if train.grad_clip and not train.grad_norm:
             rule = "is off, and train.grad_clip needs the gradient's norm"
@@ -353,6 +356,13 @@ def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
         rule = f"has no effect on train.precision={train.precision or 'fp32'}"
         remedy = "use train.precision=fp16, or null"
         faults.append(Fault("train.loss_scale", as_yaml(train.loss_scale), rule, remedy))
+
+
+def _refuse_tf32(train: TrainOptions, faults: list[Fault]) -> None:
+    """Refuse TF32 where products are of 16 bits."""
+    if train.tf32 and train.precision in ("bf16", "fp16"):
+        rule = f"has no effect on train.precision={train.precision}"
+        faults.append(Fault("train.tf32", "true", rule, "use train.precision=fp32, or false"))
 
 
 def _refuse_steps(verify: VerifyOptions, train: object, faults: list[Fault]) -> None:

@@ -1,7 +1,7 @@
 """How long work takes on a device: rooflines of kinds of operations.
 
 A device that was calibrated (`mode=calibrate`) has rooflines of its own for every kind; of any
-other they are the catalogue's peaks times what is commonly reached of them. Transfers are
+other they are the catalogue's peaks times what such devices reach of them. Transfers are
 `collectives.py`'s.
 """
 
@@ -12,14 +12,11 @@ from math import inf
 from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind, Work
 from whale_train.strategies.hardware.cluster import Device, HostShare, Kernel, Roofline
 
-# Of the peaks: nominal, the same for every device nobody measured. Large products come near the
-# peak of ordinary units and reach about two thirds of tensor cores', which wait for memory; streams
-# over memory reach four fifths of its bandwidth. An operation started from Python takes some
-# microseconds.
-_OF_PEAK = {"fp32": 0.85, "bf16": 0.65, "fp16": 0.65}
-_OF_BANDWIDTH = 0.8
-_OVERHEAD_S = 5e-6
 _VIEW_OVERHEAD_S = 0.0  # hidden behind the device's queue
+# Attention of devices of which nothing was published: those with bf16 units have FlashAttention-2,
+# taken for the lower end of what it reaches on A100; older ones attend as FlashAttention did, which
+# reached 25 to 40% there (Dao 2023, arXiv 2307.08691).
+_FLASH, _OLDER = 0.5, 0.3
 
 
 @dataclass(frozen=True)
@@ -78,14 +75,22 @@ def kernel_of(device: Device, precision: str, kind: KernelKind) -> Kernel:
     measured = device.kernels.get(precision, {}).get(kind)
     if measured is not None:
         return measured
-    rate = _OF_PEAK[precision] * flops_rate(device, precision)
+    reached = device.reached
+    part = _attention(device) if kind is KernelKind.ATTENTION else reached.products
+    rate = part * flops_rate(device, precision)
     narrower = 1.0 if precision == "fp32" else 0.5
-    bandwidth = _OF_BANDWIDTH * device.memory_bandwidth_bytes_s / narrower
-    overhead = _VIEW_OVERHEAD_S if kind is KernelKind.VIEW else _OVERHEAD_S
+    bandwidth = reached.bandwidth * device.memory_bandwidth_bytes_s / narrower
+    overhead = _VIEW_OVERHEAD_S if kind is KernelKind.VIEW else reached.overhead_s
     forward = Roofline(overhead, rate, bandwidth)
     if kind in BY_FLOPS:  # two products where the forward has one
         return Kernel(forward, Roofline(2 * overhead, rate / 2, bandwidth / 2))
     return Kernel(forward, forward)
+
+
+def _attention(device: Device) -> float:
+    if device.reached.attention is not None:
+        return device.reached.attention
+    return _FLASH if "bf16" in device.flops else _OLDER
 
 
 def flops_rate(device: Device, precision: str) -> float:
@@ -121,14 +126,16 @@ def update_time_s(elements: float, states: int, device: Device) -> float:
     measured = [
         kinds[KernelKind.UPDATE] for kinds in device.kernels.values() if KernelKind.UPDATE in kinds
     ]
-    bandwidth = _OF_BANDWIDTH * device.memory_bandwidth_bytes_s
-    roofline = measured[0].forward if measured else Roofline(_OVERHEAD_S, inf, bandwidth)
+    reached = device.reached
+    bandwidth = reached.bandwidth * device.memory_bandwidth_bytes_s
+    roofline = measured[0].forward if measured else Roofline(reached.overhead_s, inf, bandwidth)
     return roofline.seconds(0.0, 4 * elements * (2 * states + 4))
 
 
 # Nominal, of a host nobody describes: what its memory gives to each of its devices' optimizers, and
 # the PCI Express link (3.0, 16 lanes) that gradients and parameters take to and from it.
 _HOST = HostShare(memory_bytes_s=15e9, link_bytes_s=12e9)
+_OF_HOST_MEMORY = 0.8  # what streams reach of a host's bandwidth, nominal
 
 
 def fetch_time_s(num_bytes: float, devices: Iterable[Device], on_cpu: bool) -> float:
@@ -154,4 +161,4 @@ def _host_of(device: Device) -> HostShare:
     host = device.host
     if host is None:
         return _HOST
-    return HostShare(_OF_BANDWIDTH * host.memory_bytes_s, host.link_bytes_s)
+    return HostShare(_OF_HOST_MEMORY * host.memory_bytes_s, host.link_bytes_s)

@@ -239,7 +239,7 @@ class Estimator:
             element_bytes=self.needs.element_bytes(candidate, mesh.copies * part.copies),
             samples=ROUNDED_UP * size,
             in_flight=flight,
-            room=device.memory_bytes - self.needs.standing_bytes(candidate),
+            room=device.room_bytes - self.needs.standing_bytes(candidate),
             copies=part.copies,
             can_recompute=candidate.micro_batches > 0,
         )

@@ -22,8 +22,8 @@ def unexported(of: "Estimator", candidate: Candidate) -> Estimate:
     for alike in of.copies_of(mesh):
         device = alike.devices[0]
         saved = ROUNDED_UP * halved * profile.activation_bytes
-        if need + saved > device.memory_bytes:
-            return Estimate(inf, need + saved - device.memory_bytes)
+        if need + saved > device.room_bytes:
+            return Estimate(inf, need + saved - device.room_bytes)
         times = of.costs.whole(device, alike.samples)
         gathers = sum(of.sums.gathers_s(candidate, part, device))
         summed = of.sums.after_s(candidate, part, elements, times.total - times.forward, device)
@@ -45,8 +45,8 @@ def beside_split_head(of: "Estimator", candidate: Candidate) -> Estimate:
     slowest = 0.0
     for alike in of.copies_of(mesh):
         device = alike.devices[0]
-        if need > device.memory_bytes:
-            return Estimate(inf, need - device.memory_bytes)
+        if need > device.room_bytes:
+            return Estimate(inf, need - device.room_bytes)
         of_own = of.seconds(device, part, "auto", alike.samples)
         of_all = of.seconds(device, part, "auto", batch)
         body = of_own.total[-2]

@@ -3,16 +3,18 @@
 Figures are vendors' peaks. FLOP/s are dense (half the figure printed "with sparsity"): `fp32`
 is the ordinary units, never TF32, which rounds its inputs to 10 bits of mantissa; `fp16` and
 `bf16` are the tensor cores with fp32 accumulation, as in training. A precision without units of
-its own is absent. Memory is the printed size in powers of ten, the smaller reading. Bandwidth
-of a link is one direction, bytes/s: vendors print NVLink's two directions together.
+its own is absent. What is reached of peaks is beside them. Memory is the printed size in powers of
+ten, the smaller reading. Bandwidth of a link is one direction, bytes/s: vendors print NVLink's two
+directions together.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
-from whale_train.strategies.hardware.cluster import CPU_PROCESS, Device, Host, Link
+from whale_train.strategies.hardware.cluster import CPU_PROCESS, Device, Host, Link, Reached
 
-_DEVICES = (
+_PEAKS = (
     # NVIDIA Tesla P100 GPU Accelerator (PCIe) datasheet. No tensor cores: fp16 runs on the fp32
     # units at twice their rate.
     Device("p100_pcie_16gb", {"fp32": 9.3e12, "fp16": 18.7e12}, 16e9, 732e9),
@@ -65,6 +67,38 @@ _DEVICES = (
     # processes: the inventory's reader fills it in.
     Device(CPU_PROCESS, {"fp32": 1e11, "fp16": 1e11, "bf16": 1e11}, 0.0, 25.6e9),
 )
+
+# What was measured of the peaks. Products: the largest rates that Stas Bekman's "Machine Learning
+# Engineering" lists as "Maximum Achievable Matmul FLOPS" (bf16, torch 2.5 to 2.7; the H200's is the
+# H100's), and for V100, 83 of 112 TFLOP/s (Markidis et al. 2018, arXiv 1803.04014) with 790 of
+# 900 GB/s copied (paranumal.com, "Rough-n-Ready Roofline: NVIDIA V100 edition", 2018). Attention:
+# FlashAttention-2 reaches 50 to 73% on A100 (Dao 2023, arXiv 2307.08691), and 35% on H100 (Shah et
+# al. 2024, arXiv 2407.08608).
+_REACHED = {
+    "v100": Reached(products=0.74, bandwidth=0.88),
+    "a100_pcie": Reached(products=0.81, attention=0.6),
+    "a100_sxm": Reached(products=0.87, attention=0.6),
+    "h100": Reached(products=0.80, attention=0.35),
+    "h200": Reached(products=0.80, attention=0.35),
+    "gh200": Reached(products=0.84, attention=0.35),
+    "b200": Reached(products=0.78, attention=0.35),
+    # Nominal as its peaks are: products come near what ordinary units can do.
+    CPU_PROCESS: Reached(0.85, 0.85, 0.8, 5e-6),
+}
+
+# Nominal: half of it for CUDA's context with torch's kernels, half for NCCL's buffers of some
+# communicators (their size goes with the channels that the links are worth) and the workspace of
+# cuBLAS (8 MiB, and 32 MiB on Hopper: torch's CUBLAS_WORKSPACE_CONFIG).
+RESERVED_BYTES = 1e9
+
+
+def _with_reached(device: Device) -> Device:
+    reached = next((x for kind, x in _REACHED.items() if device.name.startswith(kind)), Reached())
+    reserved = 0.0 if device.name == CPU_PROCESS else RESERVED_BYTES
+    return replace(device, reached=reached, reserved_bytes=reserved)
+
+
+_DEVICES = tuple(map(_with_reached, _PEAKS))
 
 # No datasheet gives the latency of one step of a collective. These are nominal: what NCCL's own
 # tuning model assumes for a ring step of its Simple protocol (hwLatencies for NVLINK, PCI, NET).

@@ -45,12 +45,27 @@ class HostShare:
 
 
 @dataclass(frozen=True)
+class Reached:
+    """What operations reach of a device's peaks, as parts of them, until it is calibrated: large
+    `products` and fused `attention` (None: what it reaches of such a device's) of its FLOP/s, what
+    reads and writes of its memory `bandwidth`; and what starting one takes. The defaults are what
+    the cost model of meta-pytorch's autoparallel assumes of every GPU."""
+
+    products: float = 0.7
+    attention: float | None = None
+    bandwidth: float = 0.7
+    overhead_s: float = 7e-6
+
+
+@dataclass(frozen=True)
 class Device:
     """One kind of accelerator (or one CPU process).
 
     `flops` maps a precision (`fp32`, `bf16`, `fp16`) to peak dense FLOP/s; a precision the device
     has no unit for is absent. `kernels` are what was measured on it (`mode=calibrate`): by
-    precision, then by kind of operation. `host` is absent where the inventory does not say.
+    precision, then by kind of operation; for all else it has `reached` so much of its peaks.
+    `host` is absent where the inventory does not say. `reserved_bytes` of its memory are no
+    tensor's: CUDA's context, the workspaces of its libraries, NCCL's buffers.
     """
 
     name: str
@@ -59,6 +74,13 @@ class Device:
     memory_bandwidth_bytes_s: float
     kernels: Mapping[str, Mapping[str, Kernel]] = field(default_factory=dict)
     host: HostShare | None = None
+    reached: Reached = Reached()
+    reserved_bytes: float = 0.0
+
+    @property
+    def room_bytes(self) -> float:
+        """What tensors may take of its memory."""
+        return self.memory_bytes - self.reserved_bytes
 
 
 @dataclass(frozen=True)
@@ -127,6 +149,22 @@ class Cluster:
     def kinds(self) -> Mapping[str, int]:
         """The number of devices of each kind."""
         return Counter(device.name for device in self.devices)
+
+    def in_tf32(self) -> "Cluster":
+        """Return the cluster with the FLOP/s in fp32 of devices whose tensor cores compute that in
+        TF32: half of bf16's, which came with the same generation (NVIDIA's whitepapers of GA100,
+        GA102, AD102, GH100 and RTX Blackwell)."""
+
+        def of(device: Device) -> Device:
+            rate = max(device.flops.get("fp32", 0.0), device.flops.get("bf16", 0.0) / 2)
+            return replace(device, flops={**device.flops, "fp32": rate})
+
+        known = {id(device): of(device) for device in self.devices}
+        nodes = tuple(
+            replace(node, devices=tuple(known[id(device)] for device in node.devices))
+            for node in self.nodes
+        )
+        return replace(self, nodes=nodes)
 
     def chosen(self, devices: "int | Mapping[str, int] | None") -> "Cluster":
         """Return the devices that a strategy's `devices:` names: all (None), the first so many in

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
+from whale_train.strategies.hardware.catalogue import DEVICES, LINKS, RESERVED_BYTES
 from whale_train.strategies.hardware.cluster import Device, Link
 
 SWITCH = "switch"  # what NVLinks lead to that is no GPU
@@ -132,7 +132,8 @@ def _by_properties(gpu: GpuFacts) -> Device:
     if of.has_bf16:
         flops["bf16"] = flops["fp16"]
     memory_bytes_s = (gpu.memory_bytes_s or 3e11) * gpu.part
-    return Device(_slug(gpu), flops, float(gpu.memory_bytes), memory_bytes_s)
+    memory = float(gpu.memory_bytes)
+    return Device(_slug(gpu), flops, memory, memory_bytes_s, reserved_bytes=RESERVED_BYTES)
 
 
 def _slug(gpu: GpuFacts) -> str:

@@ -232,14 +232,18 @@ def _named_or_inline(
 
 def _inline_device(value: object, key: str, faults: list[Fault]) -> Device | None:
     required = ("name", "flops", "memory_bytes", "memory_bandwidth_bytes_s")
-    fields = _mapping(value, key, "a device", required, (), faults)
+    fields = _mapping(value, key, "a device", required, ("reserved_bytes",), faults)
     name = _field(fields, key, "name", _name, faults)
+    reserved = _field({"reserved_bytes": 0, **fields}, key, "reserved_bytes", _not_negative, faults)
     flops = _field(fields, key, "flops", _flops, faults)
     memory = _field(fields, key, "memory_bytes", _positive, faults)
     bandwidth = _field(fields, key, "memory_bandwidth_bytes_s", _positive, faults)
-    if name is None or flops is None or memory is None or bandwidth is None:
+    if reserved is not None and memory is not None and reserved >= memory:
+        rule, remedy = "leaves no memory", f"use less than memory_bytes, {memory:g}"
+        faults.append(Fault(f"{key}.reserved_bytes", _text(fields["reserved_bytes"]), rule, remedy))
+    if name is None or flops is None or memory is None or bandwidth is None or reserved is None:
         return None
-    return Device(name, flops, memory, bandwidth)
+    return Device(name, flops, memory, bandwidth, reserved_bytes=reserved)
 
 
 def _inline_host(value: object, key: str, faults: list[Fault]) -> Host | None:

@@ -26,12 +26,15 @@ def _node(node: Node) -> dict[str, Any]:
 def _device(device: Device) -> str | Mapping[str, Any]:
     if device.name in DEVICES:
         return device.name
-    return {
+    written = {
         "name": device.name,
         "flops": {precision: float(flops) for precision, flops in device.flops.items()},
         "memory_bytes": device.memory_bytes,
         "memory_bandwidth_bytes_s": device.memory_bandwidth_bytes_s,
     }
+    if device.reserved_bytes:
+        written["reserved_bytes"] = device.reserved_bytes
+    return written
 
 
 def _link(link: Link) -> str | Mapping[str, Any]:

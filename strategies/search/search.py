@@ -272,7 +272,7 @@ class _Search:
             family.fault = family.fault or error.faults[0]
             self.work += _REFUSED
             self.refused[_likes(candidate)] = self.refused.get(_likes(candidate), 0) + 1
-            room = max(device.memory_bytes for device in self.cluster.devices)
+            room = max(device.room_bytes for device in self.cluster.devices)
             little = isinstance(error, ShortOfMemoryError) and error.short_bytes < _LITTLE * room
             if isinstance(error, ShortOfMemoryError) and little and candidate.mesh.stages > 1:
                 self.short.append((error.short_bytes, candidate, mapping, places))

@@ -84,7 +84,7 @@ class RankMemory:
         """Return how many samples `rank` has room for at a time, at most the whole batch; -1 where
         not even its weights fit. Beside a split head the samples of the other members are those of
         `batches`."""
-        room, gathered = self._job.cluster.devices[rank].memory_bytes, self._sizes(batches, rank)[0]
+        room, gathered = self._job.cluster.devices[rank].room_bytes, self._sizes(batches, rank)[0]
         beside = self._job.form.stages[self._job.stage_of_rank(rank)].body is not None
 
         def need(own: int) -> float:
@@ -95,7 +95,7 @@ class RankMemory:
     def most_classes(self, rank: int, batches: Batches) -> int:
         """Return how many classes of a split head `rank` has room for beside a copy of the rest
         and one sample; at most all of them, and 0 where not even that fits."""
-        room = self._job.cluster.devices[rank].memory_bytes - self._beside_classes(rank, batches)
+        room = self._job.cluster.devices[rank].room_bytes - self._beside_classes(rank, batches)
         each, classes = self.class_bytes(rank, batches), self._classes
         if room < 0:
             return 0

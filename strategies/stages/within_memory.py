@@ -45,7 +45,7 @@ class Room:
         fit."""
         needs = self.memory.of_batches(self.batches)
         devices = self.job.cluster.devices
-        return max(need.total - devices[rank].memory_bytes for rank, need in needs.items())
+        return max(need.total - devices[rank].room_bytes for rank, need in needs.items())
 
     def samples(self) -> tuple[int, ...]:
         """Return how many samples each rank has room for at a time; 0 or less where some rank has
@@ -53,7 +53,7 @@ class Room:
         by_key: dict[object, int] = {}
         samples = []
         for rank, device in enumerate(self.job.cluster.devices):
-            key = (*self.memory.alike(rank, self.batches), device.memory_bytes)
+            key = (*self.memory.alike(rank, self.batches), device.room_bytes)
             if key not in by_key:
                 by_key[key] = self.memory.most(rank, self.batches)
             samples.append(by_key[key])
@@ -97,12 +97,12 @@ def refuse_memory(room: Room, times: ChunkTimes, micro_batches: int, work: int) 
 def _no_room(room: Room) -> Fault:
     devices = room.job.cluster.devices
     needs = room.memory.of_batches(room.batches)
-    over = {rank: need.total - devices[rank].memory_bytes for rank, need in needs.items()}
+    over = {rank: need.total - devices[rank].room_bytes for rank, need in needs.items()}
     worst = max(over, key=lambda rank: (over[rank], -rank))
     need = needs[worst]
     rule = (
         f"needs {in_bytes(need.total)} on rank {worst} ({devices[worst].name}), "
-        f"{in_bytes(over[worst])} more than its {in_bytes(devices[worst].memory_bytes)}"
+        f"{in_bytes(over[worst])} more than its {in_bytes(devices[worst].room_bytes)}"
     )
     if need.activations > need.total / 2:
         remedy = "use more micro-batches, recompute: full, or a smaller train.global_batch"
@@ -115,8 +115,8 @@ def _no_room_for_one(room: Room) -> Fault | None:
     """Return the fault of a device that cannot even hold its copy, one sample and one class of a
     split head; None where all can."""
     job, devices = room.job, room.job.cluster.devices
-    tight = min(range(len(devices)), key=lambda rank: devices[rank].memory_bytes)
-    need, has = room.memory.for_one(tight, room.batches), devices[tight].memory_bytes
+    tight = min(range(len(devices)), key=lambda rank: devices[rank].room_bytes)
+    need, has = room.memory.for_one(tight, room.batches), devices[tight].room_bytes
     if need <= has:
         return None
     rule = (
@@ -187,7 +187,7 @@ def _bytes_for_one(strategy: Strategy, job: Staging, cluster: Cluster) -> float 
     cut = chunked(copied)
     memory = RankMemory(copied, cut.chunks, cut.axes, [[order]] * form.copies, frozenset())
     needed = memory.of(0, 1, 1).total
-    fits = all(needed <= device.memory_bytes for device in cluster.devices)
+    fits = all(needed <= device.room_bytes for device in cluster.devices)
     return needed if fits else None
 
 
@@ -197,7 +197,7 @@ def recomputed_stages(job: Staging, memory: Mapping[int, MemoryEstimate]) -> set
     recomputed = set()
     for stage, form in enumerate(job.form.stages):
         ranks = [rank for group in job.replicas[stage] for rank in group]
-        over = any(memory[r].total > job.cluster.devices[r].memory_bytes for r in ranks)
+        over = any(memory[r].total > job.cluster.devices[r].room_bytes for r in ranks)
         if form.recompute == "full" or (form.recompute == "auto" and over):
             recomputed.add(stage)
     return recomputed

@@ -74,7 +74,7 @@ COMMAND_LINE = (
         "+train.foo=1",
         "train.foo=1 is not a key here; use one of: accumulate, compile, "
         "evaluate_every, evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, "
-        "on_nan, precision, profile, resume, steps, tensorboard, trace",
+        "on_nan, precision, profile, resume, steps, tensorboard, tf32, trace",
     ),
     Case(
         "added_existing_key",
@@ -83,8 +83,8 @@ COMMAND_LINE = (
     ),
     Case(
         "removed_unknown_key",
-        "~train.foo",
-        "train.foo is not a key of the config; did you mean train?",
+        "~train.stps",
+        "train.stps is not a key of the config; did you mean train.steps?",
     ),
     Case(
         "near_strategy",
