@@ -4,11 +4,13 @@ Only what the stage holds is copied out of the shared initial weights, and of a 
 this rank's shard.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 
@@ -20,6 +22,7 @@ from whale_train.runtime.comms.process_groups import sums_of
 from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.engines.base import NARROW, Copies, Engine
 from whale_train.runtime.engines.make import make_engine
+from whale_train.runtime.graph.autocast import casting_once
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_graph import ShardPlace, write_segment_graph
 from whale_train.runtime.graph.shard_rng import SharedRandom
@@ -117,8 +120,12 @@ def assemble_stages(
     route = Route.of(plan, place)
     types = MessageTypes(route, ValueTypes(graph, route.crossing, plan.precision, seat.device))
     transport = Transport(seat.device, seat.channels, types)
+    casting: Callable[[], AbstractContextManager[None]] = nullcontext
+    if _casts_once(plan, task_graphs, held, seat.rank):
+        casting = partial(_casting_once, weight_gradients, seat.device)
     return PipelineModel(
-        *(plan, route, chunks, loss, types, transport, counts, weight_gradients, shared_random)
+        *(plan, route, chunks, loss, types, transport, counts, weight_gradients, shared_random),
+        casting,
     )
 
 
@@ -232,6 +239,24 @@ def _copies(plan: Plan, task_graph: TaskGraph, tensors: Mapping[str, Tensor], se
 
 def _recomputed(random: SharedRandom | None, block: str) -> SharedRandom | None:
     return random if is_repeated(block) else None
+
+
+def _casts_once(
+    plan: Plan, task_graphs: Sequence[TaskGraph], held: Sequence[int], rank: int
+) -> bool:
+    """Return whether a rank keeps the 16-bit copies of its weights from its first forward on: not
+    where they are to be had a block at a time (`Held._casts` in strategies/stages/rank_memory.py
+    counts them)."""
+    assert plan.pipeline is not None
+    several = plan.precision in NARROW and plan.ranks[rank].micro_batches > 1
+    again = any(plan.pipeline.chunks[chunk].recompute == "full" for chunk in held)
+    return several and not again and all(each.zero < 3 for each in task_graphs)
+
+
+@contextmanager
+def _casting_once(owner: WeightGradients, device: torch.device) -> Iterator[None]:
+    with owner.casting_once(), casting_once(device.type):
+        yield
 
 
 def _has_one_backward(plan: Plan, module: Segments, rank: int) -> bool:

@@ -47,6 +47,22 @@ def autocast(
     return torch.autocast(device_type, dtype, enabled, cache_enabled)
 
 
+@contextmanager
+def casting_once(device_type: str) -> Iterator[None]:
+    """Inside it, autocast makes its copy of a weight once, however often it is entered: by itself
+    it lets go of them when a forward ends. Outside of `autocast`, nothing is cast."""
+    if device_type == "meta":
+        _now.holders += 1
+        try:
+            yield
+        finally:
+            _now.holders -= 1
+            _now.let_go()
+        return
+    with torch.autocast(device_type, enabled=False):
+        yield
+
+
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype that operations are lowered to now, or None outside of autocast."""
     if device_type == "meta":
@@ -63,11 +79,16 @@ def as_now() -> Callable[[], AbstractContextManager[Any]]:
 
 class _Now:
     """The dtype that operations on the meta device are lowered to, and the weights cast so far:
-    as torch, once in an autocast."""
+    as torch, once in an autocast, or in what `holders` it is in."""
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
+        self.holders = 0
         self.casts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def let_go(self) -> None:
+        if self.dtype is None and not self.holders:
+            self.casts.clear()
 
 
 _now = _Now()
@@ -91,8 +112,7 @@ def _meta_autocast(dtype: torch.dtype | None) -> Iterator[None]:
             torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, was_excluded)
     finally:
         _now.dtype = before
-        if before is None:
-            _now.casts.clear()
+        _now.let_go()
 
 
 @cache

@@ -100,7 +100,8 @@ class _Products(torch.autograd.Function):
         ctx.operands = operands  # the very parameters, whose `.grad` is added to
         if dtype is not None:  # autocast does not look into a Function
             x = x.to(dtype)
-            operands = tuple(None if t is None else t.to(dtype) for t in operands)
+            cast = joined.owner.cast
+            operands = tuple(None if t is None else cast(t, dtype) for t in operands)
         weights, biases = operands[::2], operands[1::2]
         ctx.save_for_backward(x, *weights)
         with autocast(x.device.type, enabled=False):

@@ -46,6 +46,24 @@ class WeightGradients:
         self._left: dict[Key, list[_Addition]] = {}
         self._now: Key | None = None
         self._adds = False
+        self._casts: dict[int, Tensor] | None = None
+
+    @contextmanager
+    def casting_once(self) -> Iterator[None]:
+        """Inside it, products cast a weight once, and keep the copy for all that follow."""
+        self._casts = {}
+        try:
+            yield
+        finally:
+            self._casts = None
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `weight` as products of `dtype` read it."""
+        if weight.dtype == dtype or self._casts is None:
+            return weight.to(dtype)
+        if id(weight) not in self._casts:
+            self._casts[id(weight)] = weight.to(dtype)
+        return self._casts[id(weight)]
 
     @contextmanager
     def deferring(self, key: Key) -> Iterator[None]:
@@ -166,7 +184,8 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.owned = owned
         ctx.operands = weight, bias  # the very parameters, whose `.grad` is added to
-        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        cast = owned.owner.cast
+        weight, bias = cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype)
         ctx.save_for_backward(x, weight)
         return owned.kind.value(x, weight, bias)
 

@@ -4,8 +4,8 @@ The order of the instructions is `strategies/schedule/orders.py`'s; what they do
 without a pipeline that splits the model is one chunk on every rank, and goes the same way.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 
 import torch
@@ -49,8 +49,10 @@ class PipelineModel:
         counts: Counts,
         weight_gradients: WeightGradients,
         shared_random: Sequence[SharedRandom],
+        casting_once: Callable[[], AbstractContextManager[None]],
     ) -> None:
         assert plan.pipeline is not None
+        self._casting_once = casting_once
         self.shared_random = shared_random
         self.route, self.place = route, route.place
         self._plan = plan.pipeline
@@ -88,7 +90,8 @@ class PipelineModel:
     ) -> PendingLoss:
         run = _Run(self, batches, self._training, loss_scale)
         self._loss.begin(self._piece_batches(batches))
-        run.run()
+        with self._casting_once():
+            run.run()
         for engine in self.engines:
             engine.finish_backward()
         self._transport.finish()

@@ -348,8 +348,9 @@ class Held:
         return max(max(2 * sum(map(size, takes)), sum(map(size, gives))) for takes, gives in ends)
 
     def _casts(self, order: Sequence[Instruction], sizes: Weights) -> float:
-        """Return the bytes of the 16-bit copies of weights. Each forward makes its own, which are
-        kept until its backward; where blocks are recomputed, those of one block at a time."""
+        """Return the bytes of the 16-bit copies of weights, which a step makes once; where blocks
+        are recomputed, those of one block at a time. Under ZeRO 3 each forward makes its own, which
+        are kept until its backward."""
         if not sizes.casts:
             return 0.0
         if self._again:
@@ -358,6 +359,8 @@ class Held:
                 block = block_of(path.rpartition(".")[0])
                 by_block[block] = by_block.get(block, 0.0) + count
             return sizes.casts * max(by_block.values()) / sum(by_block.values())
+        if self._job.zero < 3:
+            return sizes.casts
         return sizes.casts * in_flight(order) / len(self._chunks)
 
     def _steps(

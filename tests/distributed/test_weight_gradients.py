@@ -1,10 +1,14 @@
 """What reads weights: their gradients wait or are added in place, and the weights may be taken
 away meanwhile."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from whale_train.runtime.graph.autocast import autocast, casting_once
 from whale_train.runtime.graph.block_modules import BLOCK
 from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.kernels.matmul import of_table
@@ -176,3 +180,40 @@ def test_hooks_of_a_parameter_run_once_when_all_that_reads_it_is_done() -> None:
         id(table): of_table, id(alone): of_alone
     }  # fmt: skip
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("kind", ["linear", "addmm"])
+@pytest.mark.parametrize("owned", [True, False])
+def test_weights_are_cast_once_a_step(kind: str, owned: bool) -> None:
+    """Two forwards in bf16 before their backwards: with one copy of the weight between them, the
+    gradients of two copies."""
+
+    def step(*, once: bool) -> tuple[int, list[Tensor | None]]:
+        x, weight, bias = operands(kind)
+        owner = WeightGradients()
+        graph = replaced(kind, owner) if owned else graph_of(kind)
+        copies: set[int] = set()
+
+        def kept(tensor: Tensor) -> Tensor:
+            if tensor.dtype == torch.bfloat16 and tensor.shape in (weight.shape, weight.t().shape):
+                copies.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        with ExitStack() as stack:
+            if once:
+                stack.enter_context(owner.casting_once())
+                stack.enter_context(casting_once("cpu"))
+            stack.enter_context(saved_tensors_hooks(kept, lambda tensor: tensor))
+            losses = []
+            for part in (x, 2 * x):
+                with autocast("cpu", torch.bfloat16):
+                    losses.append(graph(part, weight, bias).float().sum())
+            for loss in losses:
+                with owner.accumulating():
+                    loss.backward()
+        return len(copies), [t.grad for t in (x, weight, bias)]
+
+    plainly, expected = step(once=False)
+    copies, found = step(once=True)
+    assert (plainly, copies) == (2, 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
