@@ -12,13 +12,17 @@ ARGS ?=
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST_ARGS ?= --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all check lint install constraints clean
+.PHONY: train test test-gpu test-all check lint install constraints clean
 
 train: install
 	$(BIN)/whale-train strategy=hybrid_split_dp hardware=v100_p100_mix $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What only GPUs show: on one of them, and on as many as there are.
+test-gpu: install
+	$(BIN)/python -m pytest tests/gpu
 
 # Every combination of what `test` takes in pairs, and more examples of every property.
 test-all: install

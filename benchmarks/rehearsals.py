@@ -38,7 +38,7 @@ _LLAMA = (
 )
 _VIT = (
     "hidden_size: 768, num_hidden_layers: 6, num_attention_heads: 12, intermediate_size: 3072, "
-    "image_size: 224"
+    "image_size: 224, num_labels: 1000"
 )
 MODELS = {
     "gpt": ["model=gpt"],

@@ -57,7 +57,7 @@ class NarrowWeights:
         """Write the fp32 values that were remembered into the partitions of `optimizer`."""
         for parameter, remembered in self._exact.items():
             if stage == 3:
-                exact = remembered()
+                exact = remembered().flatten()
                 master, _ = optimizer._get_fp32_opt_state_partition(
                     parameter, release_swap_buffers=False
                 )

@@ -126,7 +126,7 @@ class ZeroEngine:
         self._prefetched: list[Tensor] = []
         if self._stage == 3:
             self.held.append(torch.empty(self._bucket, device=device))  # it stays
-            self._gather_when_called(forget)
+            self._gather_when_called(forget, kept_here="offload_param" not in zero)
         if self._stage > 1:
             for parameter in self._trained:
                 _when_made(parameter, self._reduce)
@@ -251,13 +251,14 @@ class ZeroEngine:
         assert isinstance(self._group, RecordedGroup)
         self._group.ask(kind, [torch.empty(1, dtype=dtype, device="meta").expand(elements)])
 
-    def _gather_when_called(self, forget: Callable[[Tensor], None]) -> None:
-        """Hold a part of each parameter, and all of those of a module from its call to its end, and
-        again in its backward."""
+    def _gather_when_called(self, forget: Callable[[Tensor], None], *, kept_here: bool) -> None:
+        """Hold a part of each parameter, if they are `kept_here`, and all of those of a module from
+        its call to its end, and again in its backward."""
         for parameter in self.module.parameters():
             forget(parameter.data)
             part = -(-parameter.numel() // self.copies)
-            self.held.append(torch.empty(part, dtype=parameter.dtype, device=self._device))
+            if kept_here:
+                self.held.append(torch.empty(part, dtype=parameter.dtype, device=self._device))
         for module in self.module.modules():
             own = list(module.parameters(recurse=False))
             if not own:

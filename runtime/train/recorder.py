@@ -48,7 +48,9 @@ def verify(
 ) -> tuple[dict[str, Any], tuple[FileRecord, ...]]:
     """Train the first `verify.steps` steps of the run and write `rank`'s part of what came of
     them; return what `summary.json` holds of it, and the files."""
-    yardstick = Yardstick(request) if plan.world_size == 1 else None
+    # One rank whose engine partitions is a plan, and compared: it offloads.
+    is_alone = plan.world_size == 1 and not any(engine.partitions for engine in program.engines)
+    yardstick = Yardstick(request) if is_alone else None
     without = _WithoutDropout(program)
     loop = Loop(request, plan, without, batches, metrics)
     recorder = _Recorder(program, plan, rank, yardstick)

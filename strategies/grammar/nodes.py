@@ -33,6 +33,11 @@ class Replicate:
     modules: tuple[str, ...] = ("*",)
     of: tuple["Node", ...] = ()
 
+    @property
+    def offloads(self) -> bool:
+        """Whether copies keep anything on their hosts."""
+        return (self.offload_optimizer, self.offload_parameters) != ("none", "none")
+
 
 @dataclass(frozen=True)
 class Split:

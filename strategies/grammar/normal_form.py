@@ -200,7 +200,7 @@ def _refuse_without_effect(form: Form, keeper: Replicate | None, faults: list[Fa
             rule = "has nothing to divide over 1 device"
             faults.append(Fault(stage.split.path, "", rule, remedy))
     copied = (form.copies * s.copies * (s.shards if s.body else 1) for s in form.stages)
-    if keeper and keeper.zero and max(copied) == 1:
+    if keeper and keeper.zero and max(copied) == 1 and not keeper.offloads:
         rule = "partitions over the copies, and 1 device has only one"
         remedy = "use strategy=single, or more devices"
         if devices > 1:

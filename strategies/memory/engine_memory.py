@@ -211,7 +211,7 @@ class Gradients:
         whole, a bucket of them, and once more when that is reduced. ZeRO 3's bucket and partition
         stay from step to step; some parameters are gathered, with their gradients, and perhaps a
         bucket of what comes next: gathered flat, copied out of it."""
-        if self.zero < 2 or self.copies == 1:
+        if self.zero < 2 or self._is_alone:
             return Needed(come, activations, added)
         bucket = min(come, self._bucket)
         if self.zero == 2:
@@ -229,12 +229,18 @@ class Gradients:
         """No activation is left. ZeRO 1 reduces all gradients here, a bucket at a time; 1 and 2
         make one tensor of this copy's part, 3 of a bucket of it."""
         part = self.num_bytes / self.copies
-        if self.zero == 0 or self.copies == 1:
+        if self.zero == 0 or self._is_alone:
             return Needed(self.num_bytes, 0.0, 0.0)
         if self.zero == 1:
             return Needed(self.num_bytes + part, 0.0, 2 * self._bucket)
         part *= self._here
         return Needed(part, 0.0, part if self.zero == 2 else self._bucket)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is no other copy, and no engine of DeepSpeed's, which only offload asks for
+        then (`_rank` in strategies/resolver/write.py)."""
+        return self.copies == 1 and not self.offloads
 
     @property
     def _here(self) -> float:

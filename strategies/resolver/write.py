@@ -295,7 +295,8 @@ def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
     samples = _own_samples(job, rank, decided.batches)
     largest = max((stop - start for start, stop in samples), default=0)
     keeper, config = job.form.keeper, None
-    if keeper is not None and keeper.zero and len(job.copies_of_rest[stage][0]) > 1:
+    partitions = len(job.copies_of_rest[stage][0]) > 1
+    if keeper is not None and keeper.zero and (partitions or keeper.offloads):
         offloaded = keeper.offload_optimizer == "cpu"
         config = deepspeed_config(
             keeper,

@@ -72,6 +72,7 @@ UNEVEN = (
     "launcher=emulate",
 )
 EVEN = ("hardware=cpu", "hardware.devices=2")
+ALONE = ("hardware=cpu", "hardware.devices=1")
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,13 @@ EQUAL = [
         Case("gpt", strategy, optimizer)
         for strategy in ("dp", "zero1", "zero2", "zero3", "zero2_offload", "hybrid_split_dp")
         for optimizer in ("sgd", "adamw")
+    ),
+    # One device and its host.
+    *(
+        Case(
+            "gpt", strategy, "adamw", ALONE, (f"train.precision={precision}", "train.grad_clip=0.1")
+        )
+        for strategy, precision in (("zero2_offload", "fp32"), ("zero3_offload", "bf16"))
     ),
     *(
         Case(model, strategy, optimizer, UNEVEN)

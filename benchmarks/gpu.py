@@ -1,0 +1,230 @@
+"""What do GPUs make of it: utilisation, the largest model with offload, and are predictions right?
+
+    python benchmarks/gpu.py --out gpu.md
+
+Runs the command on this machine's GPUs (on one, unless `--gpus` says more) and prints a table for
+each part, which `--out` keeps as Markdown, with the date and the device:
+
+* `mfu`: model FLOP/s utilisation of a GPT of 1 B parameters in bf16, uncompiled and compiled.
+* `offload`: the largest GPT that is planned and trained with ZeRO 3 and all state on the host.
+* `errors`: predicted steps and memory beside measured ones, before and after calibrating.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from whale_train.nvml import visible_gpus
+
+PARTS = ("mfu", "offload", "errors")
+SETTING_UP = 4  # steps of a run that do not count
+LENGTH = 2048
+# Width, depth and heads by billions of parameters, as in Brown et al. 2020 (arXiv 2005.14165),
+# table 2.1, and between its rows.
+SIZES: Mapping[int, tuple[int, int, int]] = {
+    1: (2048, 20, 16),
+    3: (2560, 32, 32),
+    7: (4096, 32, 32),
+    13: (5120, 40, 40),
+    20: (6144, 44, 48),
+    30: (7168, 48, 56),
+    40: (8192, 50, 64),
+}
+STRATEGIES = ("dp", "zero2", "zero3")
+TRAINING = ("optimizer=adamw", "optimizer.lr=1e-4", "checkpoint.final=false")
+
+
+def main() -> None:
+    words = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.formatter_class = words
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=8, help="samples a GPU, of 2,048 tokens")
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--out", type=Path, help="a file for the tables, as Markdown")
+    options = parser.parse_args()
+    gpus = visible_gpus()
+    if len(gpus) < options.gpus:
+        sys.exit(f"there are {len(gpus)} GPUs here, and --gpus={options.gpus}")
+    console = Console(width=140)
+    said = [f"{options.gpus} x {gpus[0].name}, {time.strftime('%Y-%m-%d')}"]
+    with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
+        measured = Measured(Path(folder), options.gpus)
+        made = {"mfu": utilisation, "offload": largest, "errors": errors}
+        for part in options.parts:
+            title, columns, rows = made[part](measured, options)
+            _print(console, title, columns, rows)
+            said += ["", title, "", *_markdown(columns, rows)]
+            if options.out:  # what is there, if a later part fails
+                options.out.write_text("\n".join(said) + "\n")
+
+
+Rows = list[list[str]]
+Part = tuple[str, list[str], Rows]
+
+
+class Measured:
+    """Runs of the command on so many GPUs, each in a directory of its own under `folder`."""
+
+    def __init__(self, folder: Path, gpus: int) -> None:
+        self._folder, self._gpus, self._count = folder, gpus, 0
+        # A calibration of its own, so that what it starts with is the catalogue's figures.
+        self._environment = os.environ | {"WHALE_TRAIN_CALIBRATIONS": str(folder / "calibrations")}
+
+    def run(self, *overrides: str) -> tuple[Path, str]:
+        """Return the run directory, and why there is nothing in it ('' where there is)."""
+        self._count += 1
+        run_dir = self._folder / f"run_{self._count}"
+        place = ("hardware=local", f"hardware.devices={self._gpus}", f"hydra.run.dir={run_dir}")
+        done = subprocess.run(
+            [sys.executable, "-m", "whale_train.launcher.cli", *place, *overrides],
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        return run_dir, "" if done.returncode == 0 else done.stderr.strip()[-600:]
+
+
+def gpt(billions: int, batch: int) -> list[str]:
+    width, depth, heads = SIZES[billions]
+    return [
+        *("model=gpt", f"model.width={width}", f"model.depth={depth}", f"model.heads={heads}"),
+        *("model.vocab_size=50304", f"model.sequence_length={LENGTH}"),
+        *(f"data.sequence_length={LENGTH}", f"train.global_batch={batch}"),
+        *("train.precision=bf16", *TRAINING),
+    ]
+
+
+def utilisation(measured: Measured, options: argparse.Namespace) -> Part:
+    columns = ["GPT of 1 B, bf16", "step", "tokens/s", "MFU", "peak memory", "compiling"]
+    rows = []
+    for compiled in (False, True):
+        run_dir, failed = measured.run(
+            *gpt(1, options.batch * options.gpus),
+            *(f"train.steps={options.steps}", f"train.compile={compiled}"),
+        )
+        name = "compiled" if compiled else "not compiled"
+        if failed:
+            rows.append([name, failed, *[""] * (len(columns) - 2)])
+            continue
+        lines, summary = _metrics(run_dir), _read(run_dir / "summary.json")
+        rows.append(
+            [
+                name,
+                f"{_middle(lines, 'step_time_s') * 1e3:.1f} ms",
+                f"{_middle(lines, 'tokens_per_s'):,.0f}",
+                f"{_middle(lines, 'model_flops_utilisation'):.1%}",
+                f"{max(summary['peak_memory_bytes']) / 1e9:.1f} GB",
+                f"{sum(summary.get('compiled_s', {}).values()):.0f} s",
+            ]
+        )
+    return "Model FLOP/s utilisation", columns, rows
+
+
+def largest(measured: Measured, options: argparse.Namespace) -> Part:
+    columns = ["parameters", "what came of it", "step", "peak memory", "planned"]
+    rows = []
+    for billions in sorted(SIZES, reverse=True):
+        run_dir, failed = measured.run(
+            *gpt(billions, options.gpus),
+            *("strategy=zero3_offload", "model.init=sharded", "train.steps=3"),
+        )
+        if failed:
+            rows.append([f"{billions} B", failed.splitlines()[0][:90], "", "", ""])
+            continue
+        summary = _read(run_dir / "summary.json")
+        rows.append(
+            [
+                f"{billions} B",
+                f"trained, loss {summary['final_loss']:.3f}",
+                f"{summary['step_time_s_median']:.1f} s",
+                f"{max(summary['peak_memory_bytes']) / 1e9:.1f} GB",
+                f"{_planned_bytes(run_dir) / 1e9:.1f} GB",
+            ]
+        )
+        break
+    return "The largest model with offload", columns, rows
+
+
+def errors(measured: Measured, options: argparse.Namespace) -> Part:
+    columns = ["model, strategy", "figures", "predicted", "measured", "off", "memory off"]
+    rows = []
+    strategies = STRATEGIES if options.gpus > 1 else STRATEGIES[:1]
+    for figures in ("the catalogue's", "calibrated"):
+        if figures == "calibrated":
+            _, failed = measured.run("mode=calibrate", "train.precision=bf16")
+            if failed:
+                rows.append(["calibrating", failed, "", "", "", ""])
+                break
+        for billions in (1, 3):
+            for strategy in strategies:
+                run_dir, failed = measured.run(
+                    *gpt(billions, options.batch * options.gpus),
+                    *(f"strategy={strategy}", f"train.steps={options.steps}"),
+                )
+                name = f"GPT of {billions} B, {strategy}"
+                if failed:
+                    rows.append([name, figures, failed[:90], "", "", ""])
+                    continue
+                summary = _read(run_dir / "summary.json")
+                step = _middle(_metrics(run_dir), "step_time_s")
+                predicted = summary["predicted_step_time_s"]
+                memory = max(summary["peak_memory_bytes"]) / _planned_bytes(run_dir) - 1
+                rows.append(
+                    [
+                        *(name, figures, f"{predicted * 1e3:.0f} ms", f"{step * 1e3:.0f} ms"),
+                        *(f"{predicted / step - 1:+.0%}", f"{memory:+.0%}"),
+                    ]
+                )
+    return "Predictions", columns, rows
+
+
+def _metrics(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return lines[SETTING_UP:]
+
+
+def _middle(lines: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(median(line[key] for line in lines))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _planned_bytes(run_dir: Path) -> float:
+    ranks = _read(run_dir / "plan.json")["ranks"]
+    return max(float(rank["memory_bytes"]["total"]) for rank in ranks)
+
+
+def _print(console: Console, title: str, columns: Sequence[str], rows: Rows) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number > 1 else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _markdown(columns: Sequence[str], rows: Rows) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+if __name__ == "__main__":
+    main()

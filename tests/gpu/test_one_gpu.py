@@ -1,0 +1,75 @@
+"""One GPU: plans are one process, nothing waits for the device, and memory is what was planned."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tests.gpu.commands import AS_A_GRAPH, LLAMA, MODELS, of_a_rank, verdict, whale_train
+
+COPIES = ("dp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+PRECISIONS = ("fp32", "bf16", "fp16")
+CELLS = [
+    *(("gpt", f"strategy={strategy}", "bf16") for strategy in COPIES),
+    *(("gpt", f"strategy={x}", p) for x in ("dp", "zero2_offload") for p in ("fp32", "fp16")),
+    *(("llama", f"strategy={x}", p) for x in ("dp", "zero3") for p in PRECISIONS),
+    *((model, AS_A_GRAPH, precision) for model in MODELS for precision in PRECISIONS),
+]
+FUSED = re.compile(r"flash|fmha|sdpa|cudnn.*attn", re.IGNORECASE)  # names of fused attention
+ROADS = ("strategy=dp", "strategy=zero2", "strategy=zero3", AS_A_GRAPH)
+# Wide enough that what is fixed counts little.
+WIDE = ("model=gpt", "model.width=1024", "model.depth=8", "model.heads=16")
+
+
+@pytest.mark.parametrize(("model", "strategy", "precision"), CELLS)
+def test_a_plan_is_one_process(model: str, strategy: str, precision: str, tmp_path: Path) -> None:
+    overrides = (*MODELS[model], strategy, f"train.precision={precision}")
+    assert not verdict(tmp_path / "run", *overrides)
+
+
+@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_offloaded_gradients_are_clipped(strategy: str, precision: str, tmp_path: Path) -> None:
+    overrides = (f"strategy={strategy}", f"train.precision={precision}", "train.grad_clip=0.1")
+    assert not verdict(tmp_path / "run", *MODELS["gpt"], *overrides)
+
+
+@pytest.mark.parametrize("strategy", ["strategy=dp", "strategy=zero3", AS_A_GRAPH])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_compiled_is_one_process(strategy: str, precision: str, tmp_path: Path) -> None:
+    overrides = (strategy, f"train.precision={precision}", "train.compile=true")
+    assert not verdict(tmp_path / "run", *LLAMA, *overrides)
+
+
+@pytest.mark.parametrize("strategy", ["strategy=dp", AS_A_GRAPH])
+@pytest.mark.parametrize("model", MODELS)
+def test_attention_is_fused(model: str, strategy: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    overrides = (*MODELS[model], strategy, "train.precision=bf16", "train.profile=[3,4]")
+    done = whale_train(run_dir, *overrides)
+    assert done.returncode == 0, done.stderr[-4000:]
+    events = json.loads((run_dir / "profile" / "rank_0.json").read_text())["traceEvents"]
+    kernels = {event["name"] for event in events if event.get("cat") == "kernel"}
+    assert kernels
+    assert any(FUSED.search(name) for name in kernels), sorted(kernels)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", ROADS)
+def test_a_step_waits_for_nothing(strategy: str, precision: str, tmp_path: Path) -> None:
+    of_a_rank(tmp_path, *MODELS["gpt"], strategy, f"train.precision={precision}")
+
+
+@pytest.mark.parametrize("strategy", ROADS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_memory_is_what_was_planned_and_rehearsed(
+    strategy: str, precision: str, tmp_path: Path
+) -> None:
+    overrides = (*WIDE, strategy, f"train.precision={precision}", "train.global_batch=32")
+    found = of_a_rank(tmp_path, *overrides)
+    run_dir = tmp_path / "rehearsed"
+    done = whale_train(run_dir, "mode=rehearse", *overrides)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (kind,) = json.loads((run_dir / "rehearsal.json").read_text())["kinds"]
+    assert found["peak_bytes"] == pytest.approx(found["planned_bytes"], rel=0.10)
+    assert found["peak_bytes"] == pytest.approx(sum(kind["peak_bytes"].values()), rel=0.10)
