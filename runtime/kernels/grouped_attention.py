@@ -25,7 +25,7 @@ def group_keys(graph: fx.GraphModule) -> int:
         if key is None or value is None or key[1] != value[1]:
             continue
         repeated = node.args[1:3]
-        node.args = (node.args[0], key[0], value[0], *node.args[3:])
+        node.args = (node.args[0], _shared(graph, key[0]), _shared(graph, value[0]), *node.args[3:])
         node.kwargs = {**node.kwargs, "enable_gqa": True}
         for old in repeated:
             _erase(graph.graph, old)
@@ -35,7 +35,7 @@ def group_keys(graph: fx.GraphModule) -> int:
 
 
 def _before_repeating(node: Any) -> tuple[fx.Node, int] | None:
-    """Return [batch, groups, tokens, width] of which `node` is [batch, groups x times, tokens,
+    """Return [batch, groups, 1, tokens, width] of which `node` is [batch, groups x times, tokens,
     width], each group repeated so many times, and the times; None where it is no such value."""
     if not isinstance(node, fx.Node) or node.target is not _aten.reshape.default:
         return None
@@ -43,10 +43,12 @@ def _before_repeating(node: Any) -> tuple[fx.Node, int] | None:
     if not isinstance(expanded, fx.Node) or expanded.target is not _aten.expand.default:
         return None
     inserted, wide = expanded.args[:2]
-    if not isinstance(inserted, fx.Node) or inserted.target is not _aten.unsqueeze.default:
+    made = inserted
+    while isinstance(made, fx.Node) and made.op == "call_module":  # summed or joined meanwhile
+        (made,) = made.all_input_nodes
+    if not isinstance(made, fx.Node) or made.target is not _aten.unsqueeze.default:
         return None
-    source, dim = inserted.args[:2]
-    if dim != 2 or not isinstance(source, fx.Node):
+    if made.args[1] != 2 or not isinstance(inserted, fx.Node):
         return None
     if not isinstance(wide, list | tuple) or not isinstance(sizes, list | tuple):
         return None
@@ -55,7 +57,17 @@ def _before_repeating(node: Any) -> tuple[fx.Node, int] | None:
     groups, times, merged = wide[1], wide[2], sizes[1]
     if not (isinstance(groups, int) and isinstance(times, int)) or groups * times != merged:
         return None
-    return source, times
+    return inserted, times
+
+
+def _shared(graph: fx.GraphModule, inserted: fx.Node) -> Any:
+    """Return [batch, groups, tokens, width] of what has another dimension after its groups."""
+    if inserted.op == "call_function":
+        return inserted.args[0]
+    with graph.graph.inserting_after(inserted):
+        made = graph.graph.call_function(_aten.squeeze.dim, (inserted, 2))
+    made.meta = dict(inserted.meta)
+    return made
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:

@@ -29,7 +29,8 @@ def whole(name: str) -> float:
 @dataclass(frozen=True)
 class View:
     """How much of every value of `graph` one rank has, as a part of its bytes in fp32: `part_of`
-    it, and half of those of `halves`. Where `casts`, products make halves of what they read. The
+    it, and half of those of `halves`. Where `casts`, products make halves of what they read, each
+    its own, but for those that read one value as one (`reads_as_one`: operations and values). The
     values `joined` are not there at all: what makes and reads them runs as one. `read_as` gives, by
     an operation and a value that is put together or cut for it, the part of the value that it
     reads. Of the values `repeated`, attention reads in their place what they repeat."""
@@ -40,6 +41,7 @@ class View:
     casts: bool = False
     joined: frozenset[str] = frozenset()
     read_as: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    reads_as_one: frozenset[tuple[str, str]] = frozenset()
     repeated: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -53,9 +55,10 @@ class View:
         self,
         part_of: Callable[[str], float],
         read_as: Mapping[tuple[str, str], float] = MappingProxyType({}),
+        reads_as_one: frozenset[tuple[str, str]] = frozenset(),
     ) -> "View":
         """Return the view of a rank that has a `part_of` every value, and reads some otherwise."""
-        return replace(self, part_of=part_of, read_as=read_as)
+        return replace(self, part_of=part_of, read_as=read_as, reads_as_one=reads_as_one)
 
     def rewritten(self) -> "View":
         """Return the view of ranks that rewrite the graph, which joins the operations of
@@ -198,18 +201,22 @@ def saved_by(view: View, operation: Operation) -> Iterator[tuple[tuple[str, int]
         if place == INSIDE:
             yield (operation.name, INSIDE), num_bytes * view.inside(operation)
             continue
-        source = operation.name if place == OWN else operation.inputs[place]
+        read = source = operation.name if place == OWN else operation.inputs[place]
         if source in view.repeated:
             source = view.repeated[source]
             num_bytes = view.graph.num_bytes[source]
         put_together = view.put_together(operation, source)
         source = memory_of(view.graph, source)
-        if put_together is not None:  # once for all that read it so
+        # A copy is for all that read it as one, or for this operation alone.
+        reader = "" if (operation.name, read) in view.reads_as_one else f" for {operation.name}"
+        if put_together is not None:
             made_of, part = put_together
+            casts = lowers and made_of not in view.halves
+            name = f"{made_of} as {part}{reader if casts else ''}"
             is_half = lowers or made_of in view.halves
-            yield (f"{made_of} as {part}", OWN), num_bytes * part * (0.5 if is_half else 1.0)
+            yield (name, OWN), num_bytes * part * (0.5 if is_half else 1.0)
             continue
         if lowers and place != OWN and source not in view.halves:
-            yield (source, _CAST), num_bytes * view.part(source) / 2
+            yield (source + reader, _CAST), num_bytes * view.part(source) / 2
         else:
             yield (source, OWN), num_bytes * view.part(source)

@@ -7,9 +7,11 @@ forwards and backwards hold at that moment is `liveness.py`'s. Sources: Rajbhand
 bucket sizes, and DeepSpeed 0.19.8 for what is held twice.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import accumulate
 
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
@@ -122,15 +124,17 @@ def engine_of(
     offloads: bool,
     by_block: bool,
     frozen: Mapping[str, float],
+    made: tuple[float, ...] = (),
 ) -> "Gradients":
     """Return what an engine of so many `elements` of each parameter, by its path, makes of their
-    gradients; `by_block` and `frozen` are as in `gathered_at_once`."""
+    gradients, `made` in that order; `by_block` and `frozen` are as in `gathered_at_once`."""
     width = weights_bytes(elements, profile, precision, zero, apart=False).weights
     width /= max(1.0, sum(elements.values()))
     gathered = 0.0
     if zero == 3:
         gathered = gathered_at_once(elements, frozen, profile, precision, by_block)
-    return Gradients(zero, copies, sum(elements.values()), gathered, width, on_cpu, offloads)
+    total = sum(elements.values())
+    return Gradients(zero, copies, total, gathered, width, on_cpu, offloads, made)
 
 
 def gathered_at_once(
@@ -178,7 +182,8 @@ class Gradients:
     `copies`: of `elements` in all, weights of `width` bytes and fp32 gradients. ZeRO 3 has at most
     `gathered` bytes of whole weights and their gradients at once. On a GPU (not
     `on_cpu`) what comes next is gathered meanwhile; and where it `offloads` the optimizer's state,
-    the partitions of gradients that ZeRO 2 and 3 make are on the host with it."""
+    the partitions of gradients that ZeRO 2 and 3 make are on the host with it. `made` are the bytes
+    of the gradients in the order in which a backward makes them, as far as that is known."""
 
     zero: int
     copies: int
@@ -187,6 +192,7 @@ class Gradients:
     width: float
     on_cpu: bool
     offloads: bool = False
+    made: tuple[float, ...] = ()
 
     @property
     def num_bytes(self) -> float:
@@ -215,7 +221,8 @@ class Gradients:
             return Needed(come, activations, added)
         bucket = min(come, self._bucket)
         if self.zero == 2:
-            moving = added + 2 * bucket
+            # A gradient that is larger than a bucket is whole as well.
+            moving = added + bucket + max(bucket, self._just_made(come))
             if not self.on_cpu:  # one bucket is filled while another is reduced
                 moving += bucket
             return Needed(self._here * come / self.copies, activations, moving)
@@ -235,6 +242,15 @@ class Gradients:
             return Needed(self.num_bytes + part, 0.0, 2 * self._bucket)
         part *= self._here
         return Needed(part, 0.0, part if self.zero == 2 else self._bucket)
+
+    def _just_made(self, come: float) -> float:
+        """Return the bytes of the gradient that was made last, when there are so many of all."""
+        place = bisect_left(self._come, come)
+        return self.made[place] if place < len(self.made) else 0.0
+
+    @cached_property
+    def _come(self) -> list[float]:
+        return list(accumulate(self.made))
 
     @property
     def _is_alone(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
 
-from whale_train.strategies.graph.operation_graph import block_of
+from whale_train.strategies.graph.operation_graph import PRODUCTS, OperationGraph, block_of
 from whale_train.strategies.graph.saved_tensors import View, whole
 from whale_train.strategies.layouts.types import Shard
 from whale_train.strategies.memory.engine_memory import (
@@ -259,9 +259,27 @@ class Held:
         in_place = named_in_place(job, chunk) if self._accumulates else ()
         run = passing_again if again else passing
         view = self._view.held_by(
-            _part_of(chunk, axes, member), _read_as(chunk, axes, member, job.graph.trained)
+            _part_of(chunk, axes, member),
+            _read_as(chunk, axes, member, job.graph.trained),
+            _reads_as_one(chunk, job.graph),
         )
         return run(view, operations, weights, part.takes, gives, in_place)
+
+    @cached_property
+    def _made_in_order(self) -> tuple[float, ...]:
+        """The bytes of the weights' gradients in the order in which a backward makes them: what
+        reads one first makes it last, and what others read as well is made with theirs."""
+        job, known = self._job, dict[str, float]()
+        if job.profile.graph is None:
+            return ()
+        for chunk in reversed(list(self._chunks.values())):
+            for name in reversed(chunk.slice.operations):
+                read = (job.graph[x] for x in job.graph[name].inputs)
+                for path in (x.path for x in read if x.target == "parameter"):
+                    canonical = job.profile.parameter_by_path[path].path
+                    if canonical in self._elements:
+                        known.setdefault(canonical, 4.0 * self._elements[canonical])
+        return tuple(known.values())
 
     @cached_property
     def _largest_made(self) -> float:
@@ -322,6 +340,7 @@ class Held:
             *(job.profile, self._elements, precision, job.zero, copies, on_cpu, offloads),
             by_block=not job.as_is,
             frozen=self._frozen,
+            made=self._made_in_order if job.zero == 2 else (),
         )
         steps = self._steps(order, engine)
         worst = engine.worst((come, added, values * samples) for come, added, values in steps)
@@ -433,6 +452,21 @@ def _read_as(
         for cast in chunk.sharded.assignment.casts
         if cast.user and cast.value in trained and (cast.kind in _CHANGE_SIZE)
     }
+
+
+def _reads_as_one(chunk: StageChunk, graph: OperationGraph) -> frozenset[tuple[str, str]]:
+    """Return the operations that read a value as one with others, with that value: products that
+    alone read it entered (`runtime/kernels/column_parallel.py`)."""
+    found: dict[str, list[str]] = {}
+    for cast in chunk.sharded.assignment.casts if chunk.sharded is not None else ():
+        if cast.user and cast.kind in ("enter", "reduce_enter"):
+            found.setdefault(cast.value, []).append(cast.user)
+    return frozenset(
+        (user, value)
+        for value, users in found.items()
+        if all(graph[user].target in PRODUCTS for user in users)
+        for user in users
+    )
 
 
 _CHANGE_SIZE = ("gather", "gather_enter", "slice", "reduce_slice", "reduce_scatter", "reshard")
