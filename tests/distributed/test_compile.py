@@ -76,19 +76,24 @@ def blocks(number: int, *, with_hole: bool = False) -> fx.GraphModule:
 
 
 def test_equal_blocks_are_compiled_once(compiler: Compiler) -> None:
-    given = [torch.randn(3, 4), *(torch.randn(4, requires_grad=True) for _ in range(3))]
-    graph = blocks(3)
-    (expected,) = graph(*given)
-    compile_regions(graph, compiler)
-    called = [node.target for node in graph.graph.nodes if node.op == "call_module"]
-    assert len(called) == 3
-    (found,) = graph(*given)
-    assert torch.allclose(found, expected)
-    found.sum().backward()
-    assert all(weight.grad is not None for weight in given[1:])
+    def run(number: int) -> int:
+        """Run so many blocks forward and backward; the compilations so far."""
+        given = [torch.randn(*size, requires_grad=True) for size in ((3, 4), *((4,),) * number)]
+        graph = blocks(number)
+        (expected,) = graph(*given)
+        compile_regions(graph, compiler)
+        called = [node.target for node in graph.graph.nodes if node.op == "call_module"]
+        assert len(called) == number
+        (found,) = graph(*given)
+        assert torch.allclose(found, expected)
+        found.sum().backward()
+        assert all(value.grad is not None for value in given)
+        return compiler.compilations
+
+    once = run(1)
+    assert once in (1, 2)  # the forward, and the backward, if that does not come with it from disk
+    assert run(3) == once
     assert set(compiler.seconds) == {"blocks.0"}
-    # the forward's, and the backward's: what further blocks run is the same code
-    assert compiler.compilations == 2
 
 
 def test_a_region_ends_where_an_object_decides(compiler: Compiler) -> None:

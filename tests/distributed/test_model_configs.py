@@ -94,5 +94,5 @@ def test_a_hundred_billion_are_planned_for_512_devices() -> None:
 
 def test_ten_trillion_are_refused_by_how_much_is_missing() -> None:
     request = giant("model=m6_10t", "strategy=zero3")
-    with pytest.raises(PlanError, match=r"more than its 32\.0 GB"):
+    with pytest.raises(PlanError, match=r"more than its 31\.0 GB"):
         resolve_request(request)
