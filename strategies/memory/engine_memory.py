@@ -8,7 +8,7 @@ bucket sizes, and DeepSpeed 0.19.8 for what is held twice.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -124,17 +124,55 @@ def engine_of(
     offloads: bool,
     by_block: bool,
     frozen: Mapping[str, float],
-    made: tuple[float, ...] = (),
+    order: Iterable[str] = (),
 ) -> "Gradients":
     """Return what an engine of so many `elements` of each parameter, by its path, makes of their
-    gradients, `made` in that order; `by_block` and `frozen` are as in `gathered_at_once`."""
+    gradients, of the parameters in `order`, as far as that is known; `by_block` and `frozen` are as
+    in `gathered_at_once`."""
     width = weights_bytes(elements, profile, precision, zero, apart=False).weights
     width /= max(1.0, sum(elements.values()))
     gathered = 0.0
     if zero == 3:
         gathered = gathered_at_once(elements, frozen, profile, precision, by_block)
     total = sum(elements.values())
+    made: tuple[Made, ...] = ()
+    if zero >= 2 and not frozen:
+        listed = ((path, elements[path]) for path in order)
+        made = tuple(_made(listed, profile, precision, zero, by_block))
     return Gradients(zero, copies, total, gathered, width, on_cpu, offloads, made)
+
+
+@dataclass(frozen=True)
+class Made:
+    """Gradients that are whole together for a while, and the weights they are of: bytes."""
+
+    gradients: float
+    weights: float
+
+
+def _made(
+    elements: Iterable[tuple[str, float]],
+    profile: ModelProfile,
+    precision: str,
+    zero: int,
+    by_block: bool,
+) -> Iterator[Made]:
+    """Yield what is whole together of parameters and their `elements`: under ZeRO 2 a parameter,
+    under ZeRO 3 what is gathered at once."""
+    found: dict[str, list[float]] = {}
+    for path, count in elements:
+        sizes = precision_bytes(precision, zero, narrow=path in profile.narrow)
+        of = found.setdefault(_gathered_with(path, by_block) if zero == 3 else path, [0.0, 0.0])
+        of[0] += sizes.gradients * count
+        of[1] += sizes.weights * count
+    for gradients, weights in found.values():
+        yield Made(gradients, weights)
+
+
+def _gathered_with(path: str, by_block: bool) -> str:
+    """Return the module that ZeRO 3 gathers a parameter with, or, `by_block`, the block."""
+    module = path.rpartition(".")[0]
+    return block_of(module) if by_block else module
 
 
 def gathered_at_once(
@@ -145,13 +183,12 @@ def gathered_at_once(
     by_block: bool,
 ) -> float:
     """Return the bytes of weights that ZeRO 3 gathers at once, and of their gradients, of a rank's
-    `elements`, by parameter, and of the bytes of those that are `frozen`: those of a module, of
-    which one parameter is nearly all, or, `by_block`, of a block that a rewritten graph runs as one
-    (runtime/graph/block_modules.py)."""
+    `elements`, by parameter, and of the bytes of those that are `frozen`: those of a module, or,
+    `by_block`, of a block that a rewritten graph runs as one (runtime/graph/block_modules.py)."""
     found: dict[str, float] = {}
 
     def add(path: str, size: float) -> None:
-        module = block_of(path.rpartition(".")[0]) if by_block else path
+        module = _gathered_with(path, by_block)
         found[module] = found.get(module, 0.0) + size
 
     for path, count in elements.items():
@@ -182,8 +219,8 @@ class Gradients:
     `copies`: of `elements` in all, weights of `width` bytes and fp32 gradients. ZeRO 3 has at most
     `gathered` bytes of whole weights and their gradients at once. On a GPU (not
     `on_cpu`) what comes next is gathered meanwhile; and where it `offloads` the optimizer's state,
-    the partitions of gradients that ZeRO 2 and 3 make are on the host with it. `made` are the bytes
-    of the gradients in the order in which a backward makes them, as far as that is known."""
+    the partitions of gradients that ZeRO 2 and 3 make are on the host with it. `made` are
+    the gradients in the order in which a backward makes them, as far as that is known."""
 
     zero: int
     copies: int
@@ -192,7 +229,7 @@ class Gradients:
     width: float
     on_cpu: bool
     offloads: bool = False
-    made: tuple[float, ...] = ()
+    made: tuple[Made, ...] = ()
 
     @property
     def num_bytes(self) -> float:
@@ -222,12 +259,12 @@ class Gradients:
         bucket = min(come, self._bucket)
         if self.zero == 2:
             # A gradient that is larger than a bucket is whole as well.
-            moving = added + bucket + max(bucket, self._just_made(come))
+            moving = added + bucket + max(bucket, self._just_made(come).gradients)
             if not self.on_cpu:  # one bucket is filled while another is reduced
                 moving += bucket
             return Needed(self._here * come / self.copies, activations, moving)
         moving = self._bucket + bucket + added
-        moving += self.gathered
+        moving += self._gathered(come)
         if not self.on_cpu:
             moving += 2 * self.width * min(self.elements, REDUCE_BUCKET_ELEMENTS)
         return Needed(self._here * self.num_bytes / self.copies, activations, moving)
@@ -243,14 +280,25 @@ class Gradients:
         part *= self._here
         return Needed(part, 0.0, part if self.zero == 2 else self._bucket)
 
-    def _just_made(self, come: float) -> float:
-        """Return the bytes of the gradient that was made last, when there are so many of all."""
-        place = bisect_left(self._come, come)
-        return self.made[place] if place < len(self.made) else 0.0
+    def _gathered(self, come: float) -> float:
+        """Return the bytes of whole weights and their gradients that ZeRO 3 has when there are so
+        many of all gradients: in a forward, weights alone."""
+        if not self.made:
+            return self.gathered
+        if not come:
+            return max(each.weights for each in self.made)
+        last = self._just_made(come)
+        return last.weights + last.gradients
+
+    def _just_made(self, come: float) -> Made:
+        """Return what was made last, when there are so many bytes of all gradients."""
+        # They are added up here in another order.
+        place = bisect_left(self._come, come * (1 - 1e-9))
+        return self.made[place] if place < len(self.made) else Made(0.0, 0.0)
 
     @cached_property
     def _come(self) -> list[float]:
-        return list(accumulate(self.made))
+        return list(accumulate(each.gradients for each in self.made))
 
     @property
     def _is_alone(self) -> bool:

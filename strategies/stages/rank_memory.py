@@ -10,7 +10,12 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
 
-from whale_train.strategies.graph.operation_graph import PRODUCTS, OperationGraph, block_of
+from whale_train.strategies.graph.operation_graph import (
+    PRODUCTS,
+    Operation,
+    OperationGraph,
+    block_of,
+)
 from whale_train.strategies.graph.saved_tensors import View, whole
 from whale_train.strategies.layouts.types import Shard
 from whale_train.strategies.memory.engine_memory import (
@@ -266,20 +271,18 @@ class Held:
         return run(view, operations, weights, part.takes, gives, in_place)
 
     @cached_property
-    def _made_in_order(self) -> tuple[float, ...]:
-        """The bytes of the weights' gradients in the order in which a backward makes them: what
-        reads one first makes it last, and what others read as well is made with theirs."""
-        job, known = self._job, dict[str, float]()
+    def _made_in_order(self) -> tuple[str, ...]:
+        """The paths of the weights in the order in which a backward makes their gradients: that of
+        what reads them last in the forward."""
+        job, known = self._job, dict[str, None]()
         if job.profile.graph is None:
             return ()
         for chunk in reversed(list(self._chunks.values())):
             for name in reversed(chunk.slice.operations):
                 read = (job.graph[x] for x in job.graph[name].inputs)
-                for path in (x.path for x in read if x.target == "parameter"):
-                    canonical = job.profile.parameter_by_path[path].path
-                    if canonical in self._elements:
-                        known.setdefault(canonical, 4.0 * self._elements[canonical])
-        return tuple(known.values())
+                paths = (job.profile.parameter_by_path[x.path] for x in read if _is_weight(x))
+                known |= {each.path: None for each in paths if each.path in self._elements}
+        return tuple(known)
 
     @cached_property
     def _largest_made(self) -> float:
@@ -340,7 +343,7 @@ class Held:
             *(job.profile, self._elements, precision, job.zero, copies, on_cpu, offloads),
             by_block=not job.as_is,
             frozen=self._frozen,
-            made=self._made_in_order if job.zero == 2 else (),
+            order=self._made_in_order if job.zero >= 2 else (),
         )
         steps = self._steps(order, engine)
         worst = engine.worst((come, added, values * samples) for come, added, values in steps)
@@ -427,6 +430,10 @@ class Held:
                     done.add(number)
                     yield come, self._largest_made + bucket, values
                     values -= run.deferred
+
+
+def _is_weight(operation: Operation) -> bool:
+    return operation.target == "parameter"
 
 
 def _part_of(chunk: StageChunk, axes: AxisIntervals, member: int) -> Callable[[str], float]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from whale_train.models.build import build_model
 from whale_train.models.export.export import EXPORT_BATCH, export, export_model
@@ -115,6 +115,22 @@ def test_keys_are_grouped_where_they_were_repeated() -> None:
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_keys_are_grouped_where_they_are_summed_before_they_are_repeated() -> None:
+    """A split's collective stands between the two where a key is put together late."""
+    module, graph = exported()
+    aten = torch.ops.aten
+    for node in list(graph.graph.nodes):
+        if node.target is aten.expand.default and node.args[0].target is aten.unsqueeze.default:
+            before = node.args[0]
+            graph.add_module(f"sum_{node.name}", nn.Identity())
+            with graph.graph.inserting_before(node):
+                summed = graph.graph.call_module(f"sum_{node.name}", (before,))
+            node.replace_input_with(before, summed)
+    assert group_keys(graph) == 2
+    inputs = drawn(3)
+    torch.testing.assert_close(graph(**inputs), module(**inputs), rtol=1e-6, atol=1e-6)
 
 
 def test_keys_of_their_own_stay_as_they_are() -> None:

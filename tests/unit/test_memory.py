@@ -36,7 +36,10 @@ from whale_train.strategies.stages.rank_memory import RankMemory
 # 25 MiB in fp32 is 6,553,600 elements, 26,214,400 bytes.
 BIG = ModelProfile(
     name="big",
-    parameters=(Parameter("table", (80_000, 1000)), Parameter("rest", (20_000, 1000))),
+    parameters=(
+        Parameter("table.weight", (80_000, 1000)),
+        Parameter("rest.weight", (20_000, 1000)),
+    ),
     inputs=(),
     forward_flops=0.0,
     activation_bytes=1e9 / ROUNDED_UP,
@@ -48,7 +51,7 @@ BUCKET = 26_214_400.0
 def graph_of(*paths: str, product: str = "") -> OperationGraph:
     """A lookup in the first parameter and a product with the second; `product`: one more with a
     view of that one."""
-    table, rest = (Operation(path, "parameter", path=path) for path in paths)
+    table, rest = (Operation(path, "parameter", path=f"{path}.weight") for path in paths)
     last = [
         Operation("view", "aten.t.default", (Ref(product),), memory=0),
         Operation("again", "aten.mm.default", (Ref("first"), Ref("view"))),
@@ -211,7 +214,7 @@ def test_a_single_copy_sends_nothing() -> None:
 def test_gradients_come_as_activations_go() -> None:
     """On one device, that neither has buckets nor adds to gradients of another backward."""
     moments = (Moment(0.0, 900.0), Moment(300.0, 500.0), Moment(400.0, 100.0))
-    elements = {"table": 80e6, "rest": 20e6}
+    elements = {"table.weight": 80e6, "rest.weight": 20e6}
     engine = engine_of(BIG, elements, "fp32", 0, 1, False, False, by_block=False, frozen={})
     for samples, held in ((1e6, (0.0, 900e6)), (0.1e6, (400e6, 0.0))):
         # With a tenth of the samples, all of 400 MB of gradients in the update are more.

@@ -167,7 +167,7 @@ def test_evenly_the_smallest_device_limits_all() -> None:
 
 NOTHING_FITS = "no ZeRO stage makes it fit: use more devices or a smaller model"
 # Of 100 parameters instead of one, which ZeRO 3 fetches one at a time.
-FINE = replace(MODEL, parameters=tuple(Parameter(f"w{i}", (2500, 1000)) for i in range(100)))
+FINE = replace(MODEL, parameters=tuple(Parameter(f"w{i}.weight", (2500, 1000)) for i in range(100)))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ FINE = replace(MODEL, parameters=tuple(Parameter(f"w{i}", (2500, 1000)) for i in
         # One device has its host's memory as well.
         (FINE, 1, 1.9e9, {},
          (2.1e9, 0.2e9, 1.9e9, "use strategy=zero3_offload, which needs 225 MB")),
-        (replace(FINE, perhaps_unused=("w0",)), 2, 1.9e9, {},
+        (replace(FINE, perhaps_unused=("w0.weight",)), 2, 1.9e9, {},
          (2.11e9, 0.21e9, 1.9e9, NOTHING_FITS)),
     ],
 )  # fmt: skip
