@@ -40,12 +40,12 @@ class Compiler:
         """Return `region` of `block` compiled; one whose `text` is equal has the same code."""
         if text not in self._equal:
             self._equal[text] = self.code(region.forward)
-        random = any(drops(x.target, x.args, x.kwargs) for x in region.graph.nodes)
-        return Compiled(self, region, self._equal[text], block, drops=random)
+        has_dropout = any(drops(x.target, x.args, x.kwargs) for x in region.graph.nodes)
+        return Compiled(self, region, self._equal[text], block, drops=has_dropout)
 
     def code(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` compiled, for every shape by itself: what is compiled for several is
-        slower, and for convolutions wrong (torch 2.13: InductorError, "Invalid ranges")."""
+        """Return `function` compiled, for every shape by itself: for several at once, the backward
+        of a convolution does not compile (torch 2.13: InductorError, "Invalid ranges")."""
         return torch.compile(function, dynamic=False)
 
     @contextmanager

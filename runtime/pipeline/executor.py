@@ -36,7 +36,8 @@ _LOOKAHEAD = 2  # computations ahead of which receives are posted
 
 
 class PipelineModel:
-    """The chunks of one rank and the instructions that run them."""
+    """The chunks of one rank and the instructions that run them. A step is inside of what
+    `casting_once` makes, in which weights are cast to 16 bits once, if they are."""
 
     def __init__(
         self,

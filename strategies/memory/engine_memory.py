@@ -219,8 +219,8 @@ class Gradients:
     `copies`: of `elements` in all, weights of `width` bytes and fp32 gradients. ZeRO 3 has at most
     `gathered` bytes of whole weights and their gradients at once. On a GPU (not
     `on_cpu`) what comes next is gathered meanwhile; and where it `offloads` the optimizer's state,
-    the partitions of gradients that ZeRO 2 and 3 make are on the host with it. `made` are
-    the gradients in the order in which a backward makes them, as far as that is known."""
+    the partitions of gradients that ZeRO 2 and 3 make are on the host with it. `made` are the
+    gradients in the order in which a backward makes them, as far as that is known."""
 
     zero: int
     copies: int
