@@ -44,12 +44,13 @@ class _Section(BaseModel):
 
 class TrainOptions(_Section):
     """`steps` optimizer steps of `global_batch` samples each, every device's share taken in
-    `accumulate` micro-batches. `loss_scale` is fp16's first (null: 2^15). `tf32` has GPUs round the
-    factors of fp32 products to 10 bits. `grad_clip` null or 0 is off. `evaluate_every` counts steps, null is never. `on_nan` is what becomes of a run whose loss
-    or gradient norm is not finite (null: it goes on); a step that it skips leaves everything as it
-    was. `compile`: blocks run what torch.compile makes of them. `profile` are the first and the
-    last step that torch's profiler records. `resume` is the checkpoint that training goes on from,
-    a run directory (its newest), or `auto` (the newest of this run's own directory)."""
+    `accumulate` micro-batches. `loss_scale` is fp16's first (null: 2^15). `tf32` has GPUs round
+    the factors of fp32 products to 10 bits. `grad_clip` null or 0 is off. `evaluate_every`
+    counts steps, null is never. `on_nan` is what becomes of a run whose loss or gradient norm
+    is not finite (null: it goes on); a step that it skips leaves everything as it was.
+    `compile`: blocks run what torch.compile makes of them. `profile` are the first and the last
+    step that torch's profiler records. `resume` is the checkpoint that training goes on from, a
+    run directory (its newest), or `auto` (the newest of this run's own directory)."""
 
     steps: _Count
     global_batch: _Count
