@@ -88,9 +88,20 @@ def _owner(model: nn.Module, each: Fold) -> tuple[nn.Module, str, nn.ModuleList 
 
 def unfold(graph: OperationGraph, folds: Sequence[Fold]) -> OperationGraph:
     """Return the graph of the whole model, from that of the folded one. Raises CannotUnfold."""
+    return numbered(repeated(graph, folds))
+
+
+def repeated(graph: OperationGraph, folds: Sequence[Fold]) -> OperationGraph:
+    """Return what `unfold` does, with operations of their own names in `graph`, and `NAME@COPY` for
+    copies of them. Raises CannotUnfold."""
     for each in folds:
         graph = _Unfolding(graph, each).run()
-    return numbered(graph)
+    return graph
+
+
+def original(operation: Operation) -> str:
+    """Return the name in the folded graph of what `repeated` made an operation of."""
+    return operation.name.partition("@")[0]
 
 
 _NAMED = ("input", "output")  # that keep their names
@@ -101,7 +112,7 @@ def numbered(graph: OperationGraph) -> OperationGraph:
     names = dict(zip(
         (op.name for op in graph),
         canonical_names(
-                (op.name.partition("@")[0], op.path, op.target not in _NAMED) for op in graph
+                (original(op), op.path, op.target not in _NAMED) for op in graph
             ),
         strict=True,
     ))  # fmt: skip
@@ -191,7 +202,7 @@ class _Unfolding:
             raise CannotUnfold(f"{where}: blocks differ in number of operations")
         targets = {operation.name: operation.target for operation in self.first}
         for b, c in zip(self.second, self.last, strict=True):
-            ours, theirs = list(_references(b)), list(_references(c))
+            ours, theirs = list(references(b)), list(references(c))
             there = self.fold.block(self.fold.start + 1)
             same_path = _moved_path(c.path, self.fold.block(self.fold.start + 2), there) == b.path
             alike = _without_names(b) == _without_names(c) and same_path
@@ -209,7 +220,7 @@ class _Unfolding:
         inside = self.in_second.keys() | self.in_last.keys()
         for operation in self.graph:
             if operation.name not in inside and not self.in_second.keys().isdisjoint(
-                _references(operation)
+                references(operation)
             ):
                 raise CannotUnfold(f"{operation.name} reads out of a block in the middle")
         computed = [op.name in inside for op in self.graph if not op.path]
@@ -237,7 +248,7 @@ class _Unfolding:
         there = self.fold.block(self.fold.start + 1 + copy)
         return _renamed(
             source,
-            {name: self.name_for(name, copy) for name in _references(source)},
+            {name: self.name_for(name, copy) for name in references(source)},
             name=self.copy_name(number, copy),
             module=_moved_path(source.module, here, there),
             path=_moved_path(source.path, here, there),
@@ -261,7 +272,7 @@ class _Unfolding:
     def moved(self, operation: Operation) -> Operation:
         """Return an operation outside of the middle, under the paths of the whole model; the last
         block reads the last copy."""
-        names = {name: name for name in _references(operation)}
+        names = {name: name for name in references(operation)}
         if operation.name in self.in_last:
             for name in names.keys() & self.in_second.keys():
                 names[name] = self.copy_name(self.in_second[name], self.fold.left_out)
@@ -282,18 +293,18 @@ def _check_order(operations: Sequence[Operation]) -> None:
     """Raise CannotUnfold unless every value is there before it is read."""
     known: set[str] = set()
     for operation in operations:
-        if operation.name in known or not known.issuperset(_references(operation)):
+        if operation.name in known or not known.issuperset(references(operation)):
             raise CannotUnfold(f"{operation.name} would not stand where it can")
         known.add(operation.name)
 
 
 def _without_names(operation: Operation) -> Operation:
     """Return what two operations of equal blocks have in common."""
-    nameless = dict.fromkeys(_references(operation), "")
+    nameless = dict.fromkeys(references(operation), "")
     return _renamed(operation, nameless, name="", module="", path="")
 
 
-def _references(operation: Operation) -> Iterator[str]:
+def references(operation: Operation) -> Iterator[str]:
     """Names of all it reads, each as often as it is read, in order."""
 
     def visit(argument: Argument) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -34,6 +35,11 @@ class ValueType:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+# What was found of a graph, for as long as there is the graph: a rehearsal asks for every rank.
+_Asked = tuple[frozenset[str], str, torch.device]
+_FOUND = WeakKeyDictionary[fx.GraphModule, dict[_Asked, dict[str, torch.dtype]]]()
+
+
 class ValueTypes:
     """The types of the values `names` of `graph`, run in `precision` on a kind of device."""
 
@@ -44,7 +50,11 @@ class ValueTypes:
         self._values: Mapping[str, Tensor] = {node.name: node.meta["val"] for node in wanted}
         self._dtypes = {name: value.dtype for name, value in self._values.items()}
         if precision in NARROW:
-            self._dtypes = _dtypes_under_autocast(graph, wanted, precision, device)
+            known = _FOUND.setdefault(graph, {})
+            asked = (frozenset(names), precision, device)
+            if asked not in known:
+                known[asked] = _dtypes_under_autocast(graph, wanted, precision, device)
+            self._dtypes = known[asked]
 
     def of(self, name: str, samples: int) -> ValueType:
         """Return the type of a value for a batch of `samples`, whole where ranks hold shards."""

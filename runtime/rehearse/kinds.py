@@ -4,12 +4,15 @@ from collections.abc import Sequence
 
 from whale_train.runtime.pipeline.route import PipelinePlace
 from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.program import PlannedGraph, PlannedPipeline
 
 
 def kinds_of(plan: Plan) -> list[tuple[int, ...]]:
     """Return the ranks of each kind, the kinds by their first rank. Ranks of a kind have the same
-    place in a copy of the pipeline and in a shard group, shards of equal sizes, the same engines
-    and micro-batches of the same sizes in the same order."""
+    place in a copy of the pipeline, shards of equal sizes, the same engines and micro-batches of
+    the same sizes in the same order; where batches or losses are, the first member of a shard group
+    is a kind of its own, which looks up and reports otherwise. (It alone adds biases, and so needs
+    a few bytes less than others everywhere.)"""
     found: dict[object, list[int]] = {}
     for rank in range(plan.world_size):
         found.setdefault(_kind(plan, rank), []).append(rank)
@@ -25,10 +28,25 @@ def _kind(plan: Plan, rank: int) -> object:
     place = PipelinePlace.of(plan.pipeline, rank)
     copy = plan.pipeline.copies[place.copy]
     all_sizes = tuple(stop - start for start, stop in copy.samples)
+    member = _member(plan.rewrite, plan.pipeline, place)
     return (
-        *(planned.task_graphs, sizes, engines, place.position, place.index),
+        *(planned.task_graphs, sizes, engines, place.position, member),
         *(all_sizes, copy.owners, copy.members),
     )
+
+
+def _member(graph: PlannedGraph | None, pipeline: PlannedPipeline, place: PipelinePlace) -> object:
+    """Return what tells the member of a shard group at `place` from the others: the sizes of its
+    shards. Where stages differ in width, each member has others to talk to."""
+    assert graph is not None
+    copy = pipeline.copies[place.copy]
+    ends = {0, len(pipeline.chunks) - 1}
+    is_at_an_end = not ends.isdisjoint(pipeline.positions[place.position])
+    is_straight = len({len(members) for members in copy.positions}) == 1
+    if not is_straight or (is_at_an_end and place.index == 0):
+        return place.index
+    cut = [*graph.axes.values(), *filter(None, copy.members)]
+    return tuple(stop - start for start, stop in (each[place.index] for each in cut))
 
 
 def peers(plan: Plan, rank: int, as_rank: int, known: Sequence[int]) -> dict[int, int]:
@@ -46,5 +64,8 @@ def peers(plan: Plan, rank: int, as_rank: int, known: Sequence[int]) -> dict[int
     found = {}
     for other in known:
         position, index = places[other]
+        if here.index != there.index:  # in stages of one width, which talk straight across
+            assert index == here.index
+            index = there.index
         found[other] = copies[there.copy].positions[position][index]
     return found

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from whale_train.config import Request
 from whale_train.data.open import open_dataset
-from whale_train.models.export.export import export_model, on_meta
+from whale_train.models.export.export import on_meta
+from whale_train.models.profile.folded_export import export_by_folding
 from whale_train.rehearsal import FILE, KindOfRank, Rehearsal, Traffic
 from whale_train.runtime.failures.failure import record_host_failure
 from whale_train.runtime.failures.timeouts import group_name
@@ -47,7 +48,7 @@ def rehearse(
     else:
         found = [rehearse_rank(request, plan, model, rank) for rank in firsts]
     asked = {
-        rank: _as_rank(plan, each, rank)
+        rank: as_rank(plan, each, rank)
         for each, ranks in zip(found, kinds, strict=True)
         if not each.error  # what it asked ends where it failed
         for rank in ranks
@@ -71,7 +72,7 @@ def _of_inherited(rank: int) -> Rehearsed:
     return rehearse_rank(request, plan, model, rank)
 
 
-def _as_rank(plan: Plan, found: Rehearsed, rank: int) -> Record:
+def as_rank(plan: Plan, found: Rehearsed, rank: int) -> Record:
     """Return what `rank` asks of others, which is of the same kind as the rank that was
     rehearsed."""
     if rank == found.rank:
@@ -129,7 +130,7 @@ def model_of(request: Request, plan: Plan) -> Model:
     dataset = open_dataset(request.data)
     graph = None
     if plan.rewrite is not None or any(rank.micro_batches > 1 for rank in plan.ranks):
-        graph, _ = export_model(request.model, dataset.fields)
+        graph, _ = export_by_folding(request.model, dataset.fields)
     module, fields = on_meta(request.model, dataset.fields)
     return Model(module, graph, fields)
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from whale_train.models.export.export import export, export_model, module_path
 from whale_train.models.options import HUGGING_FACE, ModelOptions
+from whale_train.models.profile import folded_export
 from whale_train.models.profile.block_folding import folds_of
 from whale_train.models.profile.measure import profile_model
 from whale_train.strategies.graph.operation_graph import InputField, ModelProfile
@@ -52,6 +54,55 @@ def test_a_folded_profile_is_that_of_the_whole_model(name: str) -> None:
     folded, whole = both(options, TOKENS)
     assert whole.graph is not None
     assert folded == whole
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE_MODELS)
+def test_a_folded_export_is_that_of_the_whole_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    options = ModelOptions.from_mapping(
+        {
+            **{"_target_": HUGGING_FACE, "architecture": name, "loss": "model"},
+            "config": HUGGING_FACE_MODELS[name],
+        }
+    )
+    whole, _ = export_model(options, TOKENS)
+    sizes: list[int] = []
+
+    def noting(*args: Any) -> tuple[fx.GraphModule | None, str]:
+        graph, error = export(*args)
+        sizes.append(len(graph.graph.nodes) if graph is not None else 0)
+        return graph, error
+
+    monkeypatch.setattr(folded_export, "export", noting)
+    made, _ = folded_export.export_by_folding(options, TOKENS)
+    assert whole is not None
+    assert made is not None
+    assert described(made) == described(whole)
+    assert tied(made) == tied(whole)
+    is_folded = name != "Gemma2ForCausalLM"
+    assert (sizes[0] < len(whole.graph.nodes)) == is_folded
+    assert len(sizes) == 1
+
+
+def described(graph: fx.GraphModule) -> list[tuple[str, ...]]:
+    """All that is known of a graph's nodes, as text."""
+    found = []
+    for node in graph.graph.nodes:
+        given = fx.node.map_arg((node.args, node.kwargs), lambda x: x.name)
+        value = node.meta.get("val")
+        parts = (node.op, node.target, node.name, given, module_path(node), value)
+        found.append(tuple(map(str, parts)))
+    return found
+
+
+def tied(graph: fx.GraphModule) -> set[frozenset[str]]:
+    """The names of every tensor that a graph has."""
+    names: dict[int, set[str]] = {}
+    for name, x in (*graph.named_parameters(remove_duplicate=False), *graph.named_buffers()):
+        names.setdefault(id(x), set()).add(name)
+    return {frozenset(each) for each in names.values()}
 
 
 class Block(nn.Module):

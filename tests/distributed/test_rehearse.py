@@ -21,7 +21,7 @@ from whale_train.rehearsal import Rehearsal
 from whale_train.runtime.graph.autocast import autocast
 from whale_train.runtime.rehearse.agreement import disagreements, unmatched, waiting
 from whale_train.runtime.rehearse.attention import as_on_a_gpu
-from whale_train.runtime.rehearse.main import chosen, groups_of, model_of, rehearse
+from whale_train.runtime.rehearse.main import as_rank, chosen, groups_of, model_of, rehearse
 from whale_train.runtime.rehearse.meta_tensors import HostRead, MetaTensors, OnTheHost
 from whale_train.runtime.rehearse.rank import rehearse_rank
 from whale_train.runtime.rehearse.recorded_group import Asked, Record
@@ -267,6 +267,55 @@ def test_every_rank_runs_and_agrees(
     assert [(kind.error, kind.place) for kind in found.kinds if kind.error] == []
     assert sum(len(kind.ranks) for kind in found.kinds) == STRATEGIES[strategy][0]
     assert all(kind.peak > 0 for kind in found.kinds)
+
+
+def unlike_their_kind(overrides: list[str]) -> tuple[int, list[str]]:
+    """How many kinds of rank there are, and what ranks do otherwise than the first of theirs."""
+    config = composed(rewritten([*overrides, "mode=plan"]))
+    request = read_request(config, {"hardware": "h", "strategy": "s"})
+    plan = resolve_request(request).plan
+    model = model_of(request, plan)
+    kinds = chosen(plan, "kinds")
+    found = []
+    for first, *others in kinds:
+        known = rehearse_rank(request, plan, model, first)
+        for rank in others:
+            own = rehearse_rank(request, plan, model, rank)
+            stands = as_rank(plan, known, rank)
+            peaks = [sum(each.peak_bytes.values()) for each in (own, known)]
+            if peaks[0] != pytest.approx(peaks[1], rel=2e-3):
+                found.append(f"memory of rank {rank}, of the kind of {first}")
+            for what, a, b in (
+                ("collectives", own.record.collectives, stands.collectives),
+                ("messages", own.record.messages, stands.messages),
+                ("events", own.record.events, stands.events),
+            ):
+                if a != b:
+                    found.append(f"{what} of rank {rank}, of the kind of {first}")
+    return len(kinds), found
+
+
+_PAIR = "{split: {degree: 2}}"
+
+
+@pytest.mark.parametrize(
+    ("devices", "graph", "kinds"),
+    [
+        (4, "{split: {}}", 2),
+        (4, "[{replicate: {}}, {split: {modules: head}}]", 2),
+        (4, "{replicate: {zero: 3, of: {split: {degree: 2}}}}", 2),
+        (12, f"{{replicate: {{of: {pipeline(f'[{_PAIR}, {_PAIR}, {_PAIR}]')}}}}}", 5),
+        (4, "{split: {dim: sequence}}", 2),
+    ],
+)
+def test_one_rank_stands_for_all_of_its_kind(
+    devices: int, graph: str, kinds: int, served: Served
+) -> None:
+    sizes = ["model.vocab_size=288", "model.width=48", "model.heads=12"]
+    overrides = ["model=gpt", *sizes, *("data=text", "hardware=v100_512", "train.global_batch=8")]
+    overrides += [f"strategy.graph={graph}", f"strategy.devices={devices}"]
+    found = served.ask(unlike_their_kind, overrides=overrides)
+    assert found == [kinds, []]
 
 
 LARGE = [

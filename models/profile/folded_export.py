@@ -1,0 +1,106 @@
+"""The exported graph of a deep model by a few of its blocks, as its profile has it.
+
+What `block_folding` does for the torch-free graph, for the one that runs: for rehearsals, which
+train nothing. A rank that trains exports its model as it is.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from whale_train.models.export.export import EXPORT_BATCH, example_batch, export, fetched, on_meta
+from whale_train.models.export.to_operation_graph import operation_graph
+from whale_train.models.loss_module import MODEL_PREFIX
+from whale_train.models.options import ModelOptions
+from whale_train.models.profile.block_folding import (
+    CannotUnfold,
+    Fold,
+    folded,
+    folds_of,
+    numbered,
+    original,
+    references,
+    repeated,
+)
+from whale_train.strategies.graph.operation_graph import InputField, Operation
+
+
+def export_by_folding(
+    options: ModelOptions, fields: tuple[InputField, ...]
+) -> tuple[fx.GraphModule | None, str]:
+    """Return what `export_model` does; equal blocks are exported three times, where the others can
+    be made of them."""
+    module, inputs = on_meta(options, fields)
+    batch = example_batch(inputs, EXPORT_BATCH)
+    folds = folds_of(module.model)
+    if folds:
+        with folded(module.model, folds):
+            graph, _ = export(module, batch)
+        whole, _ = on_meta(options, fields)
+        try:
+            if graph is not None:
+                return _unfolded(graph, whole, folds), ""
+        except CannotUnfold:
+            module = whole  # as a forward may leave things in its modules
+    return export(module, batch)
+
+
+def _unfolded(graph: fx.GraphModule, whole: nn.Module, folds: Sequence[Fold]) -> fx.GraphModule:
+    """Return the graph of `whole` out of that of its folded image. Raises CannotUnfold."""
+    sources = {node.name: node for node in graph.graph.nodes}
+    operations = repeated(operation_graph(graph, {}, {}, {}), folds)
+    made = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    attributes: dict[str, Any] = {}
+    for operation in operations:
+        source = sources[original(operation)]
+        args, kwargs = _reading(source, [nodes[name] for name in references(operation)])
+        target = source.target
+        if source.op == "get_attr":
+            target = _target(source, operation)
+            attributes[target] = _attribute(graph, whole, str(source.target), target)
+        node = made.create_node(source.op, target, args, kwargs)
+        node.meta = _meta(source, operation)
+        nodes[operation.name] = node
+    module = fx.GraphModule(attributes, made)
+    for node, operation in zip(nodes.values(), numbered(operations), strict=True):
+        node.name = operation.name
+    module.recompile()
+    return module
+
+
+def _reading(source: fx.Node, nodes: Sequence[fx.Node]) -> tuple[Any, Any]:
+    """Return the arguments of `source` with `nodes` for what it reads, in order."""
+    left = iter(nodes)
+
+    def following(_: fx.Node) -> fx.Node:
+        return next(left)
+
+    return fx.node.map_arg(source.args, following), fx.node.map_arg(source.kwargs, following)
+
+
+def _target(source: fx.Node, operation: Operation) -> str:
+    """Return what `operation`, made of `source`, fetches."""
+    is_of_model = str(source.target).startswith(MODEL_PREFIX)
+    return f"{MODEL_PREFIX}{operation.path}" if is_of_model else operation.path
+
+
+def _attribute(graph: fx.GraphModule, whole: nn.Module, source: str, target: str) -> Any:
+    """Return what a graph of `whole` has at `target`, which is at `source` in the folded one."""
+    try:
+        return fetched(whole, target)
+    except AttributeError:  # what the export made, such as a constant
+        if target != source:
+            raise CannotUnfold(f"{target} is not the model's") from None
+        return fetched(graph, source)
+
+
+def _meta(source: fx.Node, operation: Operation) -> dict[str, Any]:
+    """Return what is known of the node that is made of `source`."""
+    meta = dict(source.meta)
+    stack = meta.get("nn_module_stack")
+    if stack and operation.module:
+        *outer, (last, (_, kind)) = stack.items()
+        meta["nn_module_stack"] = {**dict(outer), last: (MODEL_PREFIX + operation.module, kind)}
+    return meta
