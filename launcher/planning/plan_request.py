@@ -33,7 +33,7 @@ from whale_train.launcher.planning.emulation import paces as emulated_paces
 from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
 from whale_train.launcher.planning.host_memory import refuse_small_hosts
 from whale_train.launcher.planning.placing import place_of, this_host_of, threads_of
-from whale_train.launcher.planning.precision import with_precision, with_tf32
+from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
@@ -85,6 +85,7 @@ def training_of(request: Request) -> Training:
         request.model.loss_over,
         request.model.samples_are_independent,
         request.model.adapters is not None,
+        request.train.reduce_dtype,
     )
 
 
@@ -100,6 +101,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     if place is not None:
         used = place.cluster if strategy.is_auto else place.cluster.chosen(strategy.devices)
         request, of_precision = with_precision(request, used, place.device)
+        refuse_reduce_dtype(request, faults)
         faster, of_tf32 = with_tf32(request, place.cluster, faults)
         place, of_precision = replace(place, cluster=faster), (*of_precision, *of_tf32)
     training = training_of(request)
@@ -112,7 +114,9 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
             _refuse_link_speed(request, used, place.emulated, faults)
     dataset = _dataset(request, faults)
     if request.mode == "train":
-        _refuse_without_compiler(request, faults)
+        _refuse_offloading(request, faults)
+        if place is not None and place.device == "cpu":
+            _refuse_compiling(request, faults)
     if faults or place is None or dataset is None:
         raise ConfigError(faults)
     cluster, device, emulated = place.cluster, place.device, place.emulated
@@ -225,6 +229,7 @@ def resolve_each(
     if faults or place is None or dataset is None:
         raise ConfigError(faults)
     request, _ = with_precision(request, place.cluster, place.device)
+    refuse_reduce_dtype(request, faults)
     cluster, _ = with_tf32(request, place.cluster, faults)
     training = training_of(request)
     device, emulated = place.device, place.emulated
@@ -258,7 +263,15 @@ def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:
         return None
 
 
-def _refuse_without_compiler(request: Request, faults: list[Fault]) -> None:
+def _refuse_compiling(request: Request, faults: list[Fault]) -> None:
+    """Compiling for CPUs where torch finds no compiler (torch._inductor.config.cpp.cxx)."""
+    compiler = os.environ.get("CXX", "g++")
+    if request.train.compile and shutil.which(compiler) is None:
+        rule = f"needs a C++ compiler for CPUs, and there is no {compiler}"
+        faults.append(Fault("train.compile", "true", rule, "install g++, or use false"))
+
+
+def _refuse_offloading(request: Request, faults: list[Fault]) -> None:
     """Offloading that needs a compiler, where there is none."""
     offloading = [
         node

@@ -26,6 +26,15 @@ def with_precision(
     return request.model_copy(update={"train": train}), (said,)
 
 
+def refuse_reduce_dtype(request: Request, faults: list[Fault]) -> None:
+    """Add to `faults` that gradients are to be sent in 16 bits that the run does not compute."""
+    precision, sent = request.train.precision or "fp32", request.train.reduce_dtype
+    if sent not in ("fp32", precision):
+        rule = f"is neither the precision of the run ({precision}) nor fp32"
+        remedy = f"use train.precision={sent}, or train.reduce_dtype=fp32"
+        faults.append(Fault("train.reduce_dtype", sent, rule, remedy))
+
+
 def with_tf32(
     request: Request, cluster: Cluster, faults: list[Fault]
 ) -> tuple[Cluster, tuple[Decision, ...]]:

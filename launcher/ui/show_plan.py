@@ -120,6 +120,8 @@ class _PlanView:
         measured = is_measured(self.cluster, plan.precision)
         nodes = len({rank.node for rank in plan.ranks})
         batch = f"{plan.global_batch:,} samples a step, {plan.precision}"
+        if plan.reduce_dtype != "fp32":
+            batch += f", gradients sent in {plan.reduce_dtype}"
         frozen = in_count(sum(each.elements for each in self.profile.frozen))
         narrow = {path for task_graph in plan.task_graphs for path in task_graph.narrow}
         size = sum(

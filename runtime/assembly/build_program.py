@@ -54,7 +54,12 @@ def _whole_model(
         blocks = compile_blocks(module, seat.compiler)
         if task_graph.zero == 3:
             gather_whole(blocks)
-    copies = Copies(group, sums=seat.groups.get(sums_of(task_graph)), narrow=narrow)
+    copies = Copies(
+        group,
+        sums=seat.groups.get(sums_of(task_graph)),
+        narrow=narrow,
+        reduce_dtype=NARROW.get(plan.reduce_dtype, torch.float32),
+    )
     may_skip = not plan.exported
     engine = make_engine(
         request, plan, task_graph, module, copies, seat, may_skip_parameters=may_skip

@@ -234,6 +234,7 @@ def _copies(plan: Plan, task_graph: TaskGraph, tensors: Mapping[str, Tensor], se
         frozenset(held[path] for path, owners in shared.items() if owners[0] != task_graph.id),
         sums=seat.groups.get(sums_of(task_graph)),
         narrow=narrow_of(task_graph, held),
+        reduce_dtype=NARROW.get(plan.reduce_dtype, torch.float32),
     )
 
 

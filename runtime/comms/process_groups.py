@@ -157,6 +157,8 @@ def sums_of(task_graph: TaskGraph) -> str:
 def _copied(plan: Plan) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     """Yield the ranks of copies whose gradients DistributedDataParallel sums, and their groups'
     name: where a step of a graph has one backward, or the model runs as it is."""
+    if plan.reduce_dtype != "fp32":
+        return  # which is what shared memory sums
     once = all(rank.micro_batches == 1 for rank in plan.ranks)
     if plan.pipeline is not None and not (once and len(plan.pipeline.chunks) == 1):
         return

@@ -32,7 +32,7 @@ class Copies:
     other TaskGraphs hold as well: the group of all their holders, by parameter; `counted_elsewhere`
     those of them that another TaskGraph counts. Of `narrow` ones an engine holds the 16-bit values
     that autocast would make of them, and, of those that are trained, DeepSpeed an fp32 master
-    partition (docs/adr/007).
+    partition (docs/adr/007). Gradients travel within `group` in `reduce_dtype`.
     """
 
     group: dist.ProcessGroup | None
@@ -42,6 +42,7 @@ class Copies:
     counted_elsewhere: frozenset[nn.Parameter] = frozenset()
     sums: dist.ProcessGroup | None = None
     narrow: frozenset[nn.Parameter] = frozenset()
+    reduce_dtype: torch.dtype = torch.float32
 
     @property
     def size(self) -> int:

@@ -43,7 +43,7 @@ class TorchEngine:
         *,
         may_skip_parameters: bool,
         overlap: bool = True,
-        buckets: Callable[[nn.Module, dist.ProcessGroup | None], nn.Module] | None = None,
+        buckets: Callable[[nn.Module, Copies], nn.Module] | None = None,
     ) -> None:
         self.module = module
         self.parameters = [p for p in module.parameters() if p.requires_grad]
@@ -60,13 +60,14 @@ class TorchEngine:
                 copies.group,
                 copies.shared,
                 copies.shards,
+                copies.reduce_dtype,
             )
         elif self.copies > 1 and self.parameters:
             assert not copies.shared
             if buckets is None:
                 self._run = _data_parallel(module, copies, device, precision, may_skip_parameters)
             else:
-                self._run = buckets(module, copies.group)
+                self._run = buckets(module, copies)
         # What averaging undoes. fp16 has it in any case: gradients are then as large, when they
         # are made, as they would be on one device.
         averages = copies.sums is None or precision == "fp16"
@@ -193,7 +194,9 @@ def _data_parallel(
         find_unused_parameters=may_skip_parameters,
         init_sync=False,  # the same seed made them everywhere
     )
-    if copies.sums is not None:
+    if copies.reduce_dtype != torch.float32:
+        made.register_comm_hook((copies.group, copies.reduce_dtype), _average)
+    elif copies.sums is not None:
         made.register_comm_hook((copies.sums, precision == "fp16"), _sum)
     return made
 
@@ -218,4 +221,19 @@ def _sum(
     gradients, done = bucket.buffer(), Future[Tensor]()
     dist.all_reduce(gradients, group=group)
     done.set_result(gradients.div_(group.size()) if averages else gradients)
+    return done
+
+
+def _average(
+    how: tuple[dist.ProcessGroup, torch.dtype],
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> Future[Tensor]:
+    """Average a bucket of DistributedDataParallel's over a group, sent in a dtype. (That of torch,
+    `bf16_compress_hook`, is for NCCL alone.)"""
+    group, dtype = how
+    gradients = bucket.buffer()
+    sent = gradients.to(dtype).div_(group.size())
+    work = dist.all_reduce(sent, group=group, async_op=True)
+    assert work is not None
+    done: Future[Tensor] = work.get_future().then(lambda _: gradients.copy_(sent))
     return done

@@ -21,7 +21,7 @@ _Group = dist.ProcessGroup
 
 class Reduction:
     """`parameters`, listed in the order of their use in forward, are summed over `group` (None:
-    one rank holds them).
+    one rank holds them), sent in `dtype`.
 
     `shared` ones, which several TaskGraphs hold (tied ones), each whole on every member of its
     shard group, are summed over the group of all their holders; `excess` is how many times too
@@ -35,11 +35,12 @@ class Reduction:
         group: _Group | None,
         shared: Mapping[nn.Parameter, _Group],
         excess: int,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         several = group is not None and group.size() > 1
         # The last used is the first whose gradient is final.
         buckets = in_buckets(reversed(parameters)) if several else ()
-        self._group = group
+        self._group, self._dtype = group, dtype
         self._buckets = InOrder(buckets, self._sum)
         self._shared = {p: holders for p, holders in shared.items() if p.requires_grad}
         self._excess = excess
@@ -66,7 +67,7 @@ class Reduction:
         for parameter, holders in self._shared.items():
             if parameter.grad is None:  # another holder may have given one
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            self._all_reduce(parameter.grad.div_(self._excess), holders)
+            self._all_reduce(parameter.grad.div_(self._excess), holders, torch.float32)
 
     def wait(self) -> None:
         """Until all that was sent is summed, in `.grad`."""
@@ -80,24 +81,29 @@ class Reduction:
         held = [parameter for parameter in bucket if parameter.grad is not None]
         if held:
             assert self._group is not None
-            self._all_reduce(_as_one(held), self._group)
+            self._all_reduce(_as_one(held), self._group, self._dtype)
 
-    def _all_reduce(self, tensor: Tensor, group: _Group) -> None:
-        work = dist.all_reduce(tensor, group=group, async_op=True)
+    def _all_reduce(self, tensor: Tensor, group: _Group, dtype: torch.dtype) -> None:
+        sent = tensor.to(dtype)
+        work = dist.all_reduce(sent, group=group, async_op=True)
         assert work is not None
-        self._sent.append(_Sent(work, group))
+        self._sent.append(_Sent(work, group, sent, tensor))
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A sum on its way, and the group that a wait in vain was for
+    """A sum on its way, as `sent`, to `where`; and the group that a wait in vain was for
     (`runtime/failures/timeout_frames.py`)."""
 
     work: dist.Work
     group: _Group
+    sent: Tensor
+    where: Tensor
 
     def wait(self) -> None:
         self.work.wait()
+        if self.sent is not self.where:
+            self.where.copy_(self.sent)
 
 
 def _as_one(parameters: Sequence[nn.Parameter]) -> Tensor:

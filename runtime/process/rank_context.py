@@ -8,16 +8,16 @@ from torch import distributed as dist
 from torch import nn
 
 from whale_train.runtime.compile.compiler import Compiler
-from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.engines.base import Copies, Engine
 
 
 @dataclass(frozen=True)
 class StandIns:
     """Make what stands in for the parts of engines that need storage: `buckets`, of a module and
-    its group, for DistributedDataParallel, and `zero`, of DeepSpeedEngine's arguments with an
+    its copies, for DistributedDataParallel, and `zero`, of DeepSpeedEngine's arguments with an
     optimizer after the config, for that."""
 
-    buckets: Callable[[nn.Module, dist.ProcessGroup | None], nn.Module]
+    buckets: Callable[[nn.Module, Copies], nn.Module]
     zero: Callable[..., Engine]
 
 

@@ -30,10 +30,10 @@ class Buckets(nn.Module):
     """DistributedDataParallel: gradients are views of buckets that last, each summed when it is
     full."""
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, module: nn.Module, copies: Copies) -> None:
         super().__init__()
         self.module = module
-        self._group = group
+        self._group, self._dtype = copies.group, copies.reduce_dtype
         self._syncs = True
         self.buckets: list[Tensor] = []
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -56,7 +56,7 @@ class Buckets(nn.Module):
                 return
             left.discard(parameter)
             if not left:
-                dist.all_reduce(bucket, group=self._group, async_op=True)
+                dist.all_reduce(bucket.to(self._dtype), group=self._group, async_op=True)
                 left.update(everyone)
 
         return hook
@@ -98,6 +98,7 @@ class ZeroEngine:
         self.on_gradients: Callable[[], None] | None = None
         zero = config["zero_optimization"]
         self._stage = zero["stage"]
+        self._sent = NARROW.get(config["communication_data_type"], torch.float32)
         self._offloads = "offload_optimizer" in zero
         self._prefetches = zero.get("stage3_prefetch_bucket_size", 0)
         self._overlaps = zero["overlap_comm"]
@@ -243,7 +244,7 @@ class ZeroEngine:
         """Put together a bucket of gradients, and reduce it, each copy keeping its part."""
         bucket = torch.empty(min(self._filled, self._bucket), device=self._device)
         reduced = torch.empty_like(bucket)
-        self._ask("reduce-scatter", reduced.numel())
+        self._ask("reduce-scatter", reduced.numel(), self._sent)
         self._filled -= bucket.numel()
 
     def _ask(self, kind: str, elements: int, dtype: torch.dtype = torch.float32) -> None:

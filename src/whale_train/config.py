@@ -45,7 +45,8 @@ class _Section(BaseModel):
 class TrainOptions(_Section):
     """`steps` optimizer steps of `global_batch` samples each, every device's share taken in
     `accumulate` micro-batches. `loss_scale` is fp16's first (null: 2^15). `tf32` has GPUs round
-    the factors of fp32 products to 10 bits. `grad_clip` null or 0 is off. `evaluate_every`
+    the factors of fp32 products to 10 bits. `reduce_dtype` is what gradients travel in between
+    copies, the run's own precision or fp32. `grad_clip` null or 0 is off. `evaluate_every`
     counts steps, null is never. `on_nan` is what becomes of a run whose loss or gradient norm
     is not finite (null: it goes on); a step that it skips leaves everything as it was.
     `compile`: blocks run what torch.compile makes of them. `profile` are the first and the last
@@ -58,6 +59,7 @@ class TrainOptions(_Section):
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     loss_scale: float | None = Field(None, ge=1)
     tf32: bool = False
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     grad_clip: float | None = Field(None, ge=0)
     grad_norm: bool = True
     trace: bool = False

@@ -40,9 +40,15 @@ class GradientTimes:
         key = (copies, part)
         if key not in self._element:
             group = self.transfers.group(copies, part)
-            summed = self.transfers.sum_s(group, part, 4e6) / 1e6 if group.members > 1 else 0.0
+            summed = self._sum_of(group, part)
             self._element[key] = summed
         return self._element[key]
+
+    def _sum_of(self, group: Group, part: Part) -> float:
+        """Return the seconds of an element in the sum of many."""
+        if group.members == 1:
+            return 0.0
+        return self.transfers.sum_s(group, part, self.training.sent_width * 1e6) / 1e6
 
     def after_s(
         self, candidate: Candidate, part: Part, elements: float, backward_s: float, device: Device
@@ -58,13 +64,14 @@ class GradientTimes:
             update = offloaded_update_time_s(own, states, device, self.cluster.on_cpu)
         if copies == 1:
             return update
-        summed = self._sum_s(candidate, group, part, 4 * elements)
+        sent = self.training.sent_width * elements
+        summed = self._sum_s(candidate, group, part, sent)
         link = self.transfers.link(group, part)
         if zero == 0:
             pieces = sum_pieces(elements)
             return max(summed / pieces, summed - (1 - 1 / pieces) * backward_s) + update
         if zero == 3:
-            return gather_time_s(4 * elements, copies, link) + update
+            return gather_time_s(sent, copies, link) + update
         width = self.findings.weight_width(zero)
         gathered = gather_time_s(width * elements, copies, link)
         precision = self.training.precision
@@ -75,7 +82,8 @@ class GradientTimes:
         the memory that they share (docs/adr/013)."""
         mesh = candidate.mesh
         whole = not (candidate.micro_batches or candidate.zero) and mesh.shards == 1
-        if whole and self.cluster.shared_memory is not None:
+        in_memory = whole and self.training.reduce_dtype == "fp32"
+        if in_memory and self.cluster.shared_memory is not None:
             return sum_time_s(self.cluster, range(group.members), num_bytes, by_memory=True)
         return self.transfers.sum_s(group, part, num_bytes)
 

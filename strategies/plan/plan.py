@@ -129,7 +129,8 @@ class Plan:
     processes that stand for the devices, where those were measured. `pipeline` says who runs which
     chunk of it for which micro-batch (None for a flat strategy); the order is `orders.py`'s.
     `loss_over` is what a batch's loss is of the losses of its samples: their `mean` or `sum`.
-    `peak_flops_s` is what all devices together compute at most, in FLOP/s of `precision`."""
+    `peak_flops_s` is what all devices together compute at most, in FLOP/s of `precision`.
+    `reduce_dtype` is what copies send gradients in."""
 
     cluster: str
     world_size: int
@@ -147,6 +148,7 @@ class Plan:
     pipeline: PlannedPipeline | None = None
     loss_over: Literal["mean", "sum"] = "mean"
     peak_flops_s: Number = 0
+    reduce_dtype: str = "fp32"
 
     @property
     def model_flops(self) -> float:

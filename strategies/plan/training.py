@@ -12,6 +12,7 @@ class Training:
     `adamw`, `lamb`); `grad_clip` 0 means off. `sync_batchnorm`: BatchNorm's statistics are those
     of the global batch. `accumulate` is in how many micro-batches a rank takes its share.
     `loss_over` and `samples_are_independent` are what the user says of the model's loss.
+    `reduce_dtype` is what copies send gradients in, the precision or fp32.
     `adds_to_frozen`: what is trained are additions to frozen weights, of which a run keeps nothing.
     """
 
@@ -25,6 +26,12 @@ class Training:
     loss_over: Literal["mean", "sum"] | None = None
     samples_are_independent: bool = False
     adds_to_frozen: bool = False
+    reduce_dtype: str = "fp32"
+
+    @property
+    def sent_width(self) -> float:
+        """The bytes of a gradient's element as it is sent between copies."""
+        return 4.0 if self.reduce_dtype == "fp32" else 2.0
 
     @property
     def optimizer_states(self) -> int:

@@ -15,9 +15,11 @@ def deepspeed_config(
     grad_clip: float,
     optimizer: dict[str, Any],
     on_cpu: bool,
+    reduce_dtype: str = "fp32",
 ) -> dict[str, Any] | None:
     """Return the config of a rank's engine for `node`; None where ZeRO is off and torch's
-    DistributedDataParallel serves (docs/adr/003). `on_cpu`: its device is a CPU process."""
+    DistributedDataParallel serves (docs/adr/003). `on_cpu`: its device is a CPU process.
+    `reduce_dtype` is what gradients are sent in."""
     if node.zero == 0:
         return None
     zero: dict[str, Any] = {
@@ -53,7 +55,7 @@ def deepspeed_config(
         "gradient_clipping": grad_clip,
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
-        "communication_data_type": "fp32",
+        "communication_data_type": reduce_dtype,
         # Gradients are fp32 from the backward that makes them on, in every precision.
         "data_types": {"grad_accum_dtype": "fp32"},
         # Ours are autocast (docs/adr/007), in fp16 with one loss scale for the whole job.

@@ -98,6 +98,7 @@ def written(
         decisions=tuple(decisions),
         exported=job.profile.graph is not None,
         peak_flops_s=sum(d.flops[job.training.precision] for d in job.cluster.devices),
+        reduce_dtype=job.training.reduce_dtype,
     )
     if job.as_is:
         return plan
@@ -304,6 +305,7 @@ def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
             job.training.grad_clip,
             deepspeed_optimizer(job.training.optimizer, job.training.optimizer_options, offloaded),
             job.cluster.on_cpu,
+            job.training.reduce_dtype,
         )
     rest, *head = job.task_graphs[stage]  # of a split head, every member has its own part
     return RankPlan(

@@ -77,6 +77,7 @@ def _of_stages(
             if len(engine.groups[0]) > 1 and elements:
                 zero = 0 if number else job.zero
                 in_memory = one_backward and not number and is_replicate(job, stage)
+                in_memory = in_memory and job.training.reduce_dtype == "fp32"
                 yield _of_engine(
                     job, stage, elements, engine.groups[0], crowd, actors, zero, in_memory
                 )
@@ -92,9 +93,10 @@ def _of_engine(
     zero: int,
     in_memory: bool,
 ) -> Sync:
-    """Return the sum of `elements` fp32 gradients over `group`, one of the groups that sum at the
+    """Return the sum of `elements` gradients over `group`, one of the groups that sum at the
     same time."""
-    link, num_bytes = group_link(job.cluster, group, crowd, by_memory=in_memory), 4 * elements
+    link = group_link(job.cluster, group, crowd, by_memory=in_memory)
+    num_bytes = job.training.sent_width * elements
     members = _members(job, (stage,), actors)
     summed = sum_time_s(job.cluster, group, num_bytes, crowd, by_memory=in_memory)
     if zero == 0:

@@ -339,6 +339,19 @@ MACHINE_AND_FILES = (
         # ninja, which pip installs beside this Python, is found all the same.
         environment={"CXX": "c++", "PATH": "/nowhere"},
     ),
+    Case(
+        "nothing_to_compile_with",
+        "train.compile=true hardware=cpu hardware.devices=2",
+        "train.compile=true needs a C++ compiler for CPUs, and there is no missing-c++; install "
+        "g++, or use false",
+        environment={"CXX": "missing-c++"},
+    ),
+    Case(
+        "other_16_bits",
+        "train.precision=bf16 train.reduce_dtype=fp16 hardware=cpu",
+        "train.reduce_dtype=fp16 is neither the precision of the run (bf16) nor fp32; use "
+        "train.precision=fp16, or train.reduce_dtype=fp32",
+    ),
 )
 
 CASES = (*STRATEGY, *UNEXECUTED, *MACHINE_AND_FILES)
