@@ -3,13 +3,14 @@
     python benchmarks/rehearsals.py --hardware v100_p100_mix dgx_a100_2 v100_512
 
 A plan for every strategy of `conf/strategy`, every model and every cluster, and of each plan one
-rank of every kind rehearsed (`mode=rehearse`): what runs, what was found, and how far the peak of
+rank of every kind rehearsed (`mode=rehearse`), or of some of them (a pipeline over 512 has 512): what runs, what was found, and how far the peak of
 its memory is from the plan's. Needs no GPU.
 """
 
 import argparse
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--hardware", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", default=list(strategy_files()))
+    parser.add_argument("--kinds", type=int, default=16, help="of rank, of a plan, at most")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE, of all")
     options = parser.parse_args()
@@ -93,13 +95,20 @@ def main() -> None:
                 # An exported graph is for all strategies; one that needs none has its own model.
                 if model is None or (model.graph is None and plan.rewrite is not None):
                     model = model_of(request, plan)
-                found = rehearse(request, plan, model, chosen(plan, "kinds"), options.processes)
+                kinds = _some(chosen(plan, "kinds"), options.kinds)
+                found = rehearse(request, plan, model, kinds, options.processes)
                 offs += _said(console, case, found, planned_s)
     if offs:
         parts = sorted((abs(x.part) for x in offs), reverse=True)
         worst = [f"{x.case} rank {x.rank} {x.part:+.1%}" for x in _worst(offs)]
         console.print(f"{len(offs)} kinds of rank; memory off by {median(parts):.1%} in the median")
         console.print(f"over 10%: {sum(x > 0.1 for x in parts)}; the worst: {'; '.join(worst)}")
+
+
+def _some(kinds: Sequence[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
+    """Return at most so many of a plan's kinds of rank, the first and the last among them."""
+    number = min(most, len(kinds))
+    return [kinds[i * (len(kinds) - 1) // max(number - 1, 1)] for i in range(number)]
 
 
 def _request(overrides: list[str], hardware: str, strategy: str) -> Request:
