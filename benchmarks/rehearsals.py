@@ -3,8 +3,8 @@
     python benchmarks/rehearsals.py --hardware v100_p100_mix dgx_a100_2 v100_512
 
 A plan for every strategy of `conf/strategy`, every model and every cluster, and of each plan one
-rank of every kind rehearsed (`mode=rehearse`), or of some of them (a pipeline over 512 has 512): what runs, what was found, and how far the peak of
-its memory is from the plan's. Needs no GPU.
+rank of every kind rehearsed (`mode=rehearse`), or of some of them (a pipeline over 512 has 512):
+what runs, what was found, and how far the peak of its memory is from the plan's. Needs no GPU.
 """
 
 import argparse
