@@ -26,12 +26,24 @@ def kernel_of(query: Tensor, mask: Tensor | None) -> str:
     return FLASH if narrow and mask is None and fits else EFFICIENT
 
 
+def _output(query: Tensor, width: int, kernel: str) -> Tensor:
+    """Return what a kernel makes, which has the heads of a token side by side: what gives them back
+    to the model moves nothing. (FlashAttention's has the strides of the query, if it may;
+    aten/src/ATen/native/transformers/cuda/attention.cu.)"""
+    tokens = query.transpose(-3, -2) if query.dim() > 3 else query
+    if kernel == FLASH and width == query.shape[-1]:
+        made = torch.empty_like(tokens)
+    else:
+        made = query.new_empty((*tokens.shape[:-1], width))
+    return made.transpose(-3, -2) if query.dim() > 3 else made
+
+
 class _Attention(torch.autograd.Function):
     """What a fused kernel makes and keeps of its operands."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        made = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        made = _output(query, value.shape[-1], kernel_of(query, mask))
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, made, sums)
         return made
