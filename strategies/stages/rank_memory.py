@@ -345,15 +345,19 @@ class Held:
             frozen=self._frozen,
             order=self._made_in_order if job.zero >= 2 else (),
         )
-        steps = self._steps(order, engine)
-        worst = engine.worst((come, added, values * samples) for come, added, values in steps)
+        casts, steps = self._casts(order, sizes), self._steps(order, engine)
+        # Copies that the backward of the only forward lets go of, weight by weight, are values.
+        kept = casts if self._uses_up(order, engine) else 0.0
+        worst = engine.worst(
+            (come, added, values * samples + kept * left) for come, added, values, left in steps
+        )
         frozen = sum(self._frozen.values())
         parameters = (sizes.weights + frozen) / (copies if job.zero == 3 else 1)
         if apart and not on_cpu:
             parameters = 0.0
         optimizer = 4 * job.training.optimizer_states * held + sizes.master
         return MemoryEstimate(
-            parameters=parameters + self._casts(order, sizes) + float(job.profile.buffer_bytes),
+            parameters=parameters + (casts - kept) + float(job.profile.buffer_bytes),
             gradients=worst.gradients,
             optimizer=0.0 if offloads and not on_cpu else optimizer / (copies if job.zero else 1),
             activations=worst.activations,
@@ -385,16 +389,28 @@ class Held:
             return sizes.casts
         return sizes.casts * in_flight(order) / len(self._chunks)
 
+    def _uses_up(self, order: Sequence[Instruction], engine: Gradients) -> bool:
+        """Return whether 16-bit copies of weights leave one by one as gradients come: those of the
+        only forward, of copies that sum gradients at its end."""
+        buckets = engine.are_buckets and self._has_one_backward(order)
+        return _has_one_forward(order) and not (buckets or self._again or self._job.zero)
+
+    def _has_one_backward(self, order: Sequence[Instruction]) -> bool:
+        """Return whether a step has one forward and one backward of all there is, which is what
+        DistributedDataParallel wants (`assemble_stages` in runtime/assembly/build_stages.py)."""
+        return self._job.as_is or (_has_one_forward(order) and len(self._job.form.stages) == 1)
+
     def _steps(
         self, order: Sequence[Instruction], engine: Gradients
-    ) -> Iterator[tuple[float, float, float]]:
+    ) -> Iterator[tuple[float, float, float, float]]:
         """Yield the moments on every instruction's Pareto front: the bytes of gradients, of
-        gradients about to be added to them, and of a sample's values."""
-        alone = sum(x.kind is Kind.FORWARD for x in order) == 1
+        gradients about to be added to them, and of a sample's values; and the part of the weights
+        that are still read."""
         last = {x.chunk: x for x in order if x.kind in ENDS}
         values = self._on_their_way(order)
         # DistributedDataParallel keeps its buckets from the first step on.
-        buckets = engine.are_buckets and (alone or self._job.as_is)
+        alone = self._has_one_backward(order)
+        buckets = engine.are_buckets and alone
         done = set(self._passing) if buckets else set[int]()
         come = sum(self._passing[number].gradients for number in done)
         for instruction in order:
@@ -404,32 +420,37 @@ class Held:
             summed = not buckets and not alone and last[number] is instruction
             bucket = engine.summed if summed else 0.0
             if bucket and engine.fits_a_bucket:  # all are summed at the end, when no value is left
-                yield come, bucket, max(values - run.kept, 0.0)
+                yield come, bucket, max(values - run.kept, 0.0), 0.0
                 bucket = 0.0
             match kind:
                 case Kind.FORWARD:
-                    yield from ((come, 0.0, values + m.values) for m in run.forward)
+                    yield from ((come, 0.0, values + m.values, 1.0) for m in run.forward)
                     values += run.kept
                 case Kind.BACKWARD | Kind.BACKWARD_INPUT:
                     values -= run.kept
                     if kind is Kind.BACKWARD_INPUT:
                         # Tensors deferred to the weight part replace those that are freed.
                         most = max((m.values for m in run.first), default=run.kept)
-                        yield come, 0.0, values + most + max(run.deferred - run.kept, 0.0)
+                        yield come, 0.0, values + most + max(run.deferred - run.kept, 0.0), 1.0
                         values += run.deferred
                     elif number in done:
                         for m in run.again:
-                            yield come, m.gradients + bucket, values + m.values
+                            yield come, m.gradients + bucket, values + m.values, 1.0
                     else:
                         for m in run.first:
-                            yield come + m.gradients, bucket, values + m.values
+                            left = 1 - m.gradients / run.gradients if run.gradients else 1.0
+                            yield come + m.gradients, bucket, values + m.values, left
                         done.add(number)
                         come += run.gradients
                 case Kind.BACKWARD_WEIGHT:
                     come += 0.0 if number in done else run.gradients
                     done.add(number)
-                    yield come, self._largest_made + bucket, values
+                    yield come, self._largest_made + bucket, values, 0.0
                     values -= run.deferred
+
+
+def _has_one_forward(order: Sequence[Instruction]) -> bool:
+    return sum(x.kind is Kind.FORWARD for x in order) == 1
 
 
 def _is_weight(operation: Operation) -> bool:
