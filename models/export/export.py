@@ -31,6 +31,9 @@ from whale_train.strategies.graph.operation_graph import InputField, Size
 # multiple of the batch is not mistaken for something else by the code being traced.
 EXPORT_BATCH = 3
 
+# What torch.export calls the module of what runs outside of all modules.
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
+
 # Checks and bookkeeping that torch.export leaves in the graph: they compute nothing.
 _BOOKKEEPING = ("_assert", "sym_constrain_range", "_guards_fn")
 
@@ -283,4 +286,4 @@ def module_path(node: fx.Node) -> str:
     """Return the path, in the user's model, of the module whose forward a node belongs to."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
-    return "" if path + "." == MODEL_PREFIX else model_path(path)
+    return "" if path in (MODEL_PREFIX.rstrip("."), _NO_MODULE) else model_path(path)
