@@ -264,7 +264,7 @@ def _dataset(request: Request, faults: list[Fault]) -> Dataset | None:
 
 
 def _refuse_compiling(request: Request, faults: list[Fault]) -> None:
-    """Compiling for CPUs where torch finds no compiler (torch._inductor.config.cpp.cxx)."""
+    """Refuse to compile for CPUs where torch finds no compiler (torch._inductor.config.cpp.cxx)."""
     compiler = os.environ.get("CXX", "g++")
     if request.train.compile and shutil.which(compiler) is None:
         rule = f"needs a C++ compiler for CPUs, and there is no {compiler}"
@@ -272,7 +272,7 @@ def _refuse_compiling(request: Request, faults: list[Fault]) -> None:
 
 
 def _refuse_offloading(request: Request, faults: list[Fault]) -> None:
-    """Offloading that needs a compiler, where there is none."""
+    """Refuse to offload where that needs a compiler, and there is none."""
     offloading = [
         node
         for node in every_node(request.strategy_graph().graph)

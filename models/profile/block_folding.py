@@ -92,8 +92,8 @@ def unfold(graph: OperationGraph, folds: Sequence[Fold]) -> OperationGraph:
 
 
 def repeated(graph: OperationGraph, folds: Sequence[Fold]) -> OperationGraph:
-    """Return what `unfold` does, with operations of their own names in `graph`, and `NAME@COPY` for
-    copies of them. Raises CannotUnfold."""
+    """Return the whole model's operations under the names they have in the folded `graph`, and
+    copies of them as `NAME@COPY`. Raises CannotUnfold."""
     for each in folds:
         graph = _Unfolding(graph, each).run()
     return graph
@@ -305,7 +305,7 @@ def _without_names(operation: Operation) -> Operation:
 
 
 def references(operation: Operation) -> Iterator[str]:
-    """Names of all it reads, each as often as it is read, in order."""
+    """Yield the names of all that an operation reads, each as often as it is read, in order."""
 
     def visit(argument: Argument) -> Iterator[str]:
         if isinstance(argument, Ref):

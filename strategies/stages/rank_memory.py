@@ -390,8 +390,8 @@ class Held:
         return sizes.casts * in_flight(order) / len(self._chunks)
 
     def _uses_up(self, order: Sequence[Instruction], engine: Gradients) -> bool:
-        """Return whether 16-bit copies of weights leave one by one as gradients come: those of the
-        only forward, of copies that sum gradients at its end."""
+        """Return whether the backward frees the 16-bit copies of weights one by one: that of the
+        only micro-batch, where gradients have no buckets that last."""
         buckets = engine.are_buckets and self._has_one_backward(order)
         return _has_one_forward(order) and not (buckets or self._again or self._job.zero)
 
@@ -409,15 +409,15 @@ class Held:
         last = {x.chunk: x for x in order if x.kind in ENDS}
         values = self._on_their_way(order)
         # DistributedDataParallel keeps its buckets from the first step on.
-        alone = self._has_one_backward(order)
-        buckets = engine.are_buckets and alone
+        one_backward = self._has_one_backward(order)
+        buckets = engine.are_buckets and one_backward
         done = set(self._passing) if buckets else set[int]()
         come = sum(self._passing[number].gradients for number in done)
         for instruction in order:
             kind, number, _, _ = instruction
             run = self._passing[number]
             # The last of several backwards sums gradients over the copies, and fills a bucket.
-            summed = not buckets and not alone and last[number] is instruction
+            summed = not one_backward and last[number] is instruction
             bucket = engine.summed if summed else 0.0
             if bucket and engine.fits_a_bucket:  # all are summed at the end, when no value is left
                 yield come, bucket, max(values - run.kept, 0.0), 0.0
