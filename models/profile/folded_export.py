@@ -5,6 +5,7 @@ train nothing. A rank that trains exports its model as it is.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import fx, nn
@@ -37,12 +38,10 @@ def export_by_folding(
     if folds:
         with folded(module.model, folds):
             graph, _ = export(module, batch)
-        whole, _ = on_meta(options, fields)
-        try:
-            if graph is not None:
-                return _unfolded(graph, whole, folds), ""
-        except CannotUnfold:
-            module = whole  # as a forward may leave things in its modules
+        module, _ = on_meta(options, fields)  # as a forward may leave things in its modules
+        if graph is not None:
+            with suppress(CannotUnfold):
+                return _unfolded(graph, module, folds), ""
     return export(module, batch)
 
 
