@@ -11,7 +11,6 @@ from torch import distributed as dist
 from whale_train.runtime.cpu.malloc_trim import given_back
 from whale_train.runtime.engines.accelerator import use_accelerator
 from whale_train.runtime.engines.base import (
-    CLIP_EPS,
     NARROW,
     Copies,
     ParameterState,
@@ -19,6 +18,7 @@ from whale_train.runtime.engines.base import (
     set_learning_rate,
     without_scale,
 )
+from whale_train.runtime.engines.deepspeed_norm import StepNorm
 from whale_train.runtime.engines.deepspeed_zero3 import (
     one_master_copy,
     partition,
@@ -93,9 +93,8 @@ class DeepSpeedEngine:
             _accumulate_in_fp32(self._optimizer)
         weights.give_masters(self._optimizer, self._stage)
         self.module = self._engine.module
-        self._device = device
         offloads = "offload_optimizer" in config["zero_optimization"]
-        self._optimizer_device = torch.device("cpu") if offloads else device
+        self._devices = device, torch.device("cpu") if offloads else device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -123,10 +122,8 @@ class DeepSpeedEngine:
         """Reduce and update, clipping by what `global_norm` makes of this engine's own squared
         norm; where that is not finite, the step changes nothing if it `skips`.
 
-        DeepSpeed knows the norm only inside its step, and only its own engine's, so its norm
-        function is wrapped for the time of the step, and so is what scales by the norm: gradients
-        of an optimizer on the host are scaled there. It would read the norm on the host to skip by
-        itself; it may where its optimizer's kernel cannot.
+        DeepSpeed would read the norm on the host to skip by itself; it may where its optimizer's
+        kernel cannot.
         """
         self._shared.wait()
         if global_norm is None:
@@ -134,52 +131,30 @@ class DeepSpeedEngine:
             with unchecked_norms():
                 self._engine.step()
             return
-        optimizer, inner = self._optimizer, self._optimizer.optimizer
-        name = "_get_norm_groups" if self._stage == 3 else "scaled_global_norm"
-        own_norm, factor = getattr(optimizer, name), list[Tensor]()
+        inner = self._optimizer.optimizer
         tells = skips and getattr(inner, "_step_supports_amp_scaling", False)
 
-        def norm(*args: Any, **kwargs: Any) -> Any:
+        def whole_norm(own: Tensor) -> Tensor:
             if self.on_gradients is not None:
                 self.on_gradients()
-            found = own_norm(*args, **kwargs)
-            parts = found if isinstance(found, list) else [found]
-            norms = torch.stack([_on(self._device, x) for x in parts])
-            norms = torch.where(norms < 0, torch.inf, norms)  # -1 is not finite
-            whole = global_norm((norms**2).sum()).sqrt()
+            return global_norm(own)
+
+        def tell(norm: Tensor) -> None:
             if tells:
                 if makes_late(inner):
                     list(self.states())
-                inner.found_inf = (~whole.isfinite()).float()
-            factor.append(self._factor(whole).to(self._optimizer_device))
-            whole = whole.to(self._optimizer_device)
-            return [whole] if isinstance(found, list) else whole
+                inner.found_inf = (~norm.isfinite()).float()
 
-        def scale(gradients: Any, _: Any) -> None:
-            if self._stage == 3:  # it gives the number of a sub-group
-                gradients = [optimizer.fp32_partitioned_groups_flat[gradients].grad]
-            for gradient in gradients:
-                gradient.data.mul_(factor[0])
-
-        setattr(optimizer, name, norm)
-        optimizer.unscale_and_clip_grads = scale
+        norm = StepNorm(self._optimizer, self._stage, self._devices, whole_norm, self.loss_scale)
         try:
-            with nullcontext() if skips and not tells else unchecked_norms():
+            with (
+                norm.taking_over(tell),
+                nullcontext() if skips and not tells else unchecked_norms(),
+            ):
                 self._engine.step()
         finally:
-            delattr(optimizer, name)
-            del optimizer.unscale_and_clip_grads
             if tells:
                 inner.found_inf = None
-
-    def _factor(self, norm: Tensor) -> Tensor:
-        """Return what gradients of that norm, loss scale included, are multiplied by."""
-        factor = torch.ones_like(norm)
-        if self.loss_scale is not None:
-            factor = self.loss_scale.reciprocal()
-            norm = norm * factor
-        clip = self._optimizer.clip_grad
-        return factor * (clip / (norm + CLIP_EPS)).clamp(max=1.0) if clip else factor
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         # Not safe_get_full_grad: under ZeRO 1 that is this copy's own, before the reduction.
@@ -322,13 +297,6 @@ def _accumulate_in_fp32(optimizer: Any) -> None:
     for parameter in (p for group in optimizer.params_in_partition for p in group):
         zeros = torch.zeros(parameter.numel(), device=optimizer.device)
         sums[optimizer.get_param_id(parameter)] = zeros
-
-
-def _on(device: torch.device, norm: Tensor | float) -> Tensor:
-    """Return a norm as an fp32 scalar on `device`; of an offloaded optimizer it may be a number."""
-    if isinstance(norm, Tensor):
-        return norm.to(device, torch.float32)
-    return torch.full((), norm, device=device)
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -1,0 +1,91 @@
+"""The norm of a step over all engines, where DeepSpeed would go by its own engine's."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale_train.runtime.engines.base import CLIP_EPS
+
+
+class StepNorm:
+    """What DeepSpeed's `optimizer` of ZeRO `stage` clips by in one step.
+
+    Args:
+        devices: Where the modules compute, and where the optimizer has its gradients: those of an
+            offloaded one are on the host.
+        global_norm: Gives the squared norm over all engines for this engine's own, both fp32
+            scalars where the modules compute.
+        loss_scale: What the gradients are multiples of.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        stage: int,
+        devices: tuple[torch.device, torch.device],
+        global_norm: Callable[[Tensor], Tensor],
+        loss_scale: Tensor | None,
+    ) -> None:
+        self._optimizer, self._stage = optimizer, stage
+        self._device, self._gradients_device = devices
+        self._global_norm = global_norm
+        self._loss_scale = loss_scale
+        self._factor: Tensor | None = None
+
+    @contextmanager
+    def taking_over(self, on_norm: Callable[[Tensor], None]) -> Iterator[None]:
+        """Steps of the optimizer in here measure and scale by the global norm, and call `on_norm`
+        with it between the two.
+
+        DeepSpeed knows a norm only inside its step, so its norm function is wrapped for that time,
+        and so is what scales by the norm.
+        """
+        optimizer = self._optimizer
+        name = "_get_norm_groups" if self._stage == 3 else "scaled_global_norm"
+        own_norm = getattr(optimizer, name)
+
+        def norm(*args: Any, **kwargs: Any) -> Any:
+            found = own_norm(*args, **kwargs)
+            whole = self._whole(found if isinstance(found, list) else [found])
+            on_norm(whole)
+            self._factor = self._scaling(whole).to(self._gradients_device)
+            whole = whole.to(self._gradients_device)
+            return [whole] if isinstance(found, list) else whole
+
+        setattr(optimizer, name, norm)
+        optimizer.unscale_and_clip_grads = self._scale
+        try:
+            yield
+        finally:
+            delattr(optimizer, name)
+            del optimizer.unscale_and_clip_grads
+
+    def _whole(self, parts: Sequence[Tensor | float]) -> Tensor:
+        norms = torch.stack([_on(self._device, x) for x in parts])
+        norms = torch.where(norms < 0, torch.inf, norms)  # -1 is not finite
+        return self._global_norm((norms**2).sum()).sqrt()
+
+    def _scaling(self, norm: Tensor) -> Tensor:
+        """Return what gradients of that norm, loss scale included, are multiplied by."""
+        factor = torch.ones_like(norm)
+        if self._loss_scale is not None:
+            factor = self._loss_scale.reciprocal()
+            norm = norm * factor
+        clip = self._optimizer.clip_grad
+        return factor * (clip / (norm + CLIP_EPS)).clamp(max=1.0) if clip else factor
+
+    def _scale(self, gradients: Any, _: Any) -> None:
+        if self._stage == 3:  # it gives the number of a sub-group
+            gradients = [self._optimizer.fp32_partitioned_groups_flat[gradients].grad]
+        for gradient in gradients:
+            gradient.data.mul_(self._factor)
+
+
+def _on(device: torch.device, norm: Tensor | float) -> Tensor:
+    """Return a norm as an fp32 scalar on `device`; of an offloaded optimizer it may be a number."""
+    if isinstance(norm, Tensor):
+        return norm.to(device, torch.float32)
+    return torch.full((), norm, device=device)
