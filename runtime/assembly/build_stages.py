@@ -37,7 +37,7 @@ from whale_train.runtime.process.rank_context import Seat
 from whale_train.strategies.graph.operation_graph import is_repeated
 from whale_train.strategies.layouts.propagation import BATCH
 from whale_train.strategies.plan.plan import Plan, TaskGraph
-from whale_train.strategies.plan.program import PlannedChunk, PlannedShard
+from whale_train.strategies.plan.program import PlannedChunk, PlannedSegment, PlannedShard
 
 _Sharing = tuple[tuple[int, int], ...]  # the intervals of a micro-batch that members take
 
@@ -61,11 +61,17 @@ def assemble_stages(
     place = PipelinePlace.of(plan.pipeline, seat.rank)
     copy = plan.pipeline.copies[place.copy]
     held = plan.pipeline.positions[place.position]
+    shared = copy.shared_at(place.position)
+    own_losses = plan.pipeline.chunks[-1].own_losses
     pieces = sum(len(each.samples) for each in plan.pipeline.copies)
+    samples = copy.samples
+    if own_losses:
+        pieces *= len(copy.positions[-1])
+        samples = tuple(of[place.index] for of in shared) or samples
     counter = None
     if pieces > 1 or request.train.evaluate_every is not None:
         counter = target_counter(module, graph, seat.groups["world"], seat.device)
-    loss = LossOfPieces(copy.samples, plan.loss_weights, counter, seat.device)
+    loss = LossOfPieces(samples, plan.loss_weights, counter, seat.device)
     weight_gradients, counts = WeightGradients(), Counts()
     numbers = [n for chunk in held for n in plan.pipeline.chunks[chunk].segments]
     task_graphs = [plan.task_graphs[number] for number in plan.ranks[seat.rank].task_graphs]
@@ -77,7 +83,7 @@ def assemble_stages(
     places = {
         task_graph.id: ShardPlace(
             device=seat.device,
-            group=_shard_group(task_graph, seat) or seat.groups[_copies_of(task_graph)],
+            group=_casts_over(task_graph, task_graphs, seat),
             index=place.index,
             axes=plan.rewrite.axes,
             batch_norm_group=(
@@ -94,7 +100,7 @@ def assemble_stages(
         *(plan, seat.rank, graph, canonical, tensors, counts, weight_gradients, scale),
         seat.compiler,
     )
-    sharings: tuple[_Sharing, ...] = tuple(dict.fromkeys(copy.members))
+    sharings: tuple[_Sharing, ...] = tuple(dict.fromkeys(shared))
     written: list[_Written] = []
     shared_random: list[SharedRandom] = []
     for chunk in held:
@@ -110,13 +116,18 @@ def assemble_stages(
     engines: dict[int, Engine] = {}
     for task_graph in task_graphs:
         owned = [x for each in written for owner, x in each.segments if owner == task_graph.id]
+        runs, excess = bool(owned), 1
+        if not runs:  # another TaskGraph runs what this one has
+            owned = [SegmentModule((), (), {path: tensors[path] for path in task_graph.parameters})]
+            excess = engines[task_graphs[0].id].scale
         mine = Segments(owned)
         copies = _copies(plan, task_graph, tensors, seat)
-        once = _has_one_backward(plan, mine, seat.rank)
+        once = runs and _has_one_backward(plan, mine, seat.rank)
         engines[task_graph.id] = make_engine(
-            request, plan, task_graph, mine, copies, seat, overlap=once
+            request, plan, task_graph, mine, copies, seat, overlap=once, excess=excess
         )
-    chunks = _chunks(written, engines, copy.members, places[task_graphs[-1].id])
+    last = len(plan.pipeline.chunks) - 1
+    chunks = _chunks(written, engines, shared, places[task_graphs[-1].id], last)
     route = Route.of(plan, place)
     types = MessageTypes(route, ValueTypes(graph, route.crossing, plan.precision, seat.device))
     transport = Transport(seat.device, seat.channels, types)
@@ -160,8 +171,9 @@ class _Writer:
         written = self._plan.rewrite.segments[number]
         here = places[written.task_graph]
         paths = tensor_paths(written, self._graph, self._canonical)
-        held = {path: self._tensors[path] for path in paths}
-        segment = SegmentModule(written.takes, written.gives, held)
+        lent = self._lent_to(written)
+        held = {path: self._tensors[path] for path in paths if path not in lent}
+        segment = SegmentModule(written.takes, written.gives, held, lent)
         evaluated = replace(here, loss_scale=self._evaluation_scale)
         for at, counts in ((here, None), (evaluated, self._counts)):
             write_segment_graph(segment, written, self._graph, self._canonical, at, counts)
@@ -181,21 +193,33 @@ class _Writer:
             segment.divide(partial(_recomputed, here.random if again else None))
         return written.task_graph, segment
 
+    def _lent_to(self, written: PlannedSegment) -> dict[str, nn.Parameter]:
+        """Return what a segment runs of TaskGraphs that have no segment of their own, by path."""
+        assert self._plan.rewrite is not None
+        run = {segment.task_graph for segment in self._plan.rewrite.segments}
+        paths = tensor_paths(written, self._graph, self._canonical)
+        lenders = (t for t in self._plan.task_graphs if t.id not in run)
+        listed = {path for lender in lenders for path in lender.parameters}
+        found = ((path, self._tensors[path]) for path in paths if path in listed)
+        return {path: tensor for path, tensor in found if isinstance(tensor, nn.Parameter)}
+
 
 def _chunks(
     written: Sequence[_Written],
     engines: Mapping[int, Engine],
     members: Sequence[_Sharing],
     head: ShardPlace,
+    last: int,
 ) -> dict[int, Chunk]:
     """Return the chunks by number; of one whose samples `members` share, a variant for every
-    sharing. `head` is where the segments of a split head run."""
+    sharing. `head` is where the segments of a split head run; the `last` chunk gives the loss."""
     made: dict[int, dict[_Sharing, Chunk]] = {}
     for each, parts in zip(written, parts_of([x.segments for x in written], engines), strict=True):
         gives = parts[-1].segment.gives
         if each.sharing:
             at = replace(head, axes={**head.axes, BATCH: each.sharing})
-            chunk: Chunk = SharingChunk(parts, gives, at.along(PlannedShard(0, BATCH)))
+            shares, among = gives if each.chunk != last else (), PlannedShard(0, BATCH)
+            chunk: Chunk = SharingChunk(parts, gives, at.along(among), shares)
         else:
             chunk = Chunk(parts, gives)
         made.setdefault(each.chunk, {})[each.sharing] = chunk
@@ -214,6 +238,17 @@ def _copies_of(task_graph: TaskGraph) -> str:
 
 def _shard_group(task_graph: TaskGraph, seat: Seat) -> dist.ProcessGroup | None:
     return seat.groups.get(f"{task_graph.name}.model_parallel")
+
+
+def _casts_over(
+    task_graph: TaskGraph, task_graphs: Sequence[TaskGraph], seat: Seat
+) -> dist.ProcessGroup:
+    """Return the group that the casts of a TaskGraph's segments span: its own shard group, or that
+    of what is split beside it, which it may run."""
+    for each in (task_graph, *task_graphs):
+        if (group := _shard_group(each, seat)) is not None:
+            return group
+    return seat.groups[_copies_of(task_graph)]
 
 
 def _seed(seed: int, task_graph: int, place: PipelinePlace) -> int:

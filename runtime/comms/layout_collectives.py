@@ -77,14 +77,14 @@ def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x` as it is; its gradient is the sum of the members' gradients."""
     if group.size() == 1:
         return x
-    return _cast(x, _view, partial(_all_reduce, group=group))
+    return linear(x, _view, partial(_all_reduce, group=group))
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of the members' `x`; every member's gradient is the gradient of the sum."""
     if group.size() == 1:
         return x
-    return _cast(x, partial(_all_reduce, group=group), _unchanged)
+    return linear(x, partial(_all_reduce, group=group), _unchanged)
 
 
 def gather(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
@@ -92,7 +92,7 @@ def gather(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
     if len(shards.sizes) == 1:
         return x
     place = _ShardedDim(dim % x.dim(), outer, shards)
-    return _cast(x, partial(_all_gather, place=place), partial(_my_slice, place=place))
+    return linear(x, partial(_all_gather, place=place), partial(_my_slice, place=place))
 
 
 def slice_(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
@@ -100,7 +100,7 @@ def slice_(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
     if len(shards.sizes) == 1:
         return x
     place = _ShardedDim(dim % x.dim(), outer, shards)
-    return _cast(x, partial(_my_slice, place=place), partial(_all_gather, place=place))
+    return linear(x, partial(_my_slice, place=place), partial(_all_gather, place=place))
 
 
 def once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -108,7 +108,7 @@ def once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     member's gradient is the gradient of that sum."""
     if group.size() == 1 or group.rank() == 0:
         return x
-    return _cast(x, torch.zeros_like, _unchanged)
+    return linear(x, torch.zeros_like, _unchanged)
 
 
 def gather_enter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Tensor:
@@ -119,7 +119,7 @@ def gather_enter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Ten
     if len(shards.sizes) == 1:
         return x
     place = _ShardedDim(dim % x.dim(), outer, shards)
-    return _cast(x, partial(_all_gather, place=place), partial(_sum_slice, place=place))
+    return linear(x, partial(_all_gather, place=place), partial(_sum_slice, place=place))
 
 
 def reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Tensor:
@@ -127,7 +127,7 @@ def reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> T
     if len(shards.sizes) == 1:
         return x
     place = _ShardedDim(dim % x.dim(), outer, shards)
-    return _cast(x, partial(_sum_slice, place=place), partial(_all_gather, place=place))
+    return linear(x, partial(_sum_slice, place=place), partial(_all_gather, place=place))
 
 
 def shard_of(
@@ -180,7 +180,8 @@ class _Cast(torch.autograd.Function):
         return ctx.adjoint(grads[0]), None, None
 
 
-def _cast(x: Tensor, forward: _Map, adjoint: _Map) -> Tensor:
+def linear(x: Tensor, forward: _Map, adjoint: _Map) -> Tensor:
+    """Return `forward(x)`, a linear map over a group, whose gradient is mapped by `adjoint`."""
     result: Tensor = _Cast.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
     return result
 

@@ -4,9 +4,9 @@ A split puts a collective between any two layers, and everyone waits for it. glo
 the loopback's TCP by a thread of its own, which on a host whose cores all compute took 0.6 to 5 ms
 for a sum of 1 MB over two processes; two copies and an addition are a tenth of that.
 
-Owns the transport and the collectives over it (all-reduce, all-gather, reduce-scatter); which
-groups use it is `runtime/comms/process_groups.py`'s choice. torch.distributed's own functions take
-such a group as they take any other.
+Owns the transport and the collectives over it (all-reduce, all-gather, reduce-scatter,
+all-to-all); which groups use it is `runtime/comms/process_groups.py`'s choice. torch.distributed's
+own functions take such a group as they take any other.
 """
 
 import mmap
@@ -99,6 +99,34 @@ class SharedMemoryGroup(NamedGroup):
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any) -> dist.Work:
         return self.reduce_scatter([output], [list(whole.view(self.size(), -1))], options)
 
+    def alltoall_base(
+        self,
+        output: Tensor,
+        mine: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        options: Any = None,
+    ) -> dist.Work:
+        sent = _elements(mine, input_sizes, self.size())
+        all_sent = torch.empty(self.size(), self.size(), dtype=torch.int64)
+        self.all_gather_single(all_sent, torch.tensor(sent)).wait()
+        whole = output.view(-1)
+        ends = (all_sent.cumsum(1)[:, self.rank()]).tolist()
+        sizes = all_sent[:, self.rank()].tolist()
+        assert sizes == _elements(output, output_sizes, self.size())
+        to = torch.cumsum(torch.tensor([0, *sizes]), 0).tolist()
+
+        def take(parts: Tensor, start: int) -> None:
+            for member, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+                low, high = max(end - size, start), min(end, start + parts.shape[1])
+                if low < high:
+                    first = to[member] + low - (end - size)
+                    whole[first : first + high - low] = parts[member, low - start : high - start]
+
+        padded = mine.new_zeros(int(all_sent.sum(1).max()))  # all members put as much
+        padded[: mine.numel()] = mine.view(-1)
+        return self._begin(padded, take)
+
     # What torch called these two up to 2.12.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -180,6 +208,15 @@ class _Slots:
         """[members, n]: the slots in turn, as far as `part` fills one."""
         slots = self._memory.view(2, len(self._peers) + 1, SLOT_BYTES)[self._turn]
         return slots[:, : part.numel() * part.element_size()].view(part.dtype)
+
+
+def _elements(tensor: Tensor, sizes: Sequence[int], members: int) -> list[int]:
+    """Return how many elements of `tensor` are each member's: `sizes` of its rows, or equal
+    parts."""
+    if not sizes:
+        return [tensor.numel() // members] * members
+    each = tensor.numel() // max(tensor.shape[0], 1)
+    return [size * each for size in sizes]
 
 
 def _combination(operation: Any) -> _Combine:

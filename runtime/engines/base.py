@@ -93,6 +93,7 @@ class Engine(Protocol):
     is called in every update, when the gradients are reduced and not yet clipped or used.
     `loss_scale` is what the gradients of the step were multiplied by (fp16; None: 1).
     `reduction` is what wants to be told of every gradient that is final (None: nothing does).
+    `scale` is what its backward multiplies gradients by, those of other engines' parameters too.
     `holders` are the ranks that hold the same parameters. What `partitions` is a
     PartitionedEngine, all else a WholeEngine."""
 
@@ -106,6 +107,9 @@ class Engine(Protocol):
 
     @property
     def reduction(self) -> Reduction | None: ...
+
+    @property
+    def scale(self) -> int: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

@@ -27,8 +27,9 @@ from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 class TorchEngine:
     """Copies kept whole. `overlap`: a step has one backward, under which gradients are reduced by
     DistributedDataParallel; otherwise `reduction` sums each when it is final. `precision` is that
-    of every forward (autocast). `buckets` makes what stands in for DistributedDataParallel, if
-    anything does."""
+    of every forward (autocast). Gradients are made `excess` times too large by the engine that
+    runs these parameters, if another does. `buckets` makes what stands in for
+    DistributedDataParallel, if anything does."""
 
     loss_scale: Tensor | None = None
     partitions = False
@@ -43,6 +44,7 @@ class TorchEngine:
         *,
         may_skip_parameters: bool,
         overlap: bool = True,
+        excess: int = 1,
         buckets: Callable[[nn.Module, Copies], nn.Module] | None = None,
     ) -> None:
         self.module = module
@@ -74,6 +76,11 @@ class TorchEngine:
         self._scale = self.copies if self._run is not module and averages else 1
         self.optimizer = optimizer(self.parameters, copies) if self.parameters else None
         self._precision, self._device = precision, device
+        self._excess, self._is_excessive = excess, False
+
+    @property
+    def scale(self) -> int:
+        return self._scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with in_precision(self._precision, self._device):
@@ -100,6 +107,7 @@ class TorchEngine:
         return no_sync()
 
     def finish_backward(self) -> None:
+        self._is_excessive = self._excess > 1
         if self.reduction is not None:
             self.reduction.finish()
 
@@ -175,6 +183,10 @@ class TorchEngine:
     def _settle(self) -> None:
         if self.reduction is not None:
             self.reduction.wait()
+        if self._is_excessive:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            torch._foreach_div_(gradients, self._excess)
+            self._is_excessive = False
 
 
 def _data_parallel(

@@ -74,7 +74,9 @@ class DeepSpeedEngine:
         if self._stage < 3:
             for parameter in narrow:
                 weights.narrow(parameter)
-        topology = _Topology(copies) if copies.shard_group is not None else None
+        # Without one, all ranks are copies.
+        is_world = copies.shard_group is None and copies.size == dist.get_world_size()
+        topology = None if is_world else _Topology(copies)
         with given_back() if self._stage == 3 else nullcontext():
             if self._stage == 3:
                 assert copies.group is not None
@@ -95,6 +97,10 @@ class DeepSpeedEngine:
         self.module = self._engine.module
         offloads = "offload_optimizer" in config["zero_optimization"]
         self._devices = device, torch.device("cpu") if offloads else device
+
+    @property
+    def scale(self) -> int:
+        return self.copies
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)

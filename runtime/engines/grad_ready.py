@@ -30,14 +30,13 @@ class Finality:
         for chunk in sorted(last, key=last.__getitem__, reverse=True):
             mine: dict[nn.Parameter, int] = {}
             for part in chunks[chunk].parts:
-                reduction = part.engine.reduction
-                if reduction is None:
-                    continue
-                for parameter in part.segment.parameters():
-                    summed = parameter in reduction.parameters
+                found = [x.reduction for x in part.engines if x.reduction is not None]
+                by_parameter = {p: reduction for reduction in found for p in reduction.parameters}
+                for parameter in part.parameters:
+                    summed = parameter in by_parameter
                     if summed and held.setdefault(parameter, chunk) == chunk:
                         mine[parameter] = mine.get(parameter, 0) + 1
-                        self._reduction[parameter] = reduction
+                        self._reduction[parameter] = by_parameter[parameter]
             self._parts[instructions[last[chunk]]] = mine
 
     @contextmanager

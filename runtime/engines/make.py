@@ -21,6 +21,7 @@ def make_engine(
     *,
     may_skip_parameters: bool = False,
     overlap: bool = True,
+    excess: int = 1,
 ) -> Engine:
     """Return the engine of `module`, what `seat.rank` holds of `task_graph`: DeepSpeed's where the
     plan has a configuration for it and there are copies to partition among. The rest is as for
@@ -41,5 +42,6 @@ def make_engine(
         seat.device,
         may_skip_parameters=may_skip_parameters,
         overlap=overlap,
+        excess=excess,
         buckets=None if seat.stand_ins is None else seat.stand_ins.buckets,
     )

@@ -128,13 +128,15 @@ def _run(module: fx.GraphModule, name: str, nodes: list[fx.Node], tensors: set[s
 class Blocks(nn.Module):
     """Graphs of a segment that run block by block. `graphs` are (graph, arguments, tensors) in
     training and in evaluation: `arguments` name its placeholders, the last of them `tensors`' by
-    the names in `attributes`. What one block alone reads is moved there out of `owner`."""
+    the names in `attributes`. What one block alone reads is moved there out of `owner`, but for
+    what is `lent` to that."""
 
     def __init__(
         self,
         owner: nn.Module,
         graphs: Mapping[bool, tuple[fx.GraphModule, tuple[str, ...]]],
         recompute: Callable[[str], SharedRandom | None],
+        lent: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self._order: dict[bool, list[tuple[str, Run, tuple[str, ...], frozenset[str]]]] = {}
@@ -154,10 +156,10 @@ class Blocks(nn.Module):
                     readers.setdefault(attribute[training][placeholder], set()).add(run.name)
         own: dict[str, dict[str, Tensor]] = {}
         for name, blocks in readers.items():
-            if len(blocks) == 1:
+            if len(blocks) == 1 and name not in lent:
                 own.setdefault(next(iter(blocks)), {})[name] = getattr(owner, name)
                 delattr(owner, name)
-        self._kept = {name for name, blocks in readers.items() if len(blocks) > 1}
+        self._kept = {name for name, blocks in readers.items() if len(blocks) > 1} | lent
         self.blocks = nn.ModuleDict()
         for training, listed in runs.items():
             self._order[training] = []

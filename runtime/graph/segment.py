@@ -3,7 +3,8 @@
 Which graph, `shard_graph.py` decides; this file owns how it is called, and what evaluation counts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from torch import Tensor, fx, nn
 
@@ -39,15 +40,23 @@ class SegmentModule(nn.Module):
 
     Call it with the values it takes, then the model inputs it reads (`inputs` names them); it
     returns the values it gives, as a tuple. Its parameters are attributes of this one module, or
-    of its blocks once it is divided; the graphs get them as arguments.
+    of its blocks once it is divided; the graphs get them as arguments. It also runs what another
+    module owns and has `lent` it, by path in the model.
     """
 
     def __init__(
-        self, takes: tuple[str, ...], gives: tuple[str, ...], tensors: dict[str, Tensor]
+        self,
+        takes: tuple[str, ...],
+        gives: tuple[str, ...],
+        tensors: Mapping[str, Tensor],
+        lent: Mapping[str, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.takes, self.gives = takes, gives
         self.tensor_names: dict[str, str] = {}  # path in the model -> attribute
+        # Not registered: they are another engine's.
+        self._lent = {path.replace(".", "__"): parameter for path, parameter in lent.items()}
+        self.tensor_names |= dict(zip(lent, self._lent, strict=True))
         for path, tensor in tensors.items():
             name = path.replace(".", "__")
             self.tensor_names[path] = name
@@ -69,7 +78,7 @@ class SegmentModule(nn.Module):
     def divide(self, recompute: Callable[[str], SharedRandom | None]) -> None:
         """Run its graphs block by block. `recompute` gives, for a block to be computed again in
         its backward, what its members draw alike; None for one whose values are kept."""
-        self.blocks = Blocks(self, self._graphs, recompute)
+        self.blocks = Blocks(self, self._graphs, recompute, frozenset(self._lent))
         self._graphs = {}
 
     def set_graph(
@@ -99,13 +108,25 @@ class SegmentModule(nn.Module):
         graph, names = self._graphs[True]
         arguments = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         tensors = zip(arguments[len(arguments) - len(names) :], names, strict=True)
-        return frozenset(n for n, attribute in tensors if attribute in self._parameters)
+        return frozenset(n for n, attribute in tensors if self._is_parameter(attribute))
+
+    def _is_parameter(self, name: str) -> bool:
+        return name in self._parameters or name in self._lent
+
+    @property
+    def lent(self) -> Iterable[nn.Parameter]:
+        """The parameters it runs that are another module's."""
+        return self._lent.values()
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._lent[name] if name in self._lent else getattr(self, name)
+        return tensor
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
         if self.blocks is not None:
-            shared = (getattr(self, name) for name in self.blocks.kept(self.training))
+            shared = (self._tensor(name) for name in self.blocks.kept(self.training))
             given: tuple[Tensor, ...] = self.blocks(*values, *shared)
             return given
         graph, names = self._graphs[self.training]
-        result: tuple[Tensor, ...] = graph(*values, *(getattr(self, name) for name in names))
+        result: tuple[Tensor, ...] = graph(*values, *(self._tensor(name) for name in names))
         return result

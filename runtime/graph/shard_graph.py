@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from whale_train.models.export.export import model_path, module_path
 from whale_train.models.export.op_schemas import in_evaluation
+from whale_train.runtime.comms.expert_rows import combine, dispatch, exchange
 from whale_train.runtime.comms.layout_collectives import (
     ShardGroup,
     enter,
@@ -32,7 +33,7 @@ from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_ops import Laid, local_call
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.kernels.grouped_attention import group_keys
-from whale_train.runtime.kernels.grouped_experts import split_grouped_mm
+from whale_train.runtime.kernels.grouped_experts import own_grouped_mm, split_grouped_mm
 from whale_train.runtime.kernels.rms_norm import join_rms_norms
 from whale_train.runtime.kernels.sync_batch_norm import global_batch_norm
 from whale_train.runtime.kernels.vocab_parallel import (
@@ -49,6 +50,7 @@ from whale_train.runtime.loss.graph_losses import (
     written_value,
 )
 from whale_train.strategies.graph.operation_graph import block_of
+from whale_train.strategies.layouts.types import COMBINE, DISPATCH, EXCHANGE
 from whale_train.strategies.plan.program import PlannedCast, PlannedSegment
 
 
@@ -247,6 +249,10 @@ class _Writer:
         if cast is None:
             return self.made[value]
         node = self.made[value]
+        if cast.kind in (DISPATCH, COMBINE):
+            return self.rows_elsewhere(cast, node)
+        if cast.kind == EXCHANGE:
+            return self.exchanged(cast, "ends")
         key: tuple[Any, ...] = (value,)
         for kind, laid in _steps(cast):
             key = (*key, kind, laid)
@@ -255,6 +261,29 @@ class _Writer:
                 self.cast_nodes[key] = self.call(None, function, [node], kind)
             node = self.cast_nodes[key]
         return node
+
+    def rows_elsewhere(self, cast: PlannedCast, rows: fx.Node) -> fx.Node:
+        """`rows` where their experts are, or back where they came from; once a value."""
+        key = (cast.value, cast.kind)
+        if key not in self.cast_nodes:
+            function = dispatch if cast.kind == DISPATCH else combine
+            where = self.exchanged(cast)
+            self.cast_nodes[key] = self.call(None, function, [rows, where], cast.kind)
+        return self.cast_nodes[key]
+
+    def exchanged(self, cast: PlannedCast, attribute: str = "") -> fx.Node:
+        """Return the exchange that a cast's rows go by, or an `attribute` of it."""
+        key: tuple[Any, ...] = (cast.ends, EXCHANGE)
+        if key not in self.cast_nodes:
+            assert cast.shard is not None
+            meet = partial(exchange, experts=self.place.along(cast.shard))
+            self.cast_nodes[key] = self.call(
+                None, meet, [self.made[cast.ends], self.made[cast.value]], EXCHANGE
+            )
+        if attribute and (*key, attribute) not in self.cast_nodes:
+            args = (self.cast_nodes[key], attribute)
+            self.cast_nodes[*key, attribute] = self.graph.call_function(getattr, args)
+        return self.cast_nodes[*key, attribute] if attribute else self.cast_nodes[key]
 
     def forget(self, value: str) -> None:
         """Casts of a value that has been changed in place are of the old one."""
@@ -277,10 +306,12 @@ class _Writer:
 
     def replacement(self, becomes: str, node: fx.Node, args: list[Any]) -> fx.Node:
         """Return the distributed operation in place of `node`."""
-        if becomes == "split_grouped_mm":
+        if becomes.endswith("grouped_mm"):
             laid = self.laid(node, 1)
             assert laid is not None
             assert callable(node.target)
+            if becomes == "own_grouped_mm":
+                return self.call(node, partial(own_grouped_mm, node.target), args[:3])
             shards = self.place.along(laid)
             product = partial(split_grouped_mm, node.target, shards=shards)
             return self.call(node, product, args[:3])
@@ -331,7 +362,7 @@ class _Writer:
 
 # Casts that are two collectives, of which the first may be shared with others of the value.
 _TWO_STEPS = {"reduce_enter": ("reduce", "enter"), "reduce_slice": ("reduce", "slice")}
-_CUTTING = ("slice", "reduce_scatter", "reduce_slice", "reshard")
+_CUTTING = ("slice", "reduce_scatter", "reduce_slice", "reshard", DISPATCH)
 
 
 def _steps(cast: PlannedCast) -> list[tuple[str, Laid | None]]:

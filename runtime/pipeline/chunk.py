@@ -4,7 +4,7 @@ Values are detached where they cross from one segment to the next, and where the
 rank's chunk; backward hands their gradients across.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,11 +32,23 @@ class Segments(nn.Module):
 
 @dataclass(frozen=True)
 class ChunkPart:
-    """A segment, the engine that runs it, and its number among that engine's."""
+    """A segment, the engine that runs it, and its number among that engine's; and the `lenders`,
+    engines of other parameters that it runs."""
 
     segment: SegmentModule
     engine: Engine
     number: int
+    lenders: tuple[Engine, ...] = ()
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return (self.engine, *self.lenders)
+
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All that it runs, whoever's they are."""
+        yield from self.segment.parameters()
+        yield from self.segment.lent
 
 
 def parts_of(
@@ -49,7 +61,13 @@ def parts_of(
     for segments in chunks:
         parts = []
         for owner, segment in segments:
-            parts.append(ChunkPart(segment, engines[owner], seen[owner]))
+            lent = {id(parameter) for parameter in segment.lent}
+            lenders = tuple(
+                engine
+                for engine in engines.values()
+                if not lent.isdisjoint(map(id, engine.module.parameters()))
+            )
+            parts.append(ChunkPart(segment, engines[owner], seen[owner], lenders))
             seen[owner] += 1
         found.append(parts)
     return found
@@ -62,6 +80,7 @@ class Passed:
 
     made: dict[str, Tensor]
     taken: tuple[dict[str, Tensor], ...]
+    own: "Passed | None" = None  # of a chunk whose samples are shared, what this member made
 
 
 class Chunk:
@@ -77,7 +96,7 @@ class Chunk:
 
     @property
     def engines(self) -> Sequence[Engine]:
-        return tuple({id(part.engine): part.engine for part in self.parts}.values())
+        return tuple({id(x): x for part in self.parts for x in part.engines}.values())
 
     def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> Passed:
         """Run all segments; `taken` are the values of earlier chunks, which require a gradient
@@ -129,24 +148,36 @@ class Chunk:
 
 class SharingChunk(Chunk):
     """A chunk whose group shares the samples of a micro-batch: every member has a batch of its own,
-    takes its part of what other chunks give, and hands back the gradients of all (a split head
-    beside copies of the rest)."""
+    takes its part of what other chunks give, and hands back the gradients of all (copies of the
+    rest beside a split head or experts). What it `shares` of what it gives are the values of all,
+    put together for other chunks; the rest is its own (a loss)."""
 
     def __init__(
-        self, parts: Sequence[ChunkPart], gives: Sequence[str], members: ShardGroup
+        self,
+        parts: Sequence[ChunkPart],
+        gives: Sequence[str],
+        members: ShardGroup,
+        shares: Collection[str],
     ) -> None:
         super().__init__(parts, gives)
-        self._members = members
+        self._members, self._shares = members, shares
         self._made = {name for part in parts for name in part.segment.gives}
 
     def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> Passed:
         own = {name: self._mine(value.detach()) for name, value in taken.items()}
         for name, value in own.items():
             value.requires_grad_(taken[name].requires_grad)
-        return super().forward(own, batch)
+        passed, made = super().forward(own, batch), dict[str, Tensor]()
+        for name in self._shares:
+            value = passed.made[name]
+            made[name] = gather(value.detach(), 0, 1, self._members)
+            made[name].requires_grad_(value.requires_grad)
+        return Passed({**passed.made, **made}, passed.taken, passed)
 
     def backward(self, passed: Passed, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        known = super().backward(passed, gradients)
+        assert passed.own is not None
+        mine = {n: self._mine(x) if n in self._shares else x for n, x in gradients.items()}
+        known = super().backward(passed.own, mine)
         for part in self.parts:
             for name in part.segment.takes:
                 if name in known and name not in self._made:

@@ -64,7 +64,10 @@ class PipelineModel:
         self._types, self._transport = types, transport
         self._takes, self._maker = route.takes, route.maker
         self._last = len(route.gives) - 1
-        self._shares_samples = plan.pipeline.chunks[self._last].shares_samples
+        last = plan.pipeline.chunks[self._last]
+        self._shares_samples = last.shares_samples
+        # Of a loss that members all have, one counts.
+        self._counts_loss = last.own_losses or self.place.index == 0
         self._counts = counts
         self._weight_gradients = weight_gradients
         self._finality = Finality(chunks, self.instructions)
@@ -96,13 +99,13 @@ class PipelineModel:
         for engine in self.engines:
             engine.finish_backward()
         self._transport.finish()
-        return self._loss.total(run.losses if self.place.index == 0 else {})
+        return self._loss.total(run.losses if self._counts_loss else {})
 
     @torch.no_grad()
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
         pieces = ((w, x) for w, batches in held for x in self._piece_batches(batches))
         self._loss.begin_evaluation(pieces, held.samples)
-        counted = self._last in self._chunks and self.place.index == 0
+        counted = self._last in self._chunks and self._counts_loss
         sums = torch.zeros(3, dtype=torch.float64)
         with ExitStack() as stack:
             for chunk in self._chunks.values():

@@ -45,7 +45,7 @@ def _member(graph: PlannedGraph | None, pipeline: PlannedPipeline, place: Pipeli
     is_straight = len({len(members) for members in copy.positions}) == 1
     if not is_straight or (is_at_an_end and place.index == 0):
         return place.index
-    cut = [*graph.axes.values(), *filter(None, copy.members)]
+    cut = [*graph.axes.values(), *copy.shared_at(place.position)]
     return tuple(stop - start for start, stop in (each[place.index] for each in cut))
 
 

@@ -22,6 +22,7 @@ from whale_train.runtime.process.rank_context import Seat, StandIns
 from whale_train.runtime.rehearse.attention import as_on_a_gpu
 from whale_train.runtime.rehearse.meta_tensors import MetaTensors
 from whale_train.runtime.rehearse.recorded_group import Record, alone
+from whale_train.runtime.rehearse.routing import evenly
 from whale_train.runtime.rehearse.stand_ins import Buckets, ZeroEngine
 from whale_train.runtime.train.grad_scaler import LossScale
 from whale_train.runtime.train.loop import train_step
@@ -65,7 +66,7 @@ def rehearse_rank(request: Request, plan: Plan, model: Model, rank: int) -> Rehe
     started = time.perf_counter()
     error = place = ""
     peak: dict[str, int] = {}
-    with alone(rank, plan.world_size) as record, as_on_a_gpu() as kernels:
+    with alone(rank, plan.world_size) as record, as_on_a_gpu() as kernels, evenly():
         step = _Step(request, plan, model, rank)
         try:
             step.run()

@@ -103,6 +103,7 @@ class ZeroEngine:
         self._prefetches = zero.get("stage3_prefetch_bucket_size", 0)
         self._overlaps = zero["overlap_comm"]
         self._second: Tensor | None = None
+        self.scale = copies.size
         self._group, self._device, self._precision = copies.group, device, precision
         self._shared = Reduction((), None, copies.shared, copies.shards * copies.size)
         self._trained = [p for p in module.parameters() if p.requires_grad]

@@ -100,6 +100,28 @@ def gather_time_s(num_bytes: float, members: int, link: Link) -> float:
     return moved / link.bandwidth_bytes_s + (members - 1) * link.latency_s
 
 
+def all_to_all_time_s(cluster: Cluster, ranks: Sequence[int], num_bytes: float) -> float:
+    """Return the seconds in which every one of `ranks` sends each other one its part of what it
+    has, `num_bytes` among all of them: what stays in a node goes over its own link beside what
+    leaves it, for which the members there share the node's way out."""
+    members = len(ranks)
+    if members == 1:
+        return 0.0
+    link, own = group_link(cluster, ranks, by_memory=True), num_bytes / members
+    of_node = Counter(cluster.node_of[rank] for rank in ranks)
+    if len(of_node) == 1:
+        moved = own * (members - 1) / members / link.bandwidth_bytes_s
+    else:
+        moved = max(
+            max(
+                own * (here - 1) / members / cluster.nodes[node].link.bandwidth_bytes_s,
+                here * own * (members - here) / members / cluster.network.bandwidth_bytes_s,
+            )
+            for node, here in of_node.items()
+        )
+    return moved + (members - 1) * link.latency_s
+
+
 # How often DeepSpeed's ZeRO 1 and 2 read or write a gradient beside sending it (into a bucket,
 # averaged, out of it into the partition), and parameters (into and out of the buffer they are
 # gathered in).

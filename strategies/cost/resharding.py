@@ -1,13 +1,18 @@
 """The seconds of the casts between layouts that a split puts into a piece of the model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from whale_train.strategies.cost.collectives import all_reduce_time_s, gather_time_s
+from whale_train.strategies.cost.collectives import (
+    all_reduce_time_s,
+    all_to_all_time_s,
+    gather_time_s,
+)
 from whale_train.strategies.cost.roofline import Times
 from whale_train.strategies.graph.operation_graph import OperationGraph
 from whale_train.strategies.graph.saved_tensors import View
-from whale_train.strategies.hardware.cluster import Link
+from whale_train.strategies.hardware.cluster import Cluster, Link
 from whale_train.strategies.layouts.propagation import Assignment
+from whale_train.strategies.layouts.types import EXCHANGE
 
 
 def cast_times(
@@ -29,6 +34,33 @@ def cast_times(
         forward, backward = _COLLECTIVES[kind]
         total += Times(price[forward], price[backward])
     return total
+
+
+def routing_times(
+    graph: OperationGraph,
+    assignment: Assignment,
+    precision: str,
+    cluster: Cluster,
+    ranks: Sequence[int],
+    samples: float,
+) -> Times:
+    """Return the seconds in which rows of `samples` go to their experts among `ranks` and come
+    back, each value once, and their gradients the same ways. Experts are taken to be asked for
+    alike."""
+    total = Times()
+    for value, kind in dict.fromkeys((c.value, c.kind) for c in assignment.casts):
+        if kind == EXCHANGE:  # of counts, one for each member and expert
+            counts_s = all_to_all_time_s(cluster, ranks, _COUNT_BYTES * len(ranks))
+            total += Times(counts_s, 0.0)
+        else:
+            rows_s = all_to_all_time_s(
+                cluster, ranks, moved_bytes(graph, value, samples, precision)
+            )
+            total += Times(rows_s, rows_s)
+    return total
+
+
+_COUNT_BYTES = 8 * 64  # what a member tells all others: int64, of some tens of experts
 
 
 def moved_bytes(graph: OperationGraph, value: str, samples: float, precision: str) -> float:

@@ -14,7 +14,7 @@ from whale_train.errors import Fault, nearest
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
-HEAD_DIMS = ("auto", "vocabulary")  # of a split beside a replicate, which is one of the head
+BESIDE_DIMS = ("auto", "vocabulary", "experts")  # of a split beside a replicate: head or experts
 PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
 RECOMPUTE = ("none", "full", "auto")
 OFFLOAD = ("none", "cpu")
@@ -150,7 +150,7 @@ class _Reader:
         """Return a node; `beside_copies`, in a list with a replicate."""
         readers: dict[str, Callable[[Mapping[str, Any], str], Node | None]] = {
             "replicate": self.replicate,
-            "split": self.split_head if beside_copies else self.split,
+            "split": self.split_beside if beside_copies else self.split,
             "stage": self.stage,
             "pipeline": self.pipeline,
         }
@@ -220,10 +220,11 @@ class _Reader:
         given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of"))
         return replace(self.any_split(given, path, SPLIT_DIMS), patterns=self.patterns(given, path))
 
-    def split_head(self, body: Mapping[str, Any], path: str) -> Split:
-        """Return a split beside a replicate: its head's classes are what there is to cut."""
+    def split_beside(self, body: Mapping[str, Any], path: str) -> Split:
+        """Return a split beside a replicate: its head's classes are what there is to cut, or its
+        experts."""
         given = self.keys(body, path, ("degree", "dim", "modules", "of"))
-        return self.any_split(given, path, HEAD_DIMS)
+        return self.any_split(given, path, BESIDE_DIMS)
 
     def any_split(self, given: Mapping[str, Any], path: str, dims: tuple[str, ...]) -> Split:
         return Split(

@@ -189,7 +189,7 @@ def _keeper(
 def _refuse_without_effect(form: Form, keeper: Replicate | None, faults: list[Fault]) -> None:
     devices = form.copies * form.width
     for stage in form.stages[:-1]:
-        if stage.body:
+        if stage.body and stage.split and "head" in stage.split.modules:
             rule = "splits the head in a stage that is not the last, where the loss is"
             faults.append(Fault(stage.path, "", rule, "move the list to the last stage"))
     for stage in form.stages:

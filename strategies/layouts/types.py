@@ -47,6 +47,18 @@ class Owned(PartialSum):
     rows: str
 
 
+# Casts between them and shards by expert: rows sent and sent back, and numbers of rows exchanged.
+DISPATCH, EXCHANGE, COMBINE = "dispatch", "exchange", "combine"
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What every member has of its own samples: rows sorted by the expert they are for. `ends`
+    names the value that says where each expert's rows end."""
+
+    ends: str
+
+
 @dataclass(frozen=True)
 class Shard:
     """S: dimension `dim` is cut along `axis`, whose intervals the plan holds.
@@ -64,7 +76,7 @@ class Shard:
     pieces: tuple[int, ...] = ()
 
 
-Layout = Replicated | Entered | PartialSum | Shard
+Layout = Replicated | Entered | PartialSum | Routed | Shard
 R, ENTERED, P = Replicated(), Entered(), PartialSum()
 
 BATCH = "batch"  # the axis along which replicas share the samples

@@ -29,13 +29,15 @@ class PlannedShard:
 class PlannedCast:
     """A change of the layout of `value` before `user` reads it (empty: before the segment gives
     it). `kind` names the collective; `shard` is the cut it leads to, or that it undoes (None: there
-    is neither); `source` the cut that a `reshard` starts from."""
+    is neither); `source` the cut that a `reshard` starts from; `ends` the value that says where the
+    rows of each expert end that are sent, or counted."""
 
     user: str
     value: str
     kind: str
     shard: PlannedShard | None
     source: PlannedShard | None = field(default=None, metadata=OMITTED)
+    ends: str = field(default="", metadata=OMITTED)
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,14 @@ class PlannedGraph:
 @dataclass(frozen=True)
 class PlannedChunk:
     """The part of a stage's model that is run at once: `segments` by their numbers in the graph.
-    `shares_samples`: the members of a shard group take different samples of a micro-batch."""
+    `shares_samples`: the members of a shard group take different samples of a micro-batch, and,
+    where they have `own_losses`, each a loss of its own samples."""
 
     stage: int
     segments: tuple[int, ...]
     recompute: Literal["full", "none"]
     shares_samples: bool
+    own_losses: bool = field(default=False, metadata=OMITTED)
 
 
 @dataclass(frozen=True)
@@ -81,15 +85,19 @@ class PlannedCopy:
     micro-batches as intervals of the global batch, `owners` the position that runs a micro-batch,
     by chunk and micro-batch. `durations` are rows of (chunk, position, seconds of a forward, of
     inputs' gradients, of weights' gradients) and `transits` rows of (chunk, chunk, seconds), from
-    which the order of instructions follows. `members` are the intervals of every micro-batch
-    that the members of a shard group take, where they share its samples."""
+    which the order of instructions follows. `members` are, by position, the intervals
+    of every micro-batch that the members of its shard group take, where they share its samples."""
 
     positions: tuple[tuple[int, ...], ...]
     samples: tuple[Interval, ...]
     owners: tuple[tuple[int, ...], ...]
     durations: tuple[tuple[int, int, Number, Number, Number], ...]
     transits: tuple[tuple[int, int, Number], ...]
-    members: tuple[tuple[Interval, ...], ...] = field(default=(), metadata=OMITTED)
+    members: tuple[tuple[tuple[Interval, ...], ...], ...] = field(default=(), metadata=OMITTED)
+
+    def shared_at(self, position: int) -> tuple[tuple[Interval, ...], ...]:
+        """Return the members' intervals at a position, by micro-batch; nothing if none share."""
+        return self.members[position] if self.members else ()
 
 
 @dataclass(frozen=True)

@@ -286,10 +286,11 @@ def _explained_devices(job: Staging) -> Iterator[Decision]:
 
 
 def _explained_shares(job: Staging, batches: Batches) -> Iterator[Decision]:
-    """Say how copies, or the members beside a split head, share the samples, where not evenly."""
+    """Say how copies, or the members that share a stage's samples, share them, where not evenly."""
     shares = [sum(stop - start for start, stop in of_copy) for of_copy in batches.samples]
     if batches.members:
-        by_member = zip(*(of for copy in batches.members for of in copy), strict=True)
+        sharing = (next(filter(None, copy)) for copy in batches.members)
+        by_member = zip(*(of for copy in sharing for of in copy), strict=True)
         shares = [sum(stop - start for start, stop in of) for of in by_member]
     total, count = sum(shares), len(shares)
     even = even_shares(total, count, [total] * count) or ()

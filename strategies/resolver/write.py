@@ -131,7 +131,8 @@ def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> Planne
                 stage=chunk.stage,
                 segments=tuple(range(first[number], first[number] + segments[number])),
                 recompute="full" if chunk.stage in decided.recomputed else "none",
-                shares_samples=chunk.head is not None,
+                shares_samples=chunk.shares_samples,
+                own_losses=bool(chunk.routed),
             )
             for number, chunk in enumerate(decided.chunks)
         ),
@@ -151,7 +152,9 @@ def _pipeline_copy(job: Staging, decided: Decided, copy: int) -> PlannedCopy:
         owners=batches.owners[copy],
         durations=tuple((*place, *times) for place, times in durations.items()),
         transits=tuple((*ends, seconds) for ends, seconds in decided.transits[copy].items()),
-        members=batches.members[copy] if batches.members else (),
+        members=tuple(batches.members[copy][stage] for stage in job.seats.stage_of)
+        if batches.members
+        else (),
     )
 
 
@@ -193,12 +196,12 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
         yield _cut(job, whole, shards, decided.axes)
         return
     (chunk,) = mine
-    assert chunk.head is not None
     assert form.split is not None
+    split = _split_of(job, chunk)
     members = [
         sum(stop - start for start, stop in of_member)
         for copy in decided.batches.members
-        for of_member in zip(*copy, strict=True)
+        for of_member in zip(*copy[stage], strict=True)
     ]
     body = replace(
         whole,
@@ -206,26 +209,43 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
         primitive="replicate",
         path=form.body.path,
         modules=("*",) if alone else whole.modules,
-        parameters=_listed(job, chunk.head.backbone_parameters),
-        flops=chunk.head.backbone_flops,
+        parameters=_listed(job, set(whole.parameters) - shards.keys()),
+        flops=whole.flops - split.flops,
         replicas=tuple((rank,) for group in whole.replicas for rank in group),
         shares=tuple(members),
     )
     yield _cut(job, body, {}, decided.axes)
-    head = replace(
+    beside = replace(
         whole,
         id=job.task_graphs[stage][1],
-        name="head" if alone else f"stage_{stage}.head",
+        name=split.name if alone else f"stage_{stage}.{split.name}",
         primitive="split",
         path=form.split.path,
-        modules=(job.graph[chunk.head.operation].module,),
+        modules=split.modules,
         zero=0,
         offload=_offload(None),
         parameters=_listed(job, shards),
-        flops=chunk.head.head_flops,
+        flops=split.flops,
         narrow=(),
     )
-    yield _cut(job, head, shards, decided.axes)
+    yield _cut(job, beside, shards, decided.axes)
+
+
+@dataclass(frozen=True)
+class _SplitPart:
+    """What a stage splits beside copies of its rest: `flops` of a sample's forward."""
+
+    name: str
+    modules: tuple[str, ...]
+    flops: float
+
+
+def _split_of(job: Staging, chunk: StageChunk) -> _SplitPart:
+    if chunk.head is not None:
+        return _SplitPart("head", (job.graph[chunk.head.operation].module,), chunk.head.head_flops)
+    operations = [job.graph[name] for name in chunk.slice.operations if name in chunk.routed]
+    modules = dict.fromkeys(each.module for each in operations)
+    return _SplitPart("experts", tuple(modules), sum(each.flops for each in operations))
 
 
 def _primitive(job: Staging) -> str:
@@ -332,7 +352,9 @@ def _own_samples(job: Staging, rank: int, batches: Batches) -> tuple[tuple[int, 
     member = job.seats.positions[copy][position].index(rank)
     parts = [
         part[member]
-        for part, owner in zip(batches.members[copy], batches.owners[copy][stage], strict=True)
+        for part, owner in zip(
+            batches.members[copy][stage], batches.owners[copy][stage], strict=True
+        )
         if owner == position
     ]
     return tuple(

@@ -5,10 +5,11 @@ from functools import partial
 
 from whale_train.strategies.cost.collectives import group_link
 from whale_train.strategies.cost.op_cost import part_of
-from whale_train.strategies.cost.resharding import bridge_time_s, cast_times
+from whale_train.strategies.cost.resharding import bridge_time_s, cast_times, routing_times
 from whale_train.strategies.cost.roofline import Times, whole_times
 from whale_train.strategies.hardware.cluster import Device, Link
 from whale_train.strategies.layouts.propagation import BATCH
+from whale_train.strategies.partition.head_partition import Segment
 from whale_train.strategies.schedule.apportion import apportion_by_time, most_shared, tile
 from whale_train.strategies.stages.fused_accumulation import named_in_place
 from whale_train.strategies.stages.placement import (
@@ -21,9 +22,9 @@ from whale_train.strategies.stages.placement import (
 
 class ChunkTimes:
     """The seconds of a strategy's chunks on the positions that hold them. `recomputed` are the
-    stages that recompute their blocks in the backward. Beside a split head the members of a shard
-    group share the samples of a micro-batch, each within the `limits` of its rank (empty: no
-    limit)."""
+    stages that recompute their blocks in the backward. Beside a split head, or experts, the members
+    of a shard group share the samples of a micro-batch, each within the `limits` of its rank
+    (empty: no limit)."""
 
     def __init__(
         self,
@@ -45,9 +46,10 @@ class ChunkTimes:
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
         chunk = self.chunks[number]
         recomputes, cut = chunk.stage in self.recomputed, tuple(self.axes[x] for x in chunk.axes)
-        shares = self.member_shares(number, ranks, samples) if chunk.head else ()
+        nodes = tuple(self.job.cluster.node_of[x] for x in ranks) if chunk.routed else ()
+        shares = self.member_shares(number, ranks, samples) if chunk.shares_samples else ()
         return self.job.findings.once(
-            ("times", chunk.key, cut, devices, samples, link, recomputes, shares),
+            ("times", chunk.key, cut, devices, samples, link, recomputes, shares, nodes),
             lambda: self._priced(number, ranks, samples, shares, link),
         )
 
@@ -61,7 +63,7 @@ class ChunkTimes:
 
     def member_shares(self, number: int, ranks: Sequence[int], samples: int) -> tuple[int, ...]:
         """Return the samples of a micro-batch that each of `ranks`, the members of a shard group
-        beside the split head of chunk `number`, takes. The limits of the ranks hold unless they
+        that share those of chunk `number`, takes. The limits of the ranks hold unless they
         leave no room for all samples: the search for shares also prices what does not fit."""
         limits = [self.limits[rank] if self.limits else samples for rank in ranks]
         room = most_shared(self.job.strategy.balance, limits)
@@ -83,15 +85,14 @@ class ChunkTimes:
         return shares
 
     def _rest_s(self, number: int, device: Device, samples: int) -> float:
-        """Return the seconds of `samples` in all but the split head of chunk `number`."""
+        """Return the seconds of `samples` in what chunk `number` has copies of."""
         chunk = self.chunks[number]
-        assert chunk.head is not None
         return sum(
             self.job.findings.prices.times(
                 (chunk.key, part, (), ()), segment.operations, device, samples,
                 added_to=partial(named_in_place, self.job, chunk),
             ).total
-            for part, segment in enumerate(chunk.head.segments)
+            for part, segment in enumerate(_parts(chunk))
             if segment.assignment is None
         )  # fmt: skip
 
@@ -115,12 +116,12 @@ class ChunkTimes:
         """Return the times of the group's slowest member, which the others wait for, with its
         collectives, and those of the collectives alone."""
         chunk = self.chunks[number]
-        if chunk.head is None:
-            members = [self._split(number, i, rank, samples) for i, rank in enumerate(ranks)]
+        if chunk.shares_samples:
+            members = [self._beside(number, i, rank, shares) for i, rank in enumerate(ranks)]
         else:
-            members = [self._head(number, i, rank, shares) for i, rank in enumerate(ranks)]
+            members = [self._split(number, i, rank, samples) for i, rank in enumerate(ranks)]
         slowest = max(members, key=lambda times: times.total)
-        moved = self._casts(chunk, len(ranks), samples, link)
+        moved = self._casts(chunk, ranks, samples, link)
         if chunk.stage in self.recomputed:
             recomputation = Times(backward_input=slowest.forward + moved.forward)
             slowest, moved = slowest + recomputation, moved + Times(backward_input=moved.forward)
@@ -139,15 +140,13 @@ class ChunkTimes:
             partial(named_in_place, self.job, chunk),
         )  # fmt: skip
 
-    def _head(self, number: int, index: int, rank: int, shares: Sequence[int]) -> Times:
-        """Return the times of a member beside a split head: of its shard of the head for all
-        samples, and of its copy of the rest for its share of them."""
+    def _beside(self, number: int, index: int, rank: int, shares: Sequence[int]) -> Times:
+        """Return the times of a member of a group that shares samples: of its shard of what is
+        split for all of them, and of its copy of the rest for its share."""
         chunk, total = self.chunks[number], Times()
-        cut = chunk.head
-        assert cut is not None
         axes = {**self.axes, BATCH: tile(sum(shares), shares)}
         device = self.job.cluster.devices[rank]
-        for part, segment in enumerate(cut.segments):
+        for part, segment in enumerate(_parts(chunk)):
             shared = segment.assignment is not None
             samples = sum(shares) if shared else shares[index]
             own = tuple(self.axes[axis] for axis in chunk.axes) if shared else ()
@@ -159,9 +158,9 @@ class ChunkTimes:
             )  # fmt: skip
         return total
 
-    def _casts(self, chunk: StageChunk, members: int, samples: int, link: Link) -> Times:
+    def _casts(self, chunk: StageChunk, ranks: Sequence[int], samples: int, link: Link) -> Times:
         """Return the times of a shard group's collectives."""
-        precision = self.job.training.precision
+        precision, members = self.job.training.precision, len(ranks)
         if chunk.head is not None:
             taken = (name for segment in chunk.head.segments for name in segment.takes)
             bridge_s = bridge_time_s(self.job.findings.view, taken, samples, members, link)
@@ -169,4 +168,22 @@ class ChunkTimes:
         if chunk.sharded is None:
             return Times()
         assignment = chunk.sharded.assignment
+        if chunk.routed:
+            graph, cluster = self.job.graph, self.job.cluster
+            return routing_times(graph, assignment, precision, cluster, ranks, samples)
         return cast_times(self.job.graph, assignment, precision, members, samples, link)
+
+
+def _parts(chunk: StageChunk) -> Sequence[Segment]:
+    """Return what a chunk whose samples are shared runs: what is split, and what there are copies
+    of."""
+    if chunk.head is not None:
+        return chunk.head.segments
+    assert chunk.sharded is not None
+    operations = chunk.slice.operations
+    return (
+        Segment(0, tuple(x for x in operations if x not in chunk.routed), (), (), None),
+        Segment(
+            1, tuple(x for x in operations if x in chunk.routed), (), (), chunk.sharded.assignment
+        ),
+    )

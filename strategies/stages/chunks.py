@@ -27,6 +27,11 @@ from whale_train.strategies.partition.pipeline_partition import (
     sliced,
     stage_of_modules,
 )
+from whale_train.strategies.partition.routed_experts import (
+    RoutedExperts,
+    RoutingRefused,
+    route_experts,
+)
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.schedule.apportion import apportion, tile
 from whale_train.strategies.stages.analysis import Findings
@@ -219,7 +224,10 @@ def _chunk(
         return StageChunk(stage, part, alike)
     split = form.split
     if form.body is not None:
-        key: Hashable = (interval, form.shards, split.modules, held_elsewhere)
+        key: Hashable = (interval, form.shards, split.modules, split.dim, held_elsewhere)
+        routed = findings.once(("experts", key), lambda: _routed(job, stage, part, shared))
+        if routed is not None:
+            return StageChunk(stage, part, key, routed.sharded, routed=routed.operations)
         cut = findings.once(("head", key), lambda: _head_cut(job, stage, part, shared))
         return StageChunk(stage, part, key, head=cut)
     what: tuple[Hashable, ...] = (alike, split.dim)
@@ -234,6 +242,47 @@ def _chunk(
         ("renamed", interval, key), lambda: findings.likeness.renamed(sharded, like, part)
     )
     return StageChunk(stage, part, key, renamed)
+
+
+def _routed(
+    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
+) -> RoutedExperts | None:
+    """Return the experts among the modules that a split beside copies names, spread over its
+    devices; None where there are none, and it may be one of the head. Raises PlanError."""
+    form = job.form.stages[stage]
+    assert form.split is not None
+    split = form.split
+    if split.dim == "vocabulary" or "head" in split.modules:
+        return None
+    named = {
+        name: path
+        for name, path in job.profile.weights_read(part.operations).items()
+        if path not in shared
+        and any(is_inside(path.rpartition(".")[0], pattern) for pattern in split.modules)
+    }
+    key, value = f"{split.path}.modules", ", ".join(split.modules)
+    axis = "experts" if job.chunk_count == 1 else f"stage_{stage}.experts"
+    try:
+        found = route_experts(job.graph, part.operations, part.gives, named, form.shards, axis)
+    except RoutingRefused as refusal:
+        rule = f"are experts, which cannot be split beside copies of the rest: {refusal}"
+        raise PlanError([Fault(key, value, rule, "use a split of the whole stage")]) from None
+    if found is None and split.dim == "experts":
+        rule = f"finds no stacks of at least {form.shards} experts in {_span(part.modules)}"
+        raise PlanError([Fault(key, value, rule, "use fewer devices, or name a mixture's experts")])
+    if found is not None and (crossing := _not_by_sample(job, (*part.takes, *part.gives))):
+        rule = (
+            f"shares the samples, and {crossing}, which enters or leaves its stage, has no batch "
+        )
+        raise PlanError([Fault(key, value, f"{rule}first", "use a split of the whole stage")])
+    return found
+
+
+def _not_by_sample(job: Staging, names: Sequence[str]) -> str:
+    """Return the first of some values that cross between stages whose first dimension is not the
+    batch; "" if there is none (the loss, a number, crosses to nobody)."""
+    shapes = ((name, job.graph[name].shape) for name in names)
+    return next((name for name, x in shapes if x != () and (x or ("",))[0] != Size(0, 1)), "")
 
 
 def _head_cut(
@@ -252,12 +301,9 @@ def _head_cut(
     if alone:
         remedy = "use strategy=dp or a zero strategy"
     faults = []
-    for name in part.takes:
-        shape = job.graph[name].shape
-        if not shape or shape[0] != Size(0, 1):
-            rule = f"shares the samples, and {name}, which enters its stage, has no batch first"
-            faults.append(Fault(key, value, rule, remedy))
-            break
+    if name := _not_by_sample(job, part.takes):
+        rule = f"shares the samples, and {name}, which enters its stage, has no batch first"
+        faults.append(Fault(key, value, rule, remedy))
     if not heads:
         where = profile.name if alone else _span(part.modules)
         rule = f"finds no output projection in {where}"
@@ -370,7 +416,7 @@ def _axes(job: Staging, chunks: Sequence[StageChunk], class_caps: Sequence[int])
 def _check_shapes(job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals) -> None:
     """Refuse a split whose local shapes do not agree on some member of the shard group."""
     for chunk in chunks:
-        if chunk.sharded is None:
+        if chunk.sharded is None or chunk.routed:  # whose rows are as many as the router sends
             continue
         assignment, cut = chunk.sharded.assignment, tuple(axes[axis] for axis in chunk.axes)
         wrong = job.findings.once(

@@ -1,7 +1,7 @@
 """The engines of a strategy's stages: what each holds, and who sums its gradients.
 
-A stage has one engine, or two where a split head stands beside copies of the rest: every member of
-the shard group holds the whole rest, and its own classes of the head.
+A stage has one engine, or two where a split head, or experts, stand beside copies of the rest:
+every member of the shard group holds the whole rest, and its own classes of the head, or experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,17 +25,17 @@ class StageEngine:
 def engines_of_stages(
     job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals
 ) -> Sequence[Sequence[StageEngine]]:
-    """Return the engines of every stage; a split head's follows that of the rest."""
+    """Return the engines of every stage; that of what is split beside the rest is the second."""
     engines_by_stage = []
     for stage, form in enumerate(job.form.stages):
         stage_chunks = [chunk for chunk in chunks if chunk.stage == stage]
         members = [_held(job, stage_chunks, axes, member) for member in range(form.shards)]
-        of_head = {path for chunk in stage_chunks if chunk.head for path in chunk.shards}
-        rest = [sum(n for path, n in held.items() if path not in of_head) for held in members]
+        split = {x for chunk in stage_chunks if chunk.shares_samples for x in chunk.shards}
+        rest = [sum(n for path, n in held.items() if path not in split) for held in members]
         engines = [StageEngine(tuple(rest), job.copies_of_rest[stage])]
         if form.body:
-            head = [sum(n for path, n in held.items() if path in of_head) for held in members]
-            engines.append(StageEngine(tuple(head), job.data_parallel[stage]))
+            own = [sum(n for path, n in held.items() if path in split) for held in members]
+            engines.append(StageEngine(tuple(own), job.data_parallel[stage]))
         engines_by_stage.append(engines)
     return engines_by_stage
 

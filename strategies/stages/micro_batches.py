@@ -29,13 +29,13 @@ Intervals = tuple[tuple[int, int], ...]
 @dataclass(frozen=True)
 class Batches:
     """The micro-batches of every copy of the pipeline: `samples` as intervals of the global batch,
-    `owners` the position that owns each micro-batch, by copy and chunk. Beside a split head
-    `members` are, by copy and micro-batch, the interval of it that each member of the shard group
-    takes; else empty."""
+    `owners` the position that owns each micro-batch, by copy and chunk. Where the members of a
+    stage's shard groups share samples, `members` are, by copy, stage and micro-batch, the interval
+    of it that each takes; else empty."""
 
     samples: tuple[Intervals, ...]
     owners: tuple[tuple[tuple[int, ...], ...], ...]
-    members: tuple[tuple[Intervals, ...], ...] = ()
+    members: tuple[tuple[tuple[Intervals, ...], ...], ...] = ()
 
     def largest(self, copy: int) -> int:
         """Return the samples of the largest micro-batch of a copy."""
@@ -63,7 +63,7 @@ def share_batch(
     are too low."""
     samples: list[Intervals] = []
     owned: list[tuple[tuple[int, ...], ...]] = []
-    members: list[tuple[Intervals, ...]] = []
+    members: list[tuple[tuple[Intervals, ...], ...]] = []
     start = 0
     for copy, share in enumerate(copy_shares(job, times, micro_batches, limits)):
         sizes = even_shares(share, micro_batches, [share] * micro_batches)
@@ -72,7 +72,7 @@ def share_batch(
         start += share
         owned.append(_owners(job, times, copy, micro_batches, sizes[0]))
         members.append(_members(job, times, copy, sizes))
-    return Batches(tuple(samples), tuple(owned), tuple(members) if any(members) else ())
+    return Batches(tuple(samples), tuple(owned), tuple(members) if any(map(any, members)) else ())
 
 
 def count_micro_batches(job: Staging, times: ChunkTimes, decisions: list[Decision]) -> int:
@@ -180,16 +180,18 @@ def _owners(
 
 def _members(
     job: Staging, times: ChunkTimes, copy: int, sizes: Sequence[int]
-) -> tuple[Intervals, ...]:
-    """Return the interval of every micro-batch that each member beside a split head takes; nothing
-    without a split head."""
-    heads = [number for number, chunk in enumerate(times.chunks) if chunk.head]
-    if not heads:
-        return ()
-    (number,) = heads
-    (position, *_) = job.seats.of_stage(times.chunks[number].stage)
-    ranks = job.seats.positions[copy][position]
-    return tuple(tile(size, times.member_shares(number, ranks, size)) for size in sizes)
+) -> tuple[tuple[Intervals, ...], ...]:
+    """Return, by stage, the interval of every micro-batch that each member of a group takes that
+    shares its samples; nothing for a stage where none does."""
+    found: list[tuple[Intervals, ...]] = [()] * len(job.form.stages)
+    for number, chunk in enumerate(times.chunks):
+        if chunk.shares_samples and not found[chunk.stage]:
+            (position, *_) = job.seats.of_stage(chunk.stage)
+            ranks = job.seats.positions[copy][position]
+            found[chunk.stage] = tuple(
+                tile(size, times.member_shares(number, ranks, size)) for size in sizes
+            )
+    return tuple(found)
 
 
 def refuse_batch_norm(job: Staging, micro_batches: int) -> None:

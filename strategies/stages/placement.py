@@ -74,14 +74,22 @@ def seats(
 @dataclass(frozen=True)
 class StageChunk:
     """A slice of the model and the stage that runs it, with its layouts where the stage is a split
-    (`sharded`) or splits the head beside copies of the rest (`head`). Chunks of one `key` differ
-    only in names and in the number of their stage."""
+    (`sharded`) or splits the head beside copies of the rest (`head`). Beside copies of the rest,
+    operations `routed` run on rows that are sent to the member with their expert, and `sharded`
+    lays those out alone. Chunks of one `key` differ only in names and in the number of their
+    stage."""
 
     stage: int
     slice: Slice
     key: Hashable
     sharded: Sharded | None = None
     head: HeadCut | None = None
+    routed: frozenset[str] = frozenset()
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether the members of the shard group take different samples of a micro-batch."""
+        return self.head is not None or bool(self.routed)
 
     @property
     def shards(self) -> Mapping[str, Shard]:

@@ -17,7 +17,7 @@ from whale_train.strategies.graph.operation_graph import (
     block_of,
 )
 from whale_train.strategies.graph.saved_tensors import View, whole
-from whale_train.strategies.layouts.types import Shard
+from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
 from whale_train.strategies.memory.engine_memory import (
     Gradients,
     Weights,
@@ -65,7 +65,7 @@ class RankMemory:
             alike_members([axis for n in numbers for axis in chunks[n].axes], axes)
             for numbers in self._held_by
         ]
-        self._held: dict[tuple[int, int, bool], Held] = {}
+        self._held: dict[tuple[int, int, bool, float], Held] = {}
         self._estimates: dict[object, MemoryEstimate] = {}
 
     def of(self, rank: int, samples: int, own: int) -> MemoryEstimate:
@@ -78,7 +78,8 @@ class RankMemory:
         order = self._orders[copy][position]
         key = (stage, member, samples, own, self._alike_orders[id(order)])
         if key not in self._estimates:
-            self._estimates[key] = self._member(stage, member, order).needs(order, samples, own)
+            held = self._member(stage, member, order, samples / own if own else 1.0)
+            self._estimates[key] = held.needs(order, samples, own)
         return self._estimates[key]
 
     def of_batches(self, batches: Batches) -> dict[int, MemoryEstimate]:
@@ -112,6 +113,8 @@ class RankMemory:
         stage = self._job.stage_of_rank(rank)
         if self._job.form.stages[stage].body is None:
             return self.of(rank, 1, 1).total
+        if not self._has_head(stage):
+            return self.of(rank, self._sizes(batches, rank)[0], 1).total
         return self._beside_classes(rank, batches) + self.class_bytes(rank, batches)
 
     def sample_bytes(self, rank: int, batches: Batches) -> float:
@@ -161,18 +164,26 @@ class RankMemory:
         itself takes."""
         copy, position = self._job.place_of(rank)
         samples = batches.largest(copy)
-        if self._job.form.stages[self._job.seats.stage_of[position]].body is None:
+        stage = self._job.seats.stage_of[position]
+        if self._job.form.stages[stage].body is None:
             return samples, samples
         index = self._job.seats.positions[copy][position].index(rank)
-        return samples, max(b - a for a, b in (of[index] for of in batches.members[copy]))
+        return samples, max(b - a for a, b in (of[index] for of in batches.members[copy][stage]))
 
-    def _member(self, stage: int, member: int, order: Sequence[Instruction]) -> "Held":
+    def _has_head(self, stage: int) -> bool:
+        return any(self._chunks[number].head for number in self._held_by[stage])
+
+    def _member(
+        self, stage: int, member: int, order: Sequence[Instruction], gathered: float = 1.0
+    ) -> "Held":
         joins = not self._job.as_is and _accumulates(order)
-        key = (stage, member, joins)
+        if not any(self._chunks[number].routed for number in self._held_by[stage]):
+            gathered = 1.0
+        key = (stage, member, joins, gathered)
         if key not in self._held:
             chunks = {number: self._chunks[number] for number in self._held_by[stage]}
             again = stage in self._recomputed
-            self._held[key] = Held(self._job, chunks, self._axes, member, again, joins)
+            self._held[key] = Held(self._job, chunks, self._axes, member, again, joins, gathered)
         return self._held[key]
 
 
@@ -199,7 +210,8 @@ def _alike_orders(orders: Sequence[Sequence[Sequence[Instruction]]]) -> Mapping[
 class Held:
     """The bytes of one member of a shard group for its `chunks`, by their numbers: parameters, and
     the liveness of forwards and backwards. `again`: blocks are recomputed in the backward.
-    `accumulates`: weight gradients are accumulated in place or deferred."""
+    `accumulates`: weight gradients are accumulated in place or deferred. For each of the member's
+    samples the group has so many `gathered`, of whose rows its experts get a part."""
 
     def __init__(
         self,
@@ -209,23 +221,28 @@ class Held:
         member: int,
         again: bool,
         accumulates: bool,
+        gathered: float,
     ) -> None:
-        self._job, self._chunks = job, chunks
+        self._job, self._chunks, self._gathered = job, chunks, gathered
         self._accumulates, self._again = accumulates, again
         self._elements: dict[str, float] = {}
         self._frozen: dict[str, float] = {}  # their bytes
         self._head_part = 0.0
+        self._experts: dict[str, float] = {}  # elements, where the rest's engine partitions
         self._passing: dict[int, Passing] = {}
         for number, chunk in chunks.items():
             local = held_elements(job, chunk, axes, member)
             if chunk.head is not None:  # the shard of a split head has its own engine: `shard`
                 self._head_part = fraction(next(iter(chunk.shards.values())), axes, member)
                 local = {path: n for path, n in local.items() if path not in chunk.shards}
+            if chunk.routed and job.zero:
+                self._experts |= {path: n for path, n in local.items() if path in chunk.shards}
+                local = {path: n for path, n in local.items() if path not in chunk.shards}
             self._elements |= local
             self._frozen |= frozen_of_member(job, chunk, axes, member)
             dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
             self._passing[number] = job.findings.once(
-                ("passing", chunk.key, dealt, again, accumulates),
+                ("passing", chunk.key, dealt, again, accumulates, gathered),
                 partial(self._passed, chunk, axes, member, local, again),
             )
 
@@ -264,8 +281,8 @@ class Held:
         in_place = named_in_place(job, chunk) if self._accumulates else ()
         run = passing_again if again else passing
         view = self._view.held_by(
-            _part_of(chunk, axes, member),
-            _read_as(chunk, axes, member, job.graph.trained),
+            _part_of(chunk, axes, member, self._gathered),
+            _read_as(chunk, axes, member, job.graph.trained, self._gathered),
             _reads_as_one(chunk, job.graph),
         )
         return run(view, operations, weights, part.takes, gives, in_place)
@@ -310,9 +327,24 @@ class Held:
         """Return the need of a rank that runs micro-batches of `samples` in the schedule's `order`;
         beside a split head it takes `own` of them, and holds a shard of the head."""
         rest = self.rest(order, own)
+        if self._experts:
+            rest = added(rest, self._apart())
         if not any(chunk.head for chunk in self._chunks.values()):
             return rest
         return added(rest, self.shard(self._head_part, order, samples))
+
+    def _apart(self) -> MemoryEstimate:
+        """Return the need of experts that are whole beside a rest that copies partition: all of
+        their gradients are there together in the end."""
+        training, elements = self._job.training, sum(self._experts.values())
+        sizes = weights_bytes(self._experts, self._job.profile, training.precision, 0, False)
+        return MemoryEstimate(
+            parameters=sizes.weights + sizes.casts,
+            gradients=4 * elements,
+            optimizer=4 * training.optimizer_states * elements,
+            activations=0.0,
+            communication=0.0,
+        )
 
     def shard(self, part: float, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
         """Return the need of a shard with a `part` of a split head's classes. Its gradients stay
@@ -371,7 +403,8 @@ class Held:
             return 0.0
         size = self._view.num_bytes
         ends = ((chunk.slice.takes, chunk.slice.gives) for chunk in self._chunks.values())
-        return max(max(2 * sum(map(size, takes)), sum(map(size, gives))) for takes, gives in ends)
+        most = max(max(2 * sum(map(size, takes)), sum(map(size, gives))) for takes, gives in ends)
+        return most * self._gathered  # all members have what all samples of the group come to
 
     def _casts(self, order: Sequence[Instruction], sizes: Weights) -> float:
         """Return the bytes of the 16-bit copies of weights, which a step makes once; where blocks
@@ -457,17 +490,28 @@ def _is_weight(operation: Operation) -> bool:
     return operation.target == "parameter"
 
 
-def _part_of(chunk: StageChunk, axes: AxisIntervals, member: int) -> Callable[[str], float]:
+def _part_of(
+    chunk: StageChunk, axes: AxisIntervals, member: int, gathered: float
+) -> Callable[[str], float]:
     """Return the function from a value's name to the fraction of it that a member of the chunk's
-    shard group has."""
+    shard group has: of rows, of those of as many samples as it has itself, of which the group has
+    `gathered` times as many."""
     if chunk.sharded is None:  # nor beside a split head, whose shard is estimated separately
         return whole
-    layouts = chunk.sharded.assignment.layouts
-    return lambda name: fraction(layouts.get(name), axes, member)
+    layouts, routed = chunk.sharded.assignment.layouts, chunk.routed
+    if not routed:
+        return lambda name: fraction(layouts.get(name), axes, member)
+    return lambda name: (
+        fraction(layouts.get(name), axes, member) * (gathered if name in routed else 1.0)
+    )
 
 
 def _read_as(
-    chunk: StageChunk, axes: AxisIntervals, member: int, trained: Container[str]
+    chunk: StageChunk,
+    axes: AxisIntervals,
+    member: int,
+    trained: Container[str],
+    gathered: float,
 ) -> dict[tuple[str, str], float]:
     """Return the parts of values that operations read after a cast that changes them: put together
     of shards, or cut. What needs no gradient nobody keeps."""
@@ -477,6 +521,7 @@ def _read_as(
         (cast.user, cast.value): fraction(
             cast.target if isinstance(cast.target, Shard) else None, axes, member
         )
+        * (gathered if cast.kind == DISPATCH else 1.0)
         for cast in chunk.sharded.assignment.casts
         if cast.user and cast.value in trained and (cast.kind in _CHANGE_SIZE)
     }
@@ -497,4 +542,5 @@ def _reads_as_one(chunk: StageChunk, graph: OperationGraph) -> frozenset[tuple[s
     )
 
 
-_CHANGE_SIZE = ("gather", "gather_enter", "slice", "reduce_slice", "reduce_scatter", "reshard")
+_CHANGE_SIZE = ("gather", "gather_enter", "slice", "reduce_slice", "reduce_scatter", "reshard",
+                DISPATCH, COMBINE)  # fmt: skip

@@ -207,7 +207,7 @@ class StagedStep:
             holders = [self.cluster.devices[rank] for rank in group]
             sent += fetch_time_s(width * held / len(group), holders, self.cluster.on_cpu)
         chunks = [chunk for chunk in self.times.chunks if chunk.stage == stage]
-        of_head = {path for chunk in chunks if chunk.head for path in chunk.shards}
+        of_head = {x for chunk in chunks if chunk.shares_samples for x in chunk.shards}
         paths = [path for chunk in chunks for path in chunk.slice.parameters if path not in of_head]
         forward, backward = gather_stops_s(
             held, len(modules_of(paths)), self.cluster.devices, self.job.training.precision

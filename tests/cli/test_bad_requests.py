@@ -38,7 +38,7 @@ STRATEGY = (
         "split_beside_copies",
         "--config-dir my strategy=beside",
         "strategy.graph[1].split.patterns is not a key here; use one of: degree, dim, modules, of",
-        "strategy.graph[1].split.dim=tensor is unknown; use one of: auto, vocabulary",
+        "strategy.graph[1].split.dim=tensor is unknown; use one of: auto, experts, vocabulary",
     ),
     Case(
         "nonsense_nesting",

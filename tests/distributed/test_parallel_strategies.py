@@ -143,6 +143,10 @@ STRATEGIES: dict[str, tuple[int, str] | tuple[int, str, tuple[float, ...]]] = {
     "zero1_split2": (4, "{replicate: {zero: 1, of: {split: {degree: 2}}}}"),
     "replicate2_hybrid": (4, f"{{replicate: {{degree: 2, of: {_HYBRID}}}}}"),
     "pipeline_hybrid": (3, pipeline(f"[{_ONE}, {{stage: {{of: {_HYBRID}}}}}]", micro_batches=2)),
+    "pipeline_hybrid_zero1": (
+        3,
+        pipeline(f"[{_ONE}, {{stage: {{of: {_HYBRID.replace('{}', '{zero: 1}')}}}}}]"),
+    ),
     "pipeline_hybrid_uneven": (
         3,
         pipeline(f"[{_ONE}, {{stage: {{of: {_HYBRID}}}}}]", micro_batches=2),

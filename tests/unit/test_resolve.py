@@ -127,7 +127,7 @@ def test_a_split_head_on_the_mixed_cluster() -> None:
     assert plan.rewrite is not None
     assert plan.rewrite.axes["classes"] == tuple(rows)
     assert plan.pipeline is not None
-    ((members,),) = (copy.members for copy in plan.pipeline.copies)
+    (((members,),),) = (copy.members for copy in plan.pipeline.copies)
     assert members[7:9] == ((1099, 1256), (1256, 1349))
     assert [rank.deepspeed for rank in plan.ranks] == [{"0": None, "1": None}] * 16
     assert plan.decisions[-1] == Decision(
@@ -167,7 +167,7 @@ def test_the_cut_is_written_for_the_ranks() -> None:
     assert plan.rewrite is not None
     assert plan.rewrite.axes == {"classes": ((0, 6), (6, 12))}
     assert plan.pipeline is not None
-    assert plan.pipeline.copies[0].members == (((0, 3), (3, 5)),)
+    assert plan.pipeline.copies[0].members == ((((0, 3), (3, 5)),),)
     first, backbone, last = plan.rewrite.segments
     batch, classes = (PlannedShard(0, axis) for axis in ("batch", "classes"))
     assert first == PlannedSegment(

@@ -154,9 +154,12 @@ def _grouped(typed: Typed) -> Typing | None:
 def grouped_mm(typed: Typed) -> Typing | None:
     """Rows of x, sorted by expert, each times its expert's weight [experts, in, out]; the third
     argument says where each expert's rows end. Cut by experts, a rank computes the rows of its
-    own; cut otherwise, it is a product like any other."""
+    own, which it picks out of all or is all it has; cut otherwise, it is a product like any
+    other."""
     weight, x, ends = typed.layout(1), typed.layout(0), typed.value(2, "offs")
     if isinstance(weight, Shard) and weight.dim == 0:
+        if isinstance(x, Shard) and (x.dim, x.axis) == (0, weight.axis):
+            return Typing({}, x, "own_grouped_mm")
         wants: dict[str, Layout] = {ends: R, typed.value(0): ENTERED}
         unite: tuple[tuple[str, str], ...] = ()
         if isinstance(x, Owned) and x.rows == ends:

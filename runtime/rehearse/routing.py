@@ -1,0 +1,27 @@
+"""What routers decide where nothing is computed: that every expert is asked for alike."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+
+from torch import Tensor
+
+from whale_train.runtime.comms import expert_rows
+from whale_train.runtime.comms.layout_collectives import ShardGroup
+
+
+@contextmanager
+def evenly() -> Iterator[None]:
+    """Inside it every member sends as many rows to each as that has experts, of all, and gets as
+    many as if the others had as many rows."""
+
+    def evenly_spread(numbers: Tensor, rows: int, experts: ShardGroup) -> list[list[int]]:
+        ends = [rows * first // experts.total for first in accumulate(experts.sizes, initial=0)]
+        sent = [stop - start for start, stop in pairwise(ends)]
+        return [sent, [sent[experts.rank]] * len(sent)]
+
+    before, expert_rows.on_host = expert_rows.on_host, evenly_spread
+    try:
+        yield
+    finally:
+        expert_rows.on_host = before

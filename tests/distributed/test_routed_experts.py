@@ -1,0 +1,117 @@
+"""Experts spread over the devices that share the samples compute what one device would.
+
+Losses, gradient norms and updated parameters of four steps against `strategy=single`, on mixtures
+nobody adapted, whose tokens go to their experts and come back.
+"""
+
+from pathlib import Path
+
+import pytest
+from tests.distributed import test_parallel_strategies as strategies
+from tests.distributed.cases import OPTIMIZERS, TOLERANCE, hardware
+from tests.distributed.equality import Jobs, assert_equal
+
+_MIXTURE = (
+    "vocab_size: 67, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, "
+    "max_position_embeddings: 16, num_key_value_heads: 2"
+)
+MODELS = {
+    "moe_gpt": (
+        *("model=moe_gpt", "model.vocab_size=67", "model.sequence_length=12", "model.width=32"),
+        *("model.ffn=48", "model.experts=8", "model.depth=2"),
+    ),
+    "mixtral": strategies.hf(
+        "MixtralForCausalLM",
+        f"{_MIXTURE}, intermediate_size: 48, num_local_experts: 8, num_experts_per_tok: 2",
+    ),
+    # With an expert that all tokens go to, beside the others.
+    "qwen2_moe": strategies.hf(
+        "Qwen2MoeForCausalLM",
+        f"{_MIXTURE}, intermediate_size: 48, moe_intermediate_size: 32, num_experts: 8, "
+        "shared_expert_intermediate_size: 40, num_experts_per_tok: 2, decoder_sparse_step: 1",
+    ),
+}
+
+
+def beside(copies: str = "{}") -> str:
+    """Experts over the devices of copies that keep what they have in common as `copies` says."""
+    return f'[{{replicate: {copies}}}, {{split: {{modules: "*.experts", dim: experts}}}}]'
+
+
+_STAGE = '{stage: {of: [{replicate: {degree: 2}}, {split: {modules: "*.experts", dim: experts}}]}}'
+STRATEGIES: dict[str, tuple[int, str, tuple[float, ...]]] = {
+    "over2": (2, beside(), ()),
+    "over4": (4, beside(), ()),
+    "zero1": (2, beside("{zero: 1}"), ()),
+    "zero3": (2, beside("{zero: 3}"), ()),
+    "two_of_2": (4, f"{{replicate: {{degree: 2, of: {beside()}}}}}", ()),
+    "two_of_2_zero1": (4, f"{{replicate: {{degree: 2, of: {beside('{zero: 1}')}}}}}", ()),
+    "over3_unlike": (3, beside(), (5, 2, 1)),
+    "pipeline": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]"), ()),
+    "pipeline_zero1": (
+        8,
+        "{replicate: {degree: 2, zero: 1, of: "
+        + strategies.pipeline(f"[{_STAGE}, {_STAGE}]", micro_batches=2)
+        + "}}",
+        (),
+    ),
+    "widths_1_3_2": (
+        6,
+        strategies.pipeline(
+            f"[{{stage: {{}}}}, {_STAGE.replace('2', '3')}, {_STAGE}]", micro_batches=2
+        ),
+        (),
+    ),
+    "zero_bubble": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]", "zero_bubble", 2), ()),
+}
+CASES = [
+    *((model, name, "sgd") for model in MODELS for name in ("over2", "over4", "over3_unlike")),
+    *((model, "zero1", "momentum") for model in MODELS),
+    *(("moe_gpt", name, "sgd") for name in ("zero3", "two_of_2", "two_of_2_zero1")),
+    ("mixtral", "two_of_2", "adamw"),
+    ("moe_gpt", "over2", "adamw"),
+    *((model, "pipeline", "sgd") for model in MODELS),
+    ("mixtral", "pipeline_zero1", "adamw"),
+    ("qwen2_moe", "widths_1_3_2", "sgd"),
+    ("moe_gpt", "zero_bubble", "momentum"),
+]
+
+
+def overrides(
+    arrays: Path, model: str, strategy: str, optimizer: str, *extra: str
+) -> tuple[list[str], list[str]]:
+    """Return the job, and the same on one device."""
+    devices, graph, speeds = STRATEGIES[strategy]
+    common = [
+        *MODELS[model],
+        *("data=arrays", f"data.path={arrays / 'tokens'}.npz", "data.shuffle=false"),
+        *OPTIMIZERS[optimizer],
+        *(f"train.steps={strategies.STEPS}", f"train.global_batch={strategies.GLOBAL_BATCH}"),
+        *extra,
+    ]
+    spread = [*common, f"strategy.graph={graph}", *hardware(devices, speeds)]
+    return spread, [*common, "strategy=single", *hardware(1, ())]
+
+
+@pytest.mark.parametrize(("model", "strategy", "optimizer"), CASES)
+def test_equals_one_device(
+    model: str, strategy: str, optimizer: str, jobs: Jobs, arrays: Path
+) -> None:
+    spread, single = overrides(arrays, model, strategy, optimizer)
+    assert_equal(jobs.run(spread), jobs.run(single), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("train.accumulate=2",),
+        ("train.grad_clip=0.05",),
+        ("train.evaluate_every=2", "data.evaluation_fraction=0.5"),
+    ],
+    ids=lambda extra: extra[0],
+)
+def test_steps_in_parts_clipped_or_evaluated(
+    extra: tuple[str, ...], jobs: Jobs, arrays: Path
+) -> None:
+    spread, single = overrides(arrays, "mixtral", "over2", "sgd", *extra)
+    assert_equal(jobs.run(spread), jobs.run(single), TOLERANCE)
