@@ -64,7 +64,8 @@ class Mesh:
 class Candidate:
     """A strategy. `micro_batches` 0: it is no pipeline, not even of one stage. `offload` is what
     is kept on the host: `none`, `optimizer`, or `all` (parameters too). `dim` is what its splits
-    divide, as in a strategy file."""
+    divide, as in a strategy file. `experts` are the devices that a mixture's are spread over beside
+    copies of the rest (0: it has none, or they are not)."""
 
     mesh: Mesh
     micro_batches: int = 0
@@ -73,6 +74,7 @@ class Candidate:
     offload: str = "none"
     split_head: bool = False
     dim: str = "auto"
+    experts: int = 0
 
     @property
     def family(self) -> str:
@@ -80,6 +82,8 @@ class Candidate:
         mesh = self.mesh
         if self.split_head:
             return "copies beside a split head"
+        if self.experts:
+            return "copies beside experts"
         if mesh.stages == 1 and mesh.shards == 1:
             if self.offload != "none":
                 return "copies, offload"
@@ -105,6 +109,7 @@ class Candidate:
         words = [f"{mesh.copies} x {' + '.join(words)}" if words else copies]
         words += ["by sequence"] if self.dim == "sequence" else []
         words += ["split head"] if self.split_head else []
+        words += [f"experts over {self.experts}"] if self.experts else []
         if self.micro_batches:
             words.append(f"{self.micro_batches} micro-batches")
         words += [self.schedule] if mesh.stages > 1 else []
@@ -116,6 +121,10 @@ class Candidate:
         """Return the strategy as the `graph:` of a file."""
         if self.split_head:
             return [{"replicate": self._keeping()}, {"split": {"modules": "head"}}]
+        if self.experts:
+            beside = [{"replicate": self._keeping()}, {"split": {"dim": "experts"}}]
+            groups = self.mesh.copies // self.experts
+            return beside if groups == 1 else {"replicate": {"degree": groups, "of": beside}}
         if self.micro_batches:
             inner: Any = {"of": self._pipeline()}
         elif self.mesh.shards > 1:

@@ -22,7 +22,11 @@ from whale_train.strategies.estimate.needs import Needs
 from whale_train.strategies.estimate.pipeline_times import in_flight_of, pipeline_s
 from whale_train.strategies.estimate.stage_dp import Cut, Hop, StageCosts, cut
 from whale_train.strategies.estimate.transfers import Transfers
-from whale_train.strategies.estimate.whole_copies import beside_split_head, unexported
+from whale_train.strategies.estimate.whole_copies import (
+    beside_experts,
+    beside_split_head,
+    unexported,
+)
 from whale_train.strategies.hardware.cluster import Cluster, Device
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
 from whale_train.strategies.plan.training import Training
@@ -64,6 +68,8 @@ class Estimator:
         try:
             if candidate.split_head:
                 return beside_split_head(self, candidate)
+            if candidate.experts:
+                return beside_experts(self, candidate)
             if self.costs.findings.profile.graph is None:
                 return unexported(self, candidate)
             return self._pipeline(candidate)

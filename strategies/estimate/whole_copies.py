@@ -1,9 +1,11 @@
-"""The estimates of copies that are not cut: of a model nobody can export, beside a split head."""
+"""The estimates of copies that are not cut: of a model nobody can export, beside a split head, and
+beside experts."""
 
 from math import inf
 from typing import TYPE_CHECKING
 
 from whale_train.strategies.cost.collectives import gather_time_s, group_link
+from whale_train.strategies.cost.resharding import routing_times
 from whale_train.strategies.estimate.candidates import Candidate, Estimate
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
 
@@ -56,4 +58,39 @@ def beside_split_head(of: "Estimator", candidate: Candidate) -> Estimate:
         summed = of.sums.after_s(candidate, part, elements, backward, device)
         slowest = max(slowest, body + split + 2 * bridge + gathers + summed)
     slowest = max(slowest, of.by_processors(mesh, 1, body + split))
+    return Estimate(slowest + of.sums.norm_s)
+
+
+def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
+    """Return the estimate for copies of everything but experts, which are spread over some of the
+    copies' devices: every device computes as many rows as it has, if experts are asked for
+    alike."""
+    findings, mesh, part = of.costs.findings, candidate.mesh, candidate.mesh.parts[0]
+    count, spread = len(of.cluster.devices), candidate.experts
+    if findings.experts is None or spread > min(findings.experts.sharded.axes.values()):
+        return Estimate(inf)
+    experts = findings.expert_elements
+    elements = findings.trained_elements - experts
+    need = of.needs.element_bytes(candidate, count) * elements
+    need += of.needs.standing_bytes(candidate)
+    need += of.needs.element_bytes(Candidate(mesh), 1) * experts / spread
+    routing = routing_times(
+        findings.graph,
+        findings.experts.sharded.assignment,
+        of.training.precision,
+        of.cluster,
+        range(spread),
+        of.training.global_batch * spread / count,
+    ).total
+    slowest = 0.0
+    for alike in of.copies_of(mesh):
+        device = alike.devices[0]
+        if need > device.room_bytes:
+            return Estimate(inf, need - device.room_bytes)
+        times = of.seconds(device, part, "auto", alike.samples)
+        whole, backward = times.total[-1], times.total[-1] - times.forward[-1]
+        gathers = sum(of.sums.gathers_s(candidate, part, device))
+        summed = of.sums.after_s(candidate, part, elements, backward, device)
+        slowest = max(slowest, whole + routing + gathers + summed)
+    slowest = max(slowest, of.by_processors(mesh, 1, slowest))
     return Estimate(slowest + of.sums.norm_s)

@@ -69,7 +69,13 @@ def _candidate(strategy: Strategy, cluster: Cluster, training: Training) -> Cand
         return None
     if not needs_graph(strategy) or form.members > 1:
         mesh = Mesh(devices, count, (Part("", 1, 1, 1),))
-        return _kept(Candidate(mesh, split_head=form.members > 1), form.keeper)
+        has_experts = any(s.split is not None and s.split.dim == "experts" for s in form.stages)
+        beside = (
+            Candidate(mesh, experts=form.members)
+            if has_experts
+            else Candidate(mesh, split_head=form.members > 1)
+        )
+        return _kept(beside, form.keeper)
     seated = seats([(s.device, s.copies, s.shards) for s in form.stages], form.copies,
                    cluster.devices)  # fmt: skip
     kinds = []

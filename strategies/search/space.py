@@ -31,7 +31,8 @@ class Space:
     """All that may be chosen for a model of which `places` parts have parameters of their own, in
     steps of `global_batch` samples, on `devices` of `cluster`. `exported`: its graph is known, and
     so can be cut; `shared`: copies, and micro-batches, may share its batch; `zero`: optimizers may
-    be partitioned, and `offload`ed; `split_head`: it has an output projection to split;
+    be partitioned, and `offload`ed; `split_head`: it has an output projection to split; `experts`:
+    so many of a mixture's may be spread;
     `sole_micro_batch`: a copy's samples may not be taken in pieces; `use_all`: no device may stay
     idle; `wide_splits`: shard groups may leave a node; `unlike` are the numbers of processes whose
     times cannot be compared with those of all."""
@@ -45,6 +46,7 @@ class Space:
     zero: bool = True
     offload: bool = True
     split_head: bool = False
+    experts: int = 0
     sole_micro_batch: bool = False
     use_all: bool = False
     wide_splits: bool = False
@@ -207,12 +209,25 @@ class Space:
             if self.split_head and mesh.shards == 1 and mesh.copies > 1:
                 for zero, offload in self._keepings(several, 3):
                     yield Candidate(mesh, 0, "1f1b", zero, offload, split_head=True)
+            for size in self._expert_groups(mesh):
+                for zero in (0, 1, 2, 3) if self.zero else (0,):
+                    yield Candidate(mesh, 0, "1f1b", zero, experts=size)
             return
         schedules = ["1f1b", "zero_bubble"] if mesh.stages > 1 else ["1f1b"]
         if 1 < mesh.stages <= self.places // VIRTUAL_STAGES:
             schedules.append("interleaved_1f1b")
         for schedule, (zero, offload) in product(schedules, self._keepings(several, 1)):
             yield Candidate(mesh, micro_batches, schedule, zero, offload, dim=dim)
+
+    def _expert_groups(self, mesh: Mesh) -> Sequence[int]:
+        """Return over how many of the copies of the rest experts are spread: as many as there are
+        experts for, as many as those divide by, and a node's."""
+        if not self.experts or mesh.shards > 1 or mesh.copies == 1:
+            return ()
+        sizes = [n for n in divisors(mesh.copies) if 1 < n <= self.experts]
+        in_node = gcd(*(len(node.devices) for node in self.cluster.nodes))
+        even = [n for n in sizes if self.experts % n == 0]
+        return sorted({*sizes[-1:], *even[-1:], *(n for n in sizes if n == in_node)})
 
     def keeps(self, zero: int, offload: str) -> bool:
         """Return whether copies may keep their optimizer's state so."""
@@ -264,6 +279,7 @@ def space_of(
         zero=training.optimizer != "lamb" and not profile.perhaps_unused,
         offload=can_offload,
         split_head=exported and bool(findings.heads),
+        experts=min(findings.experts.sharded.axes.values()) if exported and findings.experts else 0,
         sole_micro_batch=normed,
         use_all=use_all,
         unlike=unlike,

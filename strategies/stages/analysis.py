@@ -18,6 +18,11 @@ from whale_train.strategies.memory.engine_memory import weight_width
 from whale_train.strategies.partition.equal_blocks import Likeness
 from whale_train.strategies.partition.output_head import Head, find_heads
 from whale_train.strategies.partition.pipeline_partition import Sequenced, sequenced
+from whale_train.strategies.partition.routed_experts import (
+    RoutedExperts,
+    RoutingRefused,
+    route_experts,
+)
 from whale_train.strategies.tensor_parallel.choose import Sharded
 
 _Result = TypeVar("_Result")
@@ -131,6 +136,26 @@ class Findings:
     @cached_property
     def heads(self) -> tuple[Head, ...]:
         return find_heads(self.profile)
+
+    @cached_property
+    def experts(self) -> RoutedExperts | None:
+        """The experts of a mixture, as they lie over any devices; None where there are none that
+        rows can be sent to."""
+        graph = self.profile.graph
+        if graph is None:
+            return None
+        names = tuple(operation.name for operation in graph)
+        try:
+            return route_experts(graph, names, (), self.profile.weights_read(names), 2, "experts")
+        except RoutingRefused:
+            return None
+
+    @cached_property
+    def expert_elements(self) -> float:
+        """The elements of the experts of a mixture that are trained."""
+        weights = self.experts.sharded.weights if self.experts else ()
+        by_path = self.profile.parameter_by_path
+        return float(sum(by_path[path].elements for path in weights if path in by_path))
 
     @cached_property
     def order(self) -> Sequenced:

@@ -8,7 +8,7 @@ from tests.cli.command import Answer, whale_train_process
 from tests.cli.refused import Case
 
 STRATEGIES = (
-    "3d, auto, dp, hybrid_split_dp, interleaved, pipeline, single, split, split_dp, "
+    "3d, auto, dp, experts_dp, hybrid_split_dp, interleaved, pipeline, single, split, split_dp, "
     "split_sequence, split_zero3, zero1, zero1_pipeline, zero2, zero2_offload, zero3, "
     "zero3_offload, zero_bubble"
 )

@@ -144,6 +144,10 @@ STRATEGIES: dict[str, tuple[Node, ...]] = {
         Replicate("strategy.graph[0].replicate"),
         Split("strategy.graph[1].split", modules=("head",)),
     ),
+    "experts_dp": (
+        Replicate("strategy.graph[0].replicate"),
+        Split("strategy.graph[1].split", dim="experts"),
+    ),
     "split": (Split("strategy.graph.split"),),
     "split_sequence": (Split("strategy.graph.split", dim="sequence"),),
     "split_dp": (

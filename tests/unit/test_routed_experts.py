@@ -1,0 +1,110 @@
+"""Experts beside copies: what is found in a graph, planned of it, found by search, and refused."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.unit.operation_graphs import gpt as dense
+from tests.unit.plan_requests import strategy_of, training
+
+from whale_train.errors import PlanError
+from whale_train.models.options import ModelOptions
+from whale_train.models.profile.measure import profile_model
+from whale_train.strategies.grammar.nodes import read_strategy
+from whale_train.strategies.graph.operation_graph import InputField, ModelProfile
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.resolver.resolve import resolve
+from whale_train.strategies.search.search import search
+from whale_train.strategies.stages.analysis import Findings
+
+TOKENS = tuple(InputField(name, (16,), "int64", 31) for name in ("input_ids", "labels"))
+EXPERTS = ["replicate", {"split": {"dim": "experts"}}]
+FAST = Link("link", 1e11, 1e-6)
+
+
+@pytest.fixture(scope="module")
+def mixture() -> ModelProfile:
+    options = {
+        "_target_": "whale_train.models.moe_gpt.MoEGPT",
+        **{"vocab_size": 31, "sequence_length": 16, "width": 32, "ffn": 2048, "depth": 2},
+        **{"experts": 8, "loss": "model", "samples_are_independent": True},
+    }
+    return profile_model(ModelOptions.from_mapping(options), "mixture", TOKENS)
+
+
+def cluster(*speeds: float, link: Link = FAST) -> Cluster:
+    devices = [Device(f"device_{s:g}", {"fp32": s * 1e12}, 1e11, s * 1e11) for s in speeds]
+    return Cluster("cluster", (Node(tuple(devices), link),), link)
+
+
+def planned(graph: Any, profile: ModelProfile, on: Cluster, batch: int = 32) -> Plan:
+    return resolve(strategy_of({"graph": graph}), on, profile, training(batch))
+
+
+def test_what_runs_where_experts_are(mixture: ModelProfile) -> None:
+    found = Findings(mixture, "fp32").experts
+    assert found is not None
+    assert mixture.graph is not None
+    kinds = Counter(mixture.graph[name].target for name in found.operations)
+    assert kinds == {"whale_train.grouped_mm.default": 4, "aten.gelu.default": 2}
+    assert found.sharded.axes == {"experts.8": 8}
+    casts = Counter(cast.kind for cast in found.sharded.assignment.casts)
+    # Numbers are asked for once a mixture, by both of its products.
+    assert casts == {"dispatch": 2, "exchange": 4, "combine": 2}
+
+
+def test_the_rest_is_copied_and_experts_follow_speed(mixture: ModelProfile) -> None:
+    plan = planned(EXPERTS, mixture, cluster(5, 2, 1))
+    backbone, experts = plan.task_graphs
+    assert (backbone.name, experts.name) == ("backbone", "experts")
+    assert {len(set(x)) for x in experts.shards.values()} == {3}
+    assert next(iter(experts.shards.values())) == ((0, 5), (5, 7), (7, 8))
+    assert set(backbone.parameters).isdisjoint(experts.parameters)
+    assert len(backbone.parameters) + len(experts.parameters) == len(mixture.parameters)
+    assert sum(backbone.shares) == 32
+    assert backbone.shares[0] > backbone.shares[1] > backbone.shares[2]
+    assert plan.groups["backbone.data_parallel"] == ((0, 1, 2),)
+    assert "experts.data_parallel" not in plan.groups
+
+
+def test_copies_of_experts_have_groups_of_their_own(mixture: ModelProfile) -> None:
+    graph = {"replicate": {"degree": 2, "of": EXPERTS}}
+    plan = planned(graph, mixture, cluster(1, 1, 1, 1))
+    assert plan.groups["backbone.data_parallel"] == ((0, 1, 2, 3),)
+    assert plan.groups["experts.data_parallel"] == ((0, 2), (1, 3))
+    assert plan.groups["experts.model_parallel"] == ((0, 1), (2, 3))
+
+
+def test_a_device_has_its_part_of_the_experts(mixture: ModelProfile) -> None:
+    whole, spread = (
+        planned(graph, mixture, cluster(*[1] * 8)).ranks[0].memory_bytes
+        for graph in ("replicate", EXPERTS)
+    )
+    experts = Findings(mixture, "fp32").expert_elements
+    rest = mixture.parameter_elements - experts
+    assert whole.parameters == 4 * mixture.parameter_elements + mixture.buffer_bytes
+    assert spread.parameters == 4 * (rest + experts / 8) + mixture.buffer_bytes
+
+
+def test_the_search_knows_of_it(mixture: ModelProfile) -> None:
+    faults: list[Any] = []
+    auto = read_strategy({"graph": "auto"}, "auto", faults)
+    assert auto is not None
+    slow = Link("network", 1e9, 1e-5)
+    found = search(auto, cluster(*[1] * 8, link=slow), Findings(mixture, "fp32"), training(512))
+    assert found.written["graph"] == [{"replicate": {}}, {"split": {"dim": "experts"}}]
+
+
+def test_there_are_as_many_experts_as_devices(mixture: ModelProfile) -> None:
+    assert planned(EXPERTS, mixture, cluster(*[1] * 8)).world_size == 8
+    with pytest.raises(PlanError) as refused:
+        planned(EXPERTS, mixture, cluster(*[1] * 9))
+    says = "finds no stacks of at least 9 experts in token ... lm_head"
+    assert says in str(refused.value.faults[0])
+
+
+def test_a_model_without_a_mixture_is_refused() -> None:
+    with pytest.raises(PlanError) as refused:
+        planned(EXPERTS, dense(), cluster(1, 1), 64)
+    assert "finds no stacks of at least 2 experts" in str(refused.value.faults[0])
