@@ -1,14 +1,16 @@
 """The product of every expert with its own rows, as one operation that can be exported.
 
 torch has the kernel (`functional.grouped_mm`), but traces it in bf16 alone; here it is wrapped so
-that shapes, gradients and FLOPs are known in every floating type. It knows nothing of whale-train.
+that shapes, gradients and FLOPs are known in every floating type, and autocast lowers it as other
+products. It knows nothing of whale-train.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
@@ -52,6 +54,24 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 grouped_mm.register_autograd(_gradients, setup_context=_keep)
+
+
+def _autocast(device: str, key: DispatchKey) -> Callable[..., Tensor]:
+    """Return the product under autocast, which runs it as it does others: in its 16 bits."""
+
+    def lowered(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        dtype = torch.get_autocast_dtype(device)
+        with _ExcludeDispatchKeyGuard(DispatchKeySet(key)):
+            made: Tensor = grouped_mm(rows.to(dtype), weight.to(dtype), ends)
+            return made
+
+    return lowered
+
+
+# The kernels last as long as this. (torch.library.register_autocast casts to one given dtype.)
+_KERNELS: Any = torch.library.Library("whale_train", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _device, _key in (("cpu", DispatchKey.AutocastCPU), ("cuda", DispatchKey.AutocastCUDA)):
+    _KERNELS.impl("grouped_mm", _autocast(_device, _key), _key.name)
 
 
 @register_flop_formula([torch.ops.whale_train.grouped_mm])

@@ -116,7 +116,7 @@ def assemble_stages(
     engines: dict[int, Engine] = {}
     for task_graph in task_graphs:
         owned = [x for each in written for owner, x in each.segments if owner == task_graph.id]
-        runs, excess = bool(owned), 1
+        runs, excess = bool(owned), None
         if not runs:  # another TaskGraph runs what this one has
             owned = [SegmentModule((), (), {path: tensors[path] for path in task_graph.parameters})]
             excess = engines[task_graphs[0].id].scale

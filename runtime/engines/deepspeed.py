@@ -35,7 +35,8 @@ from whale_train.strategies.resolver.deepspeed_config import for_processes
 class DeepSpeedEngine:
     """Copies that partition what they have in common: ZeRO 1 to 3, offload. A `precision` of 16
     bits is autocast; of `copies.narrow` the engine holds what autocast would make of them, and
-    accumulates and reduces every gradient in fp32 (docs/adr/007)."""
+    accumulates and reduces every gradient in fp32 (docs/adr/007). Where another engine runs these
+    parameters, their gradients are made `excess` times too large."""
 
     loss_scale: Tensor | None = None
     reduction = None
@@ -48,6 +49,7 @@ class DeepSpeedEngine:
         config: dict[str, Any],
         device: torch.device,
         precision: str,
+        excess: int | None = None,
     ) -> None:
         deepspeed = import_deepspeed()
         use_accelerator(device)
@@ -59,6 +61,7 @@ class DeepSpeedEngine:
         self.on_gradients: Callable[[], None] | None = None
         self._is_first_copy = copies.is_first
         self._stage = config["zero_optimization"]["stage"]
+        self._excess = excess
         # DeepSpeed will average what is then the same on all copies.
         self._shared = Reduction((), None, copies.shared, copies.shards * copies.size)
         for parameter in module.parameters():
@@ -119,6 +122,9 @@ class DeepSpeedEngine:
         return nullcontext()  # ZeRO 1 reduces in the step, 2 and 3 partition every gradient
 
     def finish_backward(self) -> None:
+        if self._excess is not None:  # DeepSpeed will average them over the copies
+            gradients = [p.grad for p in self._trained if p.grad is not None]
+            torch._foreach_mul_(gradients, self.copies / self._excess)
         self._shared.finish()
 
     def set_learning_rate(self, lr: float) -> None:

@@ -21,7 +21,7 @@ def make_engine(
     *,
     may_skip_parameters: bool = False,
     overlap: bool = True,
-    excess: int = 1,
+    excess: int | None = None,
 ) -> Engine:
     """Return the engine of `module`, what `seat.rank` holds of `task_graph`: DeepSpeed's where the
     plan has a configuration for it and there are copies to partition among. The rest is as for
@@ -33,7 +33,7 @@ def make_engine(
             return seat.stand_ins.zero(
                 module, copies, config, optimizer, seat.device, plan.precision
             )
-        return DeepSpeedEngine(module, copies, config, seat.device, plan.precision)
+        return DeepSpeedEngine(module, copies, config, seat.device, plan.precision, excess)
     return TorchEngine(
         module,
         copies,
@@ -42,6 +42,6 @@ def make_engine(
         seat.device,
         may_skip_parameters=may_skip_parameters,
         overlap=overlap,
-        excess=excess,
+        excess=excess or 1,
         buckets=None if seat.stand_ins is None else seat.stand_ins.buckets,
     )

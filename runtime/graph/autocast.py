@@ -26,6 +26,7 @@ _LOWERED = frozenset((
     "cudnn_convolution_transpose", "einsum", "gru_cell", "linalg_multi_dot", "linalg_vecdot",
     "linear", "lstm_cell", "matmul", "mm", "mv", "prelu", "rnn_relu_cell", "rnn_tanh_cell",
     "scaled_dot_product_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell",
+    "grouped_mm",  # ours
 ))  # fmt: skip
 _WIDEST = frozenset((
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
@@ -120,15 +121,16 @@ def _register() -> tuple[Any, Any]:
     """Have the key's kernels cast as CUDA's; what has none falls through. They last as long as what
     is returned."""
     library: Any = torch.library.Library
-    others, kernels = library("_", "IMPL", _KEY.name), library("aten", "IMPL", _KEY.name)
+    others = library("_", "IMPL", _KEY.name)
+    kernels = {space: library(space, "IMPL", _KEY.name) for space in ("aten", "whale_train")}
     others.fallback(torch.library.fallthrough_kernel)
     for schema in torch._C._jit_get_all_schemas():
         space, _, name = schema.name.partition("::")
         full = f"{name}.{schema.overload_name}" if schema.overload_name else name
-        if space != "aten" or not _has_kernel(f"aten::{full}"):
+        if space not in kernels or not _has_kernel(f"{space}::{full}"):
             continue
-        packet = getattr(torch.ops.aten, name)
-        kernels.impl(full, _kernel(name, getattr(packet, schema.overload_name or "default")))
+        packet = getattr(getattr(torch.ops, space), name)
+        kernels[space].impl(full, _kernel(name, getattr(packet, schema.overload_name or "default")))
     return others, kernels
 
 

@@ -35,7 +35,6 @@ def update(
 
     plain = [cast(WholeEngine, engine) for engine in engines if not engine.partitions]
     partitioned = [cast(PartitionedEngine, engine) for engine in engines if engine.partitions]
-    assert len(partitioned) <= 1, "each DeepSpeed step wants the whole norm before the next"
     skips = loss_scale is not None or skips_bad
     for engine in engines:
         engine.loss_scale = loss_scale
@@ -46,20 +45,25 @@ def update(
             plain_engine.step(None, 0.0)
         return None
     counted = [engine.squared_norm() for engine in plain if counts(engine)]
-    squared = torch.stack(counted).sum() if counted else None
     total: list[Tensor] = []
 
-    def global_squared(own: Tensor | None, is_counted: bool) -> Tensor:
-        parts = [x for x in (squared, own if is_counted else None) if x is not None]
-        mine = torch.stack(parts).sum() if parts else torch.zeros((), device=device)
-        total.append(mine if sum_over_job is None else sum_over_job(mine))
+    def steps(waiting: Sequence[PartitionedEngine], squared: list[Tensor]) -> Tensor:
+        """Return the global squared norm, of which parts are known, after the steps of `waiting`:
+        each tells its own inside of its step, and wants the global one there, so that the others
+        are taken inside of that."""
+        if not waiting:
+            mine = torch.stack(squared).sum() if squared else torch.zeros((), device=device)
+            total.append(mine if sum_over_job is None else sum_over_job(mine))
+            return total[0]
+        engine, *others = waiting
+
+        def whole(own: Tensor) -> Tensor:
+            return steps(others, [*squared, own] if counts(engine) else squared)
+
+        engine.step(whole, skips)
         return total[0]
 
-    for engine in partitioned:
-        engine.step(lambda own, e=engine: global_squared(own, counts(e)), skips)  # type: ignore[misc]
-    if not partitioned:
-        global_squared(None, False)
-    norm = total[0].sqrt()
+    norm = steps(partitioned, counted).sqrt()
     if loss_scale is not None:
         norm = norm / loss_scale
     found_inf = (~norm.isfinite()).float() if skips else None

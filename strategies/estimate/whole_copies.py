@@ -73,7 +73,7 @@ def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
     elements = findings.trained_elements - experts
     need = of.needs.element_bytes(candidate, count) * elements
     need += of.needs.standing_bytes(candidate)
-    need += of.needs.element_bytes(Candidate(mesh), 1) * experts / spread
+    need += of.needs.element_bytes(_of_experts(candidate), count // spread) * experts / spread
     routing = routing_times(
         findings.graph,
         findings.experts.sharded.assignment,
@@ -94,3 +94,11 @@ def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
         slowest = max(slowest, whole + routing + gathers + summed)
     slowest = max(slowest, of.by_processors(mesh, 1, slowest))
     return Estimate(slowest + of.sums.norm_s)
+
+
+def _of_experts(candidate: Candidate) -> Candidate:
+    """Return how experts beside a candidate's rest are kept (`Staging.keeper_of_experts`)."""
+    alone = candidate.mesh.copies == candidate.experts and candidate.offload == "none"
+    zero = 0 if alone else min(candidate.zero, 1)
+    offload = "none" if candidate.offload == "none" else "optimizer"
+    return Candidate(candidate.mesh, zero=zero, offload=offload)

@@ -45,9 +45,10 @@ OWN, INSIDE = -1, -2
 PRODUCTS = ("aten.linear.default", "aten.addmm.default")
 LOOKUP = "aten.embedding.default"
 
-# What autocast runs in 16 bits, on CPUs and GPUs alike, casting every floating-point operand.
+# What autocast runs in 16 bits, on CPUs and GPUs alike, casting every floating-point operand; the
+# last is models/grouped_product.py's.
 LOWERED = ("linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d",
-           "scaled_dot_product_attention")  # fmt: skip
+           "scaled_dot_product_attention", "grouped_mm")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,16 @@ from whale_train.strategies.plan.training import Training
 
 
 def kept_on_hosts(
-    node: Replicate | None,
-    owned: Callable[[], Sequence[float]],
-    cluster: Cluster,
-    training: Training,
+    node: Replicate | None, of_ranks: Callable[[], Sequence[float]], cluster: Cluster
 ) -> Sequence[float]:
     """Return the bytes that every host of `cluster` keeps of its ranks, if `node` offloads anything
-    of theirs: of so many parameters `owned` by each rank. A CPU process's memory is the host's, and
-    counted as its own. Raises PlanError where it is more than some host has."""
-    if node is None or cluster.on_cpu or not _offloaded(node):
+    of theirs: so many `of_ranks`. A CPU process's memory is the host's, and counted as its own.
+    Raises PlanError where it is more than some host has."""
+    if node is None or cluster.on_cpu or not offloaded(node):
         return ()
-    kept, each = [0.0] * len(cluster.nodes), host_bytes(node.zero, _offloaded(node), training)
-    for number, elements in zip(cluster.node_of, owned(), strict=True):
-        kept[number] += each * elements
+    kept = [0.0] * len(cluster.nodes)
+    for number, num_bytes in zip(cluster.node_of, of_ranks(), strict=True):
+        kept[number] += num_bytes
     short = [
         num_bytes - (inf if there.host is None else there.host.memory_bytes)
         for num_bytes, there in zip(kept, cluster.nodes, strict=True)
@@ -45,7 +42,7 @@ def offload_decisions(
     """Yield how much the hosts keep, as `kept_on_hosts` has it."""
     if node is None or not kept:
         return
-    reason = f"{' and '.join(_offloaded(node))} on the hosts: {in_bytes(sum(kept))} in all"
+    reason = f"{' and '.join(offloaded(node))} on the hosts: {in_bytes(sum(kept))} in all"
     if len(kept) > 1:
         most = "at most " if max(kept) > min(kept) else ""
         reason += f", {most}{in_bytes(max(kept))} on each of {len(kept)}"
@@ -54,17 +51,18 @@ def offload_decisions(
     yield Decision(f"{node.path}.offload", "cpu", "", reason)
 
 
-def _offloaded(node: Replicate) -> Sequence[str]:
+def offloaded(node: Replicate) -> Sequence[str]:
+    """Return what of parameters and optimizer is on the hosts."""
     return [w for w in ("optimizer", "parameters") if getattr(node, f"offload_{w}") == "cpu"]
 
 
-def host_bytes(zero: int, offloaded: Collection[str], training: Training) -> float:
+def host_bytes(zero: int, there: Collection[str], training: Training) -> float:
     """Return the bytes on the host of a parameter whose copies are partitioned, if its `optimizer`
-    is `offloaded`: fp32 values for that, its states and, from ZeRO 2 on, the gradient; and if its
+    is `there`: fp32 values for that, its states and, from ZeRO 2 on, the gradient; and if its
     `parameters` are, the weight."""
     found = 0.0
-    if "optimizer" in offloaded:
+    if "optimizer" in there:
         found += 4 * (1 + training.optimizer_states) + (4 if zero >= 2 else 0)
-    if "parameters" in offloaded:
+    if "parameters" in there:
         found += precision_bytes(training.precision, zero, apart=True).weights
     return found

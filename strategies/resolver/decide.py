@@ -15,7 +15,12 @@ from whale_train.errors import Fault, PlanError
 from whale_train.quantities import in_bytes, in_seconds
 from whale_train.strategies.grammar.nodes import Strategy
 from whale_train.strategies.hardware.cluster import Cluster
-from whale_train.strategies.memory.host_memory import kept_on_hosts, offload_decisions
+from whale_train.strategies.memory.host_memory import (
+    host_bytes,
+    kept_on_hosts,
+    offload_decisions,
+    offloaded,
+)
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.boundary_search import Look, move_ends
@@ -29,7 +34,7 @@ from whale_train.strategies.simulate.prediction import Simulated
 from whale_train.strategies.stages.analysis import Findings
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.chunks import Chunked, chunked
-from whale_train.strategies.stages.engines import held_of_stages
+from whale_train.strategies.stages.engines import engines_of_stages
 from whale_train.strategies.stages.micro_batches import (
     Batches,
     BatchTooLargeError,
@@ -87,7 +92,7 @@ def _look(job: Staging, cut: Chunked, micro_batches: int) -> Look[_Resolved]:
     ranks = len(job.cluster.devices)
     if short > 0:
         return Look(_Resolved(cut, decided, None, ()), short, inf, ranks)
-    kept = kept_on_hosts(job.form.keeper, lambda: _owned(job, cut), job.cluster, job.training)
+    kept = kept_on_hosts(job.form.keeper, lambda: _on_hosts(job, cut), job.cluster)
     spans = (step := simulated_step(job, decided)).spans
     return Look(_Resolved(cut, decided, step, kept), short, spans.seconds, len(spans.tasks) + ranks)
 
@@ -155,15 +160,20 @@ def _considered(
     return Considered(step, plan, on, look.work, cut.places)
 
 
-def _owned(job: Staging, cut: Chunked) -> Sequence[float]:
-    """Return how many parameters every rank has a part of its own of, where copies partition
-    them."""
-    held, found = held_of_stages(job, cut.chunks, cut.axes), []
+def _on_hosts(job: Staging, cut: Chunked) -> Sequence[float]:
+    """Return the bytes that the host of every rank keeps of what the rank has a part of its own of,
+    where copies partition and offload it."""
+    engines, found = engines_of_stages(job, cut.chunks, cut.axes), []
     for rank in range(len(job.cluster.devices)):
         copy, position = job.place_of(rank)
         stage = job.seats.stage_of[position]
         member = job.seats.positions[copy][position].index(rank)
-        found.append(held[stage][member] / len(job.copies_of_rest[stage][0]))
+        kept = 0.0
+        for engine in engines[stage]:
+            if engine.keeper is not None:
+                each = host_bytes(engine.keeper.zero, offloaded(engine.keeper), job.training)
+                kept += each * engine.elements[member] / len(engine.groups[0])
+        found.append(kept)
     return found
 
 

@@ -77,8 +77,9 @@ def written(
             if form.stages[stage].body and number == numbers[0]:  # beside a split head
                 groups[f"{name}.data_parallel"] = job.copies_of_rest[stage]
                 continue
-            is_head = form.stages[stage].body is not None
-            if not is_head or form.copies * form.stages[stage].copies > 1:
+            is_beside = form.stages[stage].body is not None
+            alone = is_beside and form.copies * form.stages[stage].copies == 1
+            if not alone or _keeper_beside(job, stage, decided.chunks):
                 groups[f"{name}.data_parallel"] = job.data_parallel[stage]
             if not job.as_is:
                 groups[f"{name}.model_parallel"] = job.replicas[stage]
@@ -215,6 +216,7 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
         shares=tuple(members),
     )
     yield _cut(job, body, {}, decided.axes)
+    keeper = _keeper_beside(job, stage, mine)
     beside = replace(
         whole,
         id=job.task_graphs[stage][1],
@@ -222,13 +224,19 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
         primitive="split",
         path=form.split.path,
         modules=split.modules,
-        zero=0,
-        offload=_offload(None),
+        zero=keeper.zero if keeper else 0,
+        offload=_offload(keeper),
         parameters=_listed(job, shards),
         flops=split.flops,
         narrow=(),
     )
     yield _cut(job, beside, shards, decided.axes)
+
+
+def _keeper_beside(job: Staging, stage: int, chunks: Sequence[StageChunk]) -> Replicate | None:
+    """Return how what is split beside a stage's rest is kept, if not whole: experts are."""
+    routed = any(chunk.routed for chunk in chunks if chunk.stage == stage)
+    return job.keeper_of_experts(stage) if routed else None
 
 
 @dataclass(frozen=True)
@@ -315,19 +323,11 @@ def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
     stage = job.stage_of_rank(rank)
     samples = _own_samples(job, rank, decided.batches)
     largest = max((stop - start for start, stop in samples), default=0)
-    keeper, config = job.form.keeper, None
-    partitions = len(job.copies_of_rest[stage][0]) > 1
-    if keeper is not None and keeper.zero and (partitions or keeper.offloads):
-        offloaded = keeper.offload_optimizer == "cpu"
-        config = deepspeed_config(
-            keeper,
-            largest,
-            job.training.grad_clip,
-            deepspeed_optimizer(job.training.optimizer, job.training.optimizer_options, offloaded),
-            job.cluster.on_cpu,
-            job.training.reduce_dtype,
-        )
-    rest, *head = job.task_graphs[stage]  # of a split head, every member has its own part
+    keeper = job.form.keeper
+    several = len(job.copies_of_rest[stage][0]) > 1
+    config = _config(job, keeper if several or (keeper and keeper.offloads) else None, largest)
+    of_experts = _config(job, _keeper_beside(job, stage, decided.chunks), largest)
+    rest, *beside = job.task_graphs[stage]
     return RankPlan(
         rank=rank,
         node=job.cluster.node_of[rank],
@@ -336,9 +336,19 @@ def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
         micro_batch_size=largest,
         micro_batches=len(samples),
         memory_bytes=decided.memory[rank],
-        deepspeed={str(rest): config, **{str(number): None for number in head}},
+        deepspeed={str(rest): config, **{str(number): of_experts for number in beside}},
         samples=samples,
     )
+
+
+def _config(job: Staging, keeper: Replicate | None, largest: int) -> dict[str, Any] | None:
+    """Return the config of an engine that is kept as `keeper` says, if DeepSpeed keeps it."""
+    if keeper is None or not keeper.zero:
+        return None
+    training, offloaded = job.training, keeper.offload_optimizer == "cpu"
+    optimizer = deepspeed_optimizer(training.optimizer, training.optimizer_options, offloaded)
+    on_cpu, reduce_dtype = job.cluster.on_cpu, training.reduce_dtype
+    return deepspeed_config(keeper, largest, training.grad_clip, optimizer, on_cpu, reduce_dtype)
 
 
 def _own_samples(job: Staging, rank: int, batches: Batches) -> tuple[tuple[int, int], ...]:

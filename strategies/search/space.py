@@ -210,8 +210,8 @@ class Space:
                 for zero, offload in self._keepings(several, 3):
                     yield Candidate(mesh, 0, "1f1b", zero, offload, split_head=True)
             for size in self._expert_groups(mesh):
-                for zero in (0, 1, 2, 3) if self.zero else (0,):
-                    yield Candidate(mesh, 0, "1f1b", zero, experts=size)
+                for zero, offload in self._keepings(several, 3):
+                    yield Candidate(mesh, 0, "1f1b", zero, offload, experts=size)
             return
         schedules = ["1f1b", "zero_bubble"] if mesh.stages > 1 else ["1f1b"]
         if 1 < mesh.stages <= self.places // VIRTUAL_STAGES:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.layouts.propagation import Layout, Shard
 from whale_train.strategies.memory.engine_memory import frozen_bytes
 from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
@@ -16,10 +17,12 @@ from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, S
 @dataclass(frozen=True)
 class StageEngine:
     """One engine of a stage. `elements` are the parameters that each member of the shard group
-    holds of a copy; `groups` the ranks that hold the same ones and sum their gradients."""
+    holds of a copy; `groups` the ranks that hold the same ones and sum their gradients; `keeper`
+    says how these keep them (None: each has all)."""
 
     elements: tuple[float, ...]
     groups: tuple[tuple[int, ...], ...]
+    keeper: Replicate | None = None
 
 
 def engines_of_stages(
@@ -32,22 +35,14 @@ def engines_of_stages(
         members = [_held(job, stage_chunks, axes, member) for member in range(form.shards)]
         split = {x for chunk in stage_chunks if chunk.shares_samples for x in chunk.shards}
         rest = [sum(n for path, n in held.items() if path not in split) for held in members]
-        engines = [StageEngine(tuple(rest), job.copies_of_rest[stage])]
+        engines = [StageEngine(tuple(rest), job.copies_of_rest[stage], job.form.keeper)]
         if form.body:
             own = [sum(n for path, n in held.items() if path in split) for held in members]
-            engines.append(StageEngine(tuple(own), job.data_parallel[stage]))
+            routed = any(chunk.routed for chunk in stage_chunks)
+            keeper = job.keeper_of_experts(stage) if routed else None
+            engines.append(StageEngine(tuple(own), job.data_parallel[stage], keeper))
         engines_by_stage.append(engines)
     return engines_by_stage
-
-
-def held_of_stages(
-    job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals
-) -> Sequence[Sequence[float]]:
-    """Return how many parameters a rank holds of a copy, by stage and place in the shard group."""
-    return [
-        [sum(held) for held in zip(*(engine.elements for engine in engines), strict=True)]
-        for engines in engines_of_stages(job, chunks, axes)
-    ]
 
 
 def held_elements(

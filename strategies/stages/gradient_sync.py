@@ -75,7 +75,7 @@ def _of_stages(
         for number, engine in enumerate(of_stage):
             elements = max(engine.elements) - (0.0 if number else tied_elements[stage])
             if len(engine.groups[0]) > 1 and elements:
-                zero = 0 if number else job.zero
+                zero = engine.keeper.zero if engine.keeper else 0
                 in_memory = one_backward and not number and is_replicate(job, stage)
                 in_memory = in_memory and job.training.reduce_dtype == "fp32"
                 yield _of_engine(

@@ -6,14 +6,14 @@ name the kind of device that holds them, so are the ranks of each kind.
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
 
 from whale_train.errors import Fault
 from whale_train.strategies.cost.roofline import flops_rate
 from whale_train.strategies.grammar.form import Form, needs_graph
-from whale_train.strategies.grammar.nodes import Pipeline, Strategy, every_node
+from whale_train.strategies.grammar.nodes import Pipeline, Replicate, Strategy, every_node
 from whale_train.strategies.grammar.normal_form import read_form
 from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph
 from whale_train.strategies.hardware.cluster import Cluster, Device
@@ -226,6 +226,17 @@ class Staging:
     def stage_of_rank(self, rank: int) -> int:
         """Return the stage that a rank holds a part of."""
         return self.seats.stage_of[self._places[rank][1]]
+
+    def keeper_of_experts(self, stage: int) -> Replicate | None:
+        """Return how the experts beside a stage's rest are kept, which some other engine runs: as
+        the rest is, but that no more than their optimizer is partitioned, over their own copies,
+        or offloaded; None where neither is."""
+        form, keeper = self.form.stages[stage], self.form.keeper
+        if keeper is None or not keeper.zero:
+            return None
+        if self.form.copies * form.copies == 1 and keeper.offload_optimizer == "none":
+            return None
+        return replace(keeper, zero=1, offload_parameters="none")
 
     @cached_property
     def _places(self) -> Mapping[int, tuple[int, int]]:

@@ -228,23 +228,37 @@ class Held:
         self._elements: dict[str, float] = {}
         self._frozen: dict[str, float] = {}  # their bytes
         self._head_part = 0.0
-        self._experts: dict[str, float] = {}  # elements, where the rest's engine partitions
+        self._experts: dict[str, float] = {}  # elements of those beside a rest
         self._passing: dict[int, Passing] = {}
         for number, chunk in chunks.items():
             local = held_elements(job, chunk, axes, member)
             if chunk.head is not None:  # the shard of a split head has its own engine: `shard`
                 self._head_part = fraction(next(iter(chunk.shards.values())), axes, member)
                 local = {path: n for path, n in local.items() if path not in chunk.shards}
-            if chunk.routed and job.zero:
-                self._experts |= {path: n for path, n in local.items() if path in chunk.shards}
-                local = {path: n for path, n in local.items() if path not in chunk.shards}
-            self._elements |= local
+            experts = {
+                path: n for path, n in local.items() if path in chunk.shards and chunk.routed
+            }
+            rest = {path: n for path, n in local.items() if path not in experts}
+            self._experts |= experts
+            self._elements |= rest
+            if experts and job.zero > 1:
+                local = rest
+            elif experts and self._has_buckets:
+                local = experts
             self._frozen |= frozen_of_member(job, chunk, axes, member)
             dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
             self._passing[number] = job.findings.once(
-                ("passing", chunk.key, dealt, again, accumulates, gathered),
+                ("passing", chunk.key, dealt, again, accumulates, gathered, tuple(local)),
                 partial(self._passed, chunk, axes, member, local, again),
             )
+
+    @property
+    def _has_buckets(self) -> bool:
+        """Whether the rest beside experts has all gradients from its first step on, as
+        DistributedDataParallel's buckets."""
+        job = self._job
+        several = len(job.copies_of_rest[self._stage][0]) > 1
+        return several and not (self._accumulates or job.zero or len(job.form.stages) > 1)
 
     @cached_property
     def _view(self) -> View:
@@ -328,22 +342,43 @@ class Held:
         beside a split head it takes `own` of them, and holds a shard of the head."""
         rest = self.rest(order, own)
         if self._experts:
-            rest = added(rest, self._apart())
+            beside = added(rest, self._apart())
+            rest = max(beside, self._at_update(beside), key=lambda need: need.total)
         if not any(chunk.head for chunk in self._chunks.values()):
             return rest
         return added(rest, self.shard(self._head_part, order, samples))
 
     def _apart(self) -> MemoryEstimate:
-        """Return the need of experts that are whole beside a rest that copies partition: all of
-        their gradients are there together in the end."""
-        training, elements = self._job.training, sum(self._experts.values())
-        sizes = weights_bytes(self._experts, self._job.profile, training.precision, 0, False)
+        """Return the need of experts beside a rest. Where copies partition its gradients, all those
+        of the experts are taken to be there together; else they come as the backward makes them."""
+        job, elements = self._job, sum(self._experts.values())
+        keeper = job.keeper_of_experts(self._stage)
+        zero = keeper.zero if keeper else 0
+        sizes = weights_bytes(self._experts, job.profile, job.training.precision, zero, False)
+        optimizer = 4 * job.training.optimizer_states * elements + sizes.master
+        if keeper:
+            offloads = keeper.offload_optimizer == "cpu" and not job.cluster.on_cpu
+            optimizer = 0.0 if offloads else optimizer / len(job.data_parallel[self._stage][0])
         return MemoryEstimate(
             parameters=sizes.weights + sizes.casts,
-            gradients=4 * elements,
-            optimizer=4 * training.optimizer_states * elements,
+            gradients=4 * elements if job.zero > 1 else 0.0,
+            optimizer=optimizer,
             activations=0.0,
             communication=0.0,
+        )
+
+    def _at_update(self, need: MemoryEstimate) -> MemoryEstimate:
+        """Return what of a `need` there is at the update: no values, all gradients, and, of experts
+        whose copies partition their optimizer, a flat copy of the part that is updated here."""
+        copies = len(self._job.data_parallel[self._stage][0])
+        experts, zero = sum(self._experts.values()), self._job.zero
+        partitioned = zero > 0 and copies > 1
+        rest = 0.0 if zero > 1 else sum(self._elements.values())
+        return replace(
+            need,
+            gradients=4 * (experts + rest),
+            activations=0.0,
+            communication=4 * experts / copies if partitioned else 0.0,
         )
 
     def shard(self, part: float, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
@@ -444,8 +479,10 @@ class Held:
         # DistributedDataParallel keeps its buckets from the first step on.
         one_backward = self._has_one_backward(order)
         buckets = engine.are_buckets and one_backward
-        done = set(self._passing) if buckets else set[int]()
+        done = set(self._passing) if buckets and not self._experts else set[int]()
         come = sum(self._passing[number].gradients for number in done)
+        if buckets and self._experts:
+            come = 4 * sum(self._elements.values())
         for instruction in order:
             kind, number, _, _ = instruction
             run = self._passing[number]

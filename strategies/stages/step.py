@@ -241,13 +241,13 @@ class StagedStep:
         copy, position = self.job.place_of(rank)
         number = self.job.seats.stage_of[position]
         member = self.job.seats.positions[copy][position].index(rank)
-        keeper, seconds = self.job.form.keeper, 0.0
         device, states = self.cluster.devices[rank], self.job.training.optimizer_states
-        for place, engine in enumerate(self.engines[number]):
-            held, is_rest = engine.elements[member], place == 0
-            if self.job.zero and is_rest:
+        seconds = 0.0
+        for engine in self.engines[number]:
+            held, keeper = engine.elements[member], engine.keeper
+            if keeper is not None and keeper.zero:
                 held /= len(engine.groups[0])
-            if keeper is not None and keeper.offload_optimizer == "cpu" and is_rest:
+            if keeper is not None and keeper.offload_optimizer == "cpu":
                 seconds += offloaded_update_time_s(held, states, device, self.cluster.on_cpu)
             else:
                 seconds += update_time_s(held, states, device)

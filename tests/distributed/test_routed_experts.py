@@ -7,9 +7,16 @@ nobody adapted, whose tokens go to their experts and come back.
 from pathlib import Path
 
 import pytest
+import torch
 from tests.distributed import test_parallel_strategies as strategies
 from tests.distributed.cases import OPTIMIZERS, TOLERANCE, hardware
 from tests.distributed.equality import Jobs, assert_equal
+from tests.distributed.served import Served
+from tests.distributed.test_rehearse import rehearsed
+
+from whale_train.models.grouped_product import grouped_mm
+from whale_train.rehearsal import Rehearsal
+from whale_train.runtime.kernels.grouped_experts import own_grouped_mm
 
 _MIXTURE = (
     "vocab_size: 67, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, "
@@ -47,6 +54,13 @@ STRATEGIES: dict[str, tuple[int, str, tuple[float, ...]]] = {
     "two_of_2": (4, f"{{replicate: {{degree: 2, of: {beside()}}}}}", ()),
     "two_of_2_zero1": (4, f"{{replicate: {{degree: 2, of: {beside('{zero: 1}')}}}}}", ()),
     "over3_unlike": (3, beside(), (5, 2, 1)),
+    # Of experts, whose copies are fewer, no more than the optimizer is partitioned.
+    "offload": (2, beside("{zero: 1, offload: {optimizer: cpu}}"), ()),
+    "two_of_2_offload": (
+        4,
+        f"{{replicate: {{degree: 2, of: {beside('{zero: 2, offload: {optimizer: cpu}}')}}}}}",
+        (),
+    ),
     "pipeline": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]"), ()),
     "pipeline_zero1": (
         8,
@@ -70,6 +84,8 @@ CASES = [
     *(("moe_gpt", name, "sgd") for name in ("zero3", "two_of_2", "two_of_2_zero1")),
     ("mixtral", "two_of_2", "adamw"),
     ("moe_gpt", "over2", "adamw"),
+    ("qwen2_moe", "offload", "sgd"),
+    ("mixtral", "two_of_2_offload", "sgd"),
     *((model, "pipeline", "sgd") for model in MODELS),
     ("mixtral", "pipeline_zero1", "adamw"),
     ("qwen2_moe", "widths_1_3_2", "sgd"),
@@ -115,3 +131,51 @@ def test_steps_in_parts_clipped_or_evaluated(
 ) -> None:
     spread, single = overrides(arrays, "mixtral", "over2", "sgd", *extra)
     assert_equal(jobs.run(spread), jobs.run(single), TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_expert_without_rows_gives_what_others_do(dtype: torch.dtype) -> None:
+    """An all-to-all has one dtype, and all take part in it, whoever has nothing to send."""
+    rows = torch.zeros(0, 16, dtype=dtype, requires_grad=True)
+    weight = torch.ones(2, 16, 8, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = own_grouped_mm(grouped_mm, rows, weight, torch.zeros(2, dtype=torch.int32))
+        some = grouped_mm(
+            torch.ones(2, 16, dtype=dtype), weight, torch.tensor([1, 2], dtype=torch.int32)
+        )
+    assert (made.dtype, made.shape) == (some.dtype, (0, 8))
+    made.sum().backward()
+    assert weight.grad is not None
+    assert rows.grad is not None
+
+
+MEMORY = 0.05  # how far a plan's memory may be from that of the rehearsed rank
+
+
+@pytest.mark.parametrize("copies", ["{}", "{zero: 1}"])
+def test_rehearsed_rows_are_those_computed(copies: str, served: Served) -> None:
+    """Once a mixture numbers are exchanged, and rows go and come back, and their gradients."""
+    depth, batch, tokens, width, top_k, ranks = 2, 16, 64, 256, 2, 8
+    found = Rehearsal.from_json(
+        served.ask(
+            rehearsed,
+            overrides=[
+                *("model=moe_gpt", f"model.depth={depth}", f"model.width={width}"),
+                *(
+                    "model.ffn=1024",
+                    "data=text",
+                    f"data.sequence_length={tokens}",
+                    f"train.global_batch={batch}",
+                ),
+                *("hardware=dgx_a100", "train.precision=fp32", f"strategy.graph={beside(copies)}"),
+            ],
+        )
+    )
+    assert found.is_clean
+    rows = batch // ranks * tokens * top_k * width * 4
+    numbers = 8 * 8  # int64, of 8 experts
+    for kind in found.kinds:
+        (exchanged,) = (each for each in kind.traffic if each.kind == "all-to-all")
+        assert exchanged.count == depth * 5
+        assert exchanged.num_bytes == depth * (4 * rows + numbers)
+        assert kind.peak == pytest.approx(kind.planned, rel=MEMORY)
