@@ -19,6 +19,7 @@ from whale_train.strategies.graph.operation_graph import (
 from whale_train.strategies.graph.saved_tensors import View, whole
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
 from whale_train.strategies.memory.engine_memory import (
+    REDUCE_BUCKET_ELEMENTS,
     Gradients,
     Weights,
     added,
@@ -368,18 +369,16 @@ class Held:
         )
 
     def _at_update(self, need: MemoryEstimate) -> MemoryEstimate:
-        """Return what of a `need` there is at the update: no values, all gradients, and, of experts
-        whose copies partition their optimizer, a flat copy of the part that is updated here."""
+        """Return what of a `need` there is at the update: no values, all gradients, and what ZeRO 1
+        makes of them: a bucket, twice while it is summed, and, of experts whose copies partition
+        their optimizer, a flat copy of the part that is updated here."""
         copies = len(self._job.data_parallel[self._stage][0])
         experts, zero = sum(self._experts.values()), self._job.zero
-        partitioned = zero > 0 and copies > 1
         rest = 0.0 if zero > 1 else sum(self._elements.values())
-        return replace(
-            need,
-            gradients=4 * (experts + rest),
-            activations=0.0,
-            communication=4 * experts / copies if partitioned else 0.0,
-        )
+        moving = 2 * min(rest, REDUCE_BUCKET_ELEMENTS) if zero else 0.0
+        moving += experts / copies if zero and copies > 1 else 0.0
+        gradients = 4 * (experts + rest)
+        return replace(need, gradients=gradients, activations=0.0, communication=4 * moving)
 
     def shard(self, part: float, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
         """Return the need of a shard with a `part` of a split head's classes. Its gradients stay
