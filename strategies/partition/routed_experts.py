@@ -22,7 +22,7 @@ from whale_train.strategies.layouts.propagation import (
 )
 from whale_train.strategies.layouts.rules.matmul import grouped_mm
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, EXCHANGE, Routed, Typed
-from whale_train.strategies.tensor_parallel.candidates import find_weights
+from whale_train.strategies.tensor_parallel.candidates import find_weights, sees_otherwise
 from whale_train.strategies.tensor_parallel.choose import Sharded
 
 
@@ -71,6 +71,7 @@ def route_experts(
     held = {name for name, path in parameters.items() if path in weights and name in chosen}
     given |= {name: weights[parameters[name]] for name in held}
     stacks = {name for name, path in seen.items() if path in weights and name in chosen}
+    _refuse_other_readers(graph, stacks, chosen, inside)
     typed = assign(graph, inside | stacks, given)
     _refuse_unrouted(graph, typed, inside)
     layouts = {name: typed.layouts[name] for name in stacks}
@@ -109,11 +110,10 @@ def _experts(
 
 
 def _seen(graph: OperationGraph, parameters: Mapping[str, str]) -> dict[str, str]:
-    """Return the paths of parameters by their operations, and by those that see one otherwise:
-    transposed, or cast."""
+    """Return the paths of parameters by their operations, and by those that see one otherwise."""
     found = dict(parameters)
     for operation in graph:
-        if len(operation.inputs) == 1 and operation.inputs[0] in found:
+        if sees_otherwise(operation) and operation.inputs[0] in found:
             found[operation.name] = found[operation.inputs[0]]
     return found
 
@@ -169,6 +169,18 @@ def _leaving(
             outside = [u for u in graph.users[operation.name] if u in region and u not in hull]
             for user in (*outside, *([""] if operation.name in gives else [])):
                 yield Cast(user, operation.name, COMBINE, Shard(0, axis), Routed(ends))
+
+
+def _refuse_other_readers(
+    graph: OperationGraph, stacks: set[str], region: set[str], inside: set[str]
+) -> None:
+    """Raise RoutingRefused where a stack of experts is read by more than products: nobody else has
+    all of it."""
+    for name in sorted(stacks):
+        for user in graph.users[name]:
+            if user in region and user not in inside and user not in stacks:
+                what = f"{user} ({graph[user].target})"
+                raise RoutingRefused(f"{what} reads all of {graph[name].path or name}")
 
 
 def _refuse_unrouted(graph: OperationGraph, typed: Assignment, inside: set[str]) -> None:

@@ -115,6 +115,12 @@ _WEIGHT_POSITION = {
 }  # fmt: skip
 
 
+def sees_otherwise(operation: Operation) -> bool:
+    """Return whether `operation` gives a weight as it is, but transposed, cast or copied."""
+    copies = ("aten.to.dtype", "aten.contiguous.default", "aten.clone.default")
+    return RULES.get(operation.target) in _CHAIN or operation.target in copies
+
+
 def _first_reader(graph: OperationGraph, root: str, reader: str) -> str:
     users = graph.users[root]
     return users[0] if users else reader
@@ -125,9 +131,7 @@ def _through_transposes(graph: OperationGraph, name: str) -> tuple[str, tuple[in
     dimension of `name` is."""
     operation = graph[name]
     dims = tuple(range(len(operation.shape or ())))
-    while RULES.get(operation.target) in _CHAIN or (
-        operation.target in ("aten.to.dtype", "aten.contiguous.default", "aten.clone.default")
-    ):
+    while sees_otherwise(operation):
         typed = Typed(operation, {}, graph)
         rule = RULES[operation.target]
         rank = len(dims)

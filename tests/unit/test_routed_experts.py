@@ -1,6 +1,7 @@
 """Experts beside copies: what is found in a graph, planned of it, found by search, and refused."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ from whale_train.errors import PlanError
 from whale_train.models.options import ModelOptions
 from whale_train.models.profile.measure import profile_model
 from whale_train.strategies.grammar.nodes import read_strategy
-from whale_train.strategies.graph.operation_graph import InputField, ModelProfile
+from whale_train.strategies.graph.operation_graph import (
+    InputField,
+    ModelProfile,
+    OperationGraph,
+    Ref,
+)
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.resolver.resolve import resolve
@@ -102,6 +108,21 @@ def test_there_are_as_many_experts_as_devices(mixture: ModelProfile) -> None:
         planned(EXPERTS, mixture, cluster(*[1] * 9))
     says = "finds no stacks of at least 9 experts in token ... lm_head"
     assert says in str(refused.value.faults[0])
+
+
+def test_a_stack_that_others_read_is_refused(mixture: ModelProfile) -> None:
+    """A penalty on all experts, of which a member has some."""
+    assert mixture.graph is not None
+    *operations, loss = mixture.graph.operations
+    stack = next(op for op in operations if op.path.endswith("blocks.0.experts.expand"))
+    last = replace(mixture.graph[loss.inputs[0]], name="total", saved=())
+    args = (Ref(loss.inputs[0]), Ref("penalty"))
+    penalty = replace(last, name="penalty", target="aten.sum.default", args=(Ref(stack.name),))
+    added = replace(last, target="aten.add.Tensor", args=args)
+    graph = OperationGraph((*operations, penalty, added, replace(loss, args=(Ref("total"),))))
+    with pytest.raises(PlanError) as refused:
+        planned(EXPERTS, replace(mixture, graph=graph), cluster(1, 1))
+    assert "penalty (aten.sum.default) reads all of" in str(refused.value.faults[0])
 
 
 def test_a_model_without_a_mixture_is_refused() -> None:
