@@ -118,7 +118,8 @@ def assemble_stages(
         owned = [x for each in written for owner, x in each.segments if owner == task_graph.id]
         runs, excess = bool(owned), None
         if not runs:  # another TaskGraph runs what this one has
-            owned = [SegmentModule((), (), {path: tensors[path] for path in task_graph.parameters})]
+            held_here = {path: tensors[path] for path in task_graph.parameters if path in tensors}
+            owned = [SegmentModule((), (), held_here)]
             excess = engines[task_graphs[0].id].scale
         mine = Segments(owned)
         copies = _copies(plan, task_graph, tensors, seat)

@@ -210,8 +210,8 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
         primitive="replicate",
         path=form.body.path,
         modules=("*",) if alone else whole.modules,
-        parameters=_listed(job, set(whole.parameters) - shards.keys()),
-        flops=whole.flops - split.flops,
+        parameters=_listed(job, split.rest_parameters),
+        flops=split.rest_flops,
         replicas=tuple((rank,) for group in whole.replicas for rank in group),
         shares=tuple(members),
     )
@@ -241,19 +241,26 @@ def _keeper_beside(job: Staging, stage: int, chunks: Sequence[StageChunk]) -> Re
 
 @dataclass(frozen=True)
 class _SplitPart:
-    """What a stage splits beside copies of its rest: `flops` of a sample's forward."""
+    """What a stage splits beside copies of its rest: the `flops` of a sample's forward, and those
+    of the rest, which has `rest_parameters`."""
 
     name: str
     modules: tuple[str, ...]
     flops: float
+    rest_flops: float
+    rest_parameters: Set[str]
 
 
 def _split_of(job: Staging, chunk: StageChunk) -> _SplitPart:
-    if chunk.head is not None:
-        return _SplitPart("head", (job.graph[chunk.head.operation].module,), chunk.head.head_flops)
+    if (cut := chunk.head) is not None:
+        modules: tuple[str, ...] = (job.graph[cut.operation].module,)
+        rest = frozenset(cut.backbone_parameters)
+        return _SplitPart("head", modules, cut.head_flops, cut.backbone_flops, rest)
     operations = [job.graph[name] for name in chunk.slice.operations if name in chunk.routed]
-    modules = dict.fromkeys(each.module for each in operations)
-    return _SplitPart("experts", tuple(modules), sum(each.flops for each in operations))
+    modules = tuple(dict.fromkeys(each.module for each in operations))
+    flops = sum(each.flops for each in operations)
+    rest = frozenset(chunk.slice.parameters).difference(chunk.shards)
+    return _SplitPart("experts", modules, flops, chunk.slice.flops - flops, rest)
 
 
 def _primitive(job: Staging) -> str:

@@ -1,7 +1,7 @@
 """A gradient is summed over its holders when it is final: not before, not twice, the same way
 on all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -45,6 +45,14 @@ class Engine:
 class Part:
     segment: nn.ParameterList
     engine: Engine
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return (self.engine,)
+
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.segment.parameters()
 
 
 @dataclass

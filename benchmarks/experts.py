@@ -1,0 +1,142 @@
+"""Experts over four hosts: rows sent to them, against tokens gathered by hand.
+
+sudo python benchmarks/experts.py
+
+The hosts are network namespaces of this machine (hosts.py).
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import sides
+import torch
+from hosts import Hosts
+from interleave import Side, Turns, interleaved, show
+from rich.console import Console
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import functional
+
+from whale_train.models.grouped_product import grouped_mm
+from whale_train.models.moe_gpt import Experts, MoEGPT
+from whale_train.runtime.comms.layout_collectives import linear
+from whale_train.runtime.process.fork_server import num_threads, preload
+
+LEARNING_RATE = 0.01
+
+
+def main() -> None:
+    words = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=words)
+    parser.add_argument("--hosts", type=int, default=4, help="of a rank each")
+    parser.add_argument("--gbit", type=float, default=10.0, help="rate of a host's link, Gbit/s")
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--ffn", type=int, default=64, help="hidden units of an expert")
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=4, help="sequences a host")
+    parser.add_argument("--rounds", type=int, default=5, help="turns a side")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps a turn")
+    options = parser.parse_args()
+    hosts = Hosts.make(options.hosts, options.gbit)  # before there are threads
+    preload()
+    console = Console(width=150)
+    measured = hosts.measured_gbit_s()
+    console.print(f"{options.hosts} hosts at {options.gbit:g} Gbit/s; measured {measured:.2f}")
+    for top_k in options.top_k:
+        with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
+            compare(top_k, hosts, options, Path(folder), console)
+
+
+def compare(
+    top_k: int, hosts: Hosts, options: argparse.Namespace, folder: Path, console: Console
+) -> None:
+    turns = Turns(options.rounds, options.steps)
+    shape = {
+        **{"vocab_size": 257, "sequence_length": options.sequence, "width": options.width},
+        **{"depth": options.depth, "ffn": options.ffn, "experts": options.experts},
+        **{"heads": options.width // 64, "top_k": top_k},
+    }
+    request, plan = sides.resolved(
+        [
+            *("model=moe_gpt", *(f"model.{key}={value}" for key, value in shape.items())),
+            *("data=text", f"data.sequence_length={options.sequence}", "strategy=experts_dp"),
+            *("model.samples_are_independent=true", "optimizer=sgd"),
+            *(f"optimizer.lr={LEARNING_RATE}", "optimizer.schedule=constant"),
+            *("hardware=cpu", f"hardware.devices={options.hosts}"),
+            f"train.global_batch={options.batch * options.hosts}",
+        ],
+        turns.total_steps,
+    )
+    batches = sides.all_batches(request, plan, turns.total_steps)
+    found = [
+        sides.ours("ours, rows sent", request, plan, folder),
+        Side("tokens gathered by hand", partial(by_hand, shape, batches), True),
+    ]
+    threads = num_threads(options.hosts)
+    results = interleaved(found, options.hosts, threads, turns, hosts.move)
+    tokens = options.batch * options.sequence
+    words = f"{options.experts} experts of {options.width} x {options.ffn}, top {top_k}, "
+    words += f"{options.depth} layers, {tokens} tokens a host, {options.gbit:g} Gbit/s"
+    show(words, results, ["tokens gathered by hand"], console)
+
+
+def by_hand(shape: dict[str, int], batches: Sequence[Sequence[sides.Batch]], rank: int) -> object:
+    torch.manual_seed(0)
+    model = MoEGPT(**shape)
+    for block in model.blocks:
+        block.experts = GatheredExperts(block.experts)
+    own = {p for m in model.modules() if isinstance(m, GatheredExperts) for p in m.parameters()}
+    ignored = [name for name, parameter in model.named_parameters() if parameter in own]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    make = partial(torch.optim.SGD, lr=LEARNING_RATE)
+    return sides.DataParallel(model, make, batches[rank])
+
+
+class GatheredExperts(nn.Module):
+    """This rank's part of `experts`, for the tokens of all ranks: these are gathered, with where
+    they go, and what becomes of them is summed over the ranks, each of which gets its own back."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.world, rank = dist.get_world_size(), dist.get_rank()
+        self.held = experts.expand.shape[0] // self.world
+        self.first = rank * self.held
+        mine = slice(self.first, self.first + self.held)
+        self.expand = nn.Parameter(experts.expand[mine].detach().clone())
+        self.contract = nn.Parameter(experts.contract[mine].detach().clone())
+        for parameter in self.parameters():  # losses are means of each rank's own samples
+            parameter.register_hook(lambda gradient: gradient / self.world)
+
+    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        tokens, weights = (linear(x, _gathered, _scattered) for x in (tokens, weights))
+        expert = _gathered(chosen).flatten() - self.first
+        mine = ((expert >= 0) & (expert < self.held)).nonzero().squeeze(1)
+        mine = mine[torch.argsort(expert[mine], stable=True)]
+        ends = torch.bincount(expert[mine], minlength=self.held).cumsum(0).int()
+        token = mine // chosen.shape[1]
+        rows = functional.gelu(grouped_mm(tokens[token], self.expand, ends))
+        rows = grouped_mm(rows, self.contract, ends) * weights.flatten()[mine].unsqueeze(-1)
+        summed = torch.zeros_like(tokens).index_add(0, token, rows)
+        return linear(summed, _scattered, _gathered)
+
+
+def _gathered(x: Tensor) -> Tensor:
+    whole = x.new_empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous())
+    return whole
+
+
+def _scattered(x: Tensor) -> Tensor:
+    own = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(own, x.contiguous())
+    return own
+
+
+if __name__ == "__main__":
+    main()
