@@ -49,8 +49,10 @@ def routing_times(
     alike."""
     total = Times()
     for value, kind in dict.fromkeys((c.value, c.kind) for c in assignment.casts):
-        if kind == EXCHANGE:  # of counts, one for each member and expert
-            counts_s = all_to_all_time_s(cluster, ranks, _COUNT_BYTES * len(ranks))
+        if kind == EXCHANGE:  # each member tells all others a number for each expert
+            (experts,) = graph[value].shape or ()
+            told = _COUNT_BYTES * experts.fixed * len(ranks)
+            counts_s = all_to_all_time_s(cluster, ranks, told)
             total += Times(counts_s, 0.0)
         else:
             rows_s = all_to_all_time_s(
@@ -60,7 +62,7 @@ def routing_times(
     return total
 
 
-_COUNT_BYTES = 8 * 64  # what a member tells all others: int64, of some tens of experts
+_COUNT_BYTES = 8  # int64 (runtime/comms/expert_rows.py)
 
 
 def moved_bytes(graph: OperationGraph, value: str, samples: float, precision: str) -> float:

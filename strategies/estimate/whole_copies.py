@@ -92,7 +92,7 @@ def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
         gathers = sum(of.sums.gathers_s(candidate, part, device))
         summed = of.sums.after_s(candidate, part, elements, backward, device)
         slowest = max(slowest, whole + routing + gathers + summed)
-    slowest = max(slowest, of.by_processors(mesh, 1, slowest))
+    slowest = max(slowest, of.by_processors(mesh, 1, whole))
     return Estimate(slowest + of.sums.norm_s)
 
 

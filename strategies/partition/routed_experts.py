@@ -85,6 +85,7 @@ def route_experts(
 
 
 def _rows_of(typed: Assignment, inside: set[str]) -> Iterator[tuple[str, Shard]]:
+    """Yield the layouts of the values `inside` that are rows, with their names."""
     for name in inside:
         layout = typed.layouts[name]
         if isinstance(layout, Shard):
