@@ -269,7 +269,11 @@ def _routed(
         raise PlanError([Fault(key, value, rule, "use a split of the whole stage")]) from None
     if found is None and split.dim == "experts":
         rule = f"finds no stacks of at least {form.shards} experts in {_span(part.modules)}"
-        raise PlanError([Fault(key, value, rule, "use fewer devices, or name a mixture's experts")])
+        remedy = "use fewer devices, or a replicate around the list"
+        if job.findings.experts is None:
+            rule = f"finds no experts of a mixture in {job.profile.name}"
+            remedy = "use strategy=dp, or a model that has one, as moe_gpt"
+        raise PlanError([Fault(key, value, rule, remedy)])
     if found is not None and (crossing := _not_by_sample(job, (*part.takes, *part.gives))):
         rule = (
             f"shares the samples, and {crossing}, which enters or leaves its stage, has no batch "

@@ -128,4 +128,4 @@ def test_a_stack_that_others_read_is_refused(mixture: ModelProfile) -> None:
 def test_a_model_without_a_mixture_is_refused() -> None:
     with pytest.raises(PlanError) as refused:
         planned(EXPERTS, dense(), cluster(1, 1), 64)
-    assert "finds no stacks of at least 2 experts" in str(refused.value.faults[0])
+    assert "finds no experts of a mixture in" in str(refused.value.faults[0])
