@@ -1,10 +1,22 @@
 """A GPT whose blocks have a mixture of experts: the reference sparse model.
 
-It knows nothing of whale-train. Every token goes to the `top_k` experts its router likes best,
-and none is turned away: with a limit on an expert's tokens the samples of a batch would compete
-for room. Nor is there a loss that balances the experts, whose product of means over the batch
-lets samples meet as well.
+It knows nothing of whale-train. Every token goes to the `top_k` experts its router likes best; or,
+where experts are prototyped, to the `top_k` best of every group of them (M6-T, Yang et al. 2021,
+arXiv 2105.15082). What keeps experts evenly busy is off unless it is asked for:
+
+- capacity (GShard, Lepikhin et al. 2020, arXiv 2006.16668): an expert takes so many tokens of a
+  sequence, the first ones that want it, and others go without it. Sequences do not compete for
+  room: which token is left out depends on no other sample, nor on a token after it.
+- a loss that balances experts (Switch Transformer, Fedus et al. 2021, arXiv 2101.03961), over the
+  batch or over every sequence.
+- a loss that keeps the router's logits small (ST-MoE, Zoph et al. 2022, arXiv 2202.08906).
+- a bias on what experts are chosen by, which moves against their load after every step (Wang et
+  al. 2024, arXiv 2408.15664; DeepSeek-V3).
 """
+
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,79 +32,215 @@ from whale_train.models.gpt import (
 from whale_train.models.grouped_product import grouped_mm
 
 
-class Router(nn.Module):
-    """Which experts each of [tokens, width] goes to: weights and numbers, [tokens, top_k] each.
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose among `experts`: `top_k` in each of `prototypes` groups of as many.
 
-    The weights are the chosen experts' probabilities among all, as they are: even a single one
-    has a gradient then.
+    `capacity_factor` gives an expert room for so many times the tokens that each would have, were
+    all asked for alike (None: for all). `balance` and `z_loss` are what the losses named so are
+    multiplied by; `balance_over` says whether loads are those of the whole `batch` or of every
+    `sequence`. `bias_rate` is by how much a step moves the bias (0: there is none). Raises
+    ValueError for what does not fit together.
     """
 
-    def __init__(self, width: int, experts: int, top_k: int) -> None:
-        super().__init__()
-        if not 1 <= top_k <= experts:
-            raise ValueError(f"top_k={top_k} is not between 1 and experts={experts}")
-        self.top_k = top_k
-        self.score = nn.Linear(width, experts, bias=False)
+    experts: int
+    top_k: int
+    prototypes: int = 1
+    capacity_factor: float | None = None
+    balance: float = 0.0
+    balance_over: str = "batch"
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def __post_init__(self) -> None:
+        if self.prototypes < 1 or self.experts % self.prototypes:
+            raise ValueError(
+                f"experts={self.experts} do not divide into prototypes={self.prototypes}"
+            )
+        if not 1 <= self.top_k <= self.group:
+            among = f"experts={self.experts}"
+            if self.prototypes > 1:
+                among = f"the {self.group} experts of each of prototypes={self.prototypes}"
+            raise ValueError(f"top_k={self.top_k} is not between 1 and {among}")
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ValueError(f"capacity_factor={self.capacity_factor} is not above 0")
+        if self.balance_over not in ("batch", "sequence"):
+            raise ValueError(f"balance_over={self.balance_over} is neither batch nor sequence")
+        for name in ("balance", "z_loss", "bias_rate"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is below 0")
+
+    @property
+    def group(self) -> int:
+        """The experts of one prototype."""
+        return self.experts // self.prototypes
+
+    @property
+    def slots(self) -> int:
+        """The experts that a token goes to."""
+        return self.prototypes * self.top_k
+
+    def capacity(self, tokens: int) -> int | None:
+        """Return the room of an expert for a sequence of so many tokens; None without a limit."""
+        if self.capacity_factor is None:
+            return None
+        return ceil(self.capacity_factor * tokens * self.slots / self.experts)
+
+
+class Choice(NamedTuple):
+    """The `chosen` experts of every token, and their `weights`: [tokens, slots] each. `experts`
+    stands for one that has no room. `penalty` ([batch]) is what the router's losses are of each
+    sample, None without any."""
+
+    weights: Tensor
+    chosen: Tensor
+    penalty: Tensor | None
+
+
+class Router(nn.Module):
+    """Which experts the tokens of [batch, sequence, width] go to.
+
+    The weights are the chosen experts' probabilities among all of their prototype, as they are:
+    even a single one has a gradient then.
+    """
+
+    bias: Tensor
+
+    def __init__(self, width: int, routing: Routing) -> None:
+        super().__init__()
+        self.routing = routing
+        self.score = nn.Linear(width, routing.experts, bias=False)
+        if routing.bias_rate:
+            self.register_buffer("bias", torch.zeros(routing.experts))
+
+    def forward(self, hidden: Tensor) -> Choice:
+        routing, (batch, sequence, _) = self.routing, hidden.shape
         # In half precision neighbouring experts' probabilities would be equal.
-        probabilities = torch.softmax(self.score(tokens).float(), dim=-1)
-        weights, chosen = torch.topk(probabilities, self.top_k, dim=-1)
-        return weights, chosen
+        logits = self.score(hidden.flatten(0, 1)).float()
+        if routing.prototypes > 1:
+            logits = logits.unflatten(1, (routing.prototypes, routing.group))
+        probabilities = torch.softmax(logits, dim=-1)
+        weights, chosen = self._best(probabilities)
+        if routing.prototypes > 1:
+            first = torch.arange(routing.prototypes, device=chosen.device) * routing.group
+            weights, chosen = weights.flatten(1), (chosen + first.unsqueeze(-1)).flatten(1)
+        penalty = None
+        room = routing.capacity(sequence)
+        if room is not None or routing.balance or routing.bias_rate:
+            wanted = chosen.view(batch, sequence * routing.slots)
+            counts = torch.zeros(batch, routing.experts, dtype=torch.int64, device=wanted.device)
+            counts = counts.scatter_add(1, wanted, torch.ones_like(wanted))
+            if room is not None:
+                kept = _has_room(wanted, counts, room).view(chosen.shape)
+                chosen = torch.where(kept, chosen, routing.experts)
+            if routing.balance:
+                penalty = routing.balance * self._unbalance(probabilities, counts)
+            if routing.bias_rate and self.training:
+                self._move_bias(counts)
+        if routing.z_loss:
+            large = torch.logsumexp(logits, dim=-1).square().view(batch, -1).mean(1)
+            penalty = routing.z_loss * large + (0.0 if penalty is None else penalty)
+        return Choice(weights, chosen, penalty)
+
+    def _best(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and numbers of every prototype's best experts."""
+        if not self.routing.bias_rate:
+            weights, chosen = torch.topk(probabilities, self.routing.top_k, dim=-1)
+            return weights, chosen
+        bias = self.bias.view(probabilities.shape[1:])
+        chosen = torch.topk(probabilities + bias, self.routing.top_k, dim=-1).indices
+        return probabilities.gather(-1, chosen), chosen
+
+    def _unbalance(self, probabilities: Tensor, counts: Tensor) -> Tensor:
+        """[batch]: what each sample has of the loss that is 1 where all experts of a prototype are
+        asked for alike, averaged over prototypes: their number times the sum over them of the
+        tokens' part that asks for one, times its mean probability. `counts` are [batch, experts];
+        who asks is counted in whole numbers, exactly, and has no gradient."""
+        batch, shape = counts.shape[0], (self.routing.prototypes, self.routing.group)
+        if self.routing.balance_over == "batch":
+            counts = counts.sum(0, keepdim=True)
+        asking = counts.view(-1, *shape)
+        part = asking.float() / asking.sum(2, keepdim=True).float()
+        likely = probabilities.view(batch, -1, *shape).mean(1)
+        return (part * likely).sum((1, 2)) * self.routing.group / self.routing.prototypes
+
+    def _move_bias(self, counts: Tensor) -> None:
+        """Lower the bias of experts that more tokens ask for than the mean, and raise others'."""
+        load = counts.sum(0).view(self.routing.prototypes, self.routing.group)
+        # Times their number, as a mean is no whole number.
+        above = torch.sign(load * self.routing.group - load.sum(1, keepdim=True))
+        self.bias.sub_(self.routing.bias_rate * above.flatten().float())
+
+
+def _has_room(wanted: Tensor, counts: Tensor, room: int) -> Tensor:
+    """[batch, slots]: whether a slot of a sequence is among the first `room` that want its expert.
+    `wanted` [batch, slots] are the experts, `counts` [batch, experts] how many slots want each."""
+    expert, order = torch.sort(wanted, dim=1, stable=True)
+    first = counts.cumsum(1) - counts
+    place = torch.arange(wanted.shape[1], device=wanted.device) - first.gather(1, expert)
+    return torch.zeros_like(wanted).scatter(1, order, (place < room).long()).bool()
 
 
 class Experts(nn.Module):
     """GELU layers of two matrices, [experts, width, ffn] and [experts, ffn, width]."""
 
-    def __init__(self, width: int, ffn: int, experts: int) -> None:
+    def __init__(self, width: int, ffn: int, routing: Routing) -> None:
         super().__init__()
-        self.expand = nn.Parameter(torch.empty(experts, width, ffn))
-        self.contract = nn.Parameter(torch.empty(experts, ffn, width))
+        self.expand = nn.Parameter(torch.empty(routing.experts, width, ffn))
+        self.contract = nn.Parameter(torch.empty(routing.experts, ffn, width))
+        self.limited = routing.capacity_factor is not None
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """`tokens` are [tokens, width], `weights` and `chosen` [tokens, top_k]."""
+        """`tokens` are [tokens, width], `weights` and `chosen` [tokens, slots]."""
         # One row for each expert of each token, those of one expert next to each other: all
-        # shapes are known beforehand, whatever the router says.
+        # shapes are known beforehand, whatever the router says. Rows of no expert are the last.
         expert, order = torch.sort(chosen.flatten(), stable=True)
         numbers = torch.arange(self.expand.shape[0], device=tokens.device)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
-        rows = tokens[order // chosen.shape[1]]
+        rows = self._of_experts(tokens[order // chosen.shape[1]], expert)
         rows = functional.gelu(grouped_mm(rows, self.expand, ends))
-        rows = grouped_mm(rows, self.contract, ends)
+        rows = self._of_experts(grouped_mm(rows, self.contract, ends), expert)
         rows = rows * weights.flatten()[order].unsqueeze(-1).to(rows.dtype)
         summed: Tensor = rows[torch.argsort(order)].view(*chosen.shape, -1).sum(1)
         return summed
+
+    def _of_experts(self, rows: Tensor, expert: Tensor) -> Tensor:
+        """Return `rows` with zeros where they are of no expert, and gradients as well: products
+        leave these rows as they find their memory."""
+        if not self.limited:
+            return rows
+        return torch.where((expert < self.expand.shape[0]).unsqueeze(-1), rows, 0.0)
 
 
 class Block(nn.Module):
     """Attention and a mixture of experts, each behind a norm and a residual."""
 
-    def __init__(
-        self, width: int, heads: int, ffn: int, experts: int, top_k: int, dropout: float
-    ) -> None:
+    def __init__(self, width: int, heads: int, ffn: int, routing: Routing, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, dropout)
         self.experts_norm = nn.LayerNorm(width)
-        self.router = Router(width, experts, top_k)
-        self.experts = Experts(width, ffn, experts)
+        self.router = Router(width, routing)
+        self.experts = Experts(width, ffn, routing)
         self.drop = dropout_layer(dropout)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the new hidden states, and each sample's penalty, [batch], if there is one."""
         hidden = hidden + self.drop(self.attention(self.attention_norm(hidden)))
-        tokens = self.experts_norm(hidden).flatten(0, 1)
-        mixed = self.experts(tokens, *self.router(tokens))
-        added: Tensor = hidden + self.drop(mixed.view(hidden.shape))
-        return added
+        normed = self.experts_norm(hidden)
+        weights, chosen, penalty = self.router(normed)
+        mixed = self.experts(normed.flatten(0, 1), weights, chosen)
+        return hidden + self.drop(mixed.view(hidden.shape)), penalty
 
 
 class MoEGPT(nn.Module):
     """A decoder over `vocab_size` tokens for sequences of up to `sequence_length` of them.
 
     `width` is the hidden size (a multiple of `heads`, else ValueError), `depth` the number of
-    blocks; each has `experts` layers of `ffn` hidden units, of which a token goes to `top_k`.
-    Rows of `width` and `ffn` elements are multiples of 16 bytes, as grouped products want them.
-    Weights start as GPT-2's do.
+    blocks; each has `experts` layers of `ffn` hidden units, of which a token goes to `top_k`, or to
+    as many of every prototype. What follows is `Routing`'s; losses of routers are averaged over
+    samples, added up over blocks, and added to the model's. Rows of `width` and `ffn` elements are
+    multiples of 16 bytes, as grouped products want them. Weights start as GPT-2's do.
     """
 
     def __init__(
@@ -106,13 +254,21 @@ class MoEGPT(nn.Module):
         experts: int = 8,
         top_k: int = 2,
         dropout: float = 0.0,
+        prototypes: int = 1,
+        capacity_factor: float | None = None,
+        balance: float = 0.0,
+        balance_over: str = "batch",
+        z_loss: float = 0.0,
+        bias_rate: float = 0.0,
     ) -> None:
         super().__init__()
+        limits = (capacity_factor, balance, balance_over, z_loss, bias_rate)
+        routing = Routing(experts, top_k, prototypes, *limits)
         self.token = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(sequence_length, width)
         self.drop = dropout_layer(dropout)
         self.blocks = nn.ModuleList(
-            Block(width, heads, ffn, experts, top_k, dropout) for _ in range(depth)
+            Block(width, heads, ffn, routing, dropout) for _ in range(depth)
         )
         self.norm = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, vocab_size, bias=False)
@@ -122,7 +278,15 @@ class MoEGPT(nn.Module):
         """`input_ids` and `labels` are [batch, sequence] of int64; the loss as in GPT."""
         positions = torch.arange(input_ids.size(1), device=input_ids.device)
         hidden = self.drop(self.token(input_ids) + self.position(positions))
+        penalties = []
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden, penalty = block(hidden)
+            if penalty is not None:
+                penalties.append(penalty)
         logits = self.lm_head(self.norm(hidden))
-        return Output(None if labels is None else next_token_loss(logits, labels), logits)
+        if labels is None:
+            return Output(None, logits)
+        loss = next_token_loss(logits, labels)
+        if penalties:
+            loss = loss + sum(penalties[1:], penalties[0]).mean()
+        return Output(loss, logits)

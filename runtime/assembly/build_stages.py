@@ -17,6 +17,7 @@ from torch import distributed as dist
 from whale_train.config import Request
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.shard_params import narrow_of, own_tensors, tensor_paths
+from whale_train.runtime.comms.batch_sums import BatchShare
 from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.comms.process_groups import sums_of
 from whale_train.runtime.compile.compiler import Compiler
@@ -91,6 +92,7 @@ def assemble_stages(
             ),
             loss_scale=loss.scale if pieces > 1 else None,
             seed=_seed(request.seed, task_graph.id, place),
+            share=_share(plan, task_graph, seat),
         )
         for task_graph in task_graphs
     }
@@ -250,6 +252,17 @@ def _casts_over(
         if (group := _shard_group(each, seat)) is not None:
             return group
     return seat.groups[_copies_of(task_graph)]
+
+
+def _share(plan: Plan, task_graph: TaskGraph, seat: Seat) -> BatchShare | None:
+    """Return this rank's part of the batch, of which there is one micro-batch, where the copies of
+    a TaskGraph exchange sums over it."""
+    assert plan.rewrite is not None
+    of = (x for x in plan.rewrite.segments if x.task_graph == task_graph.id)
+    if not any(segment.sums for segment in of):
+        return None
+    ((start, stop),) = plan.ranks[seat.rank].samples
+    return BatchShare(seat.groups[_copies_of(task_graph)], (stop - start) / plan.global_batch)
 
 
 def _seed(seed: int, task_graph: int, place: PipelinePlace) -> int:

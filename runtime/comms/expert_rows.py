@@ -3,7 +3,8 @@
 Every member has rows of its own samples, sorted by expert, and some of the experts, in order; so
 the rows for one member's experts lie next to each other. They arrive by sender, and are put in the
 order of the experts, as a product with a stack of them wants it. One all-to-all each way, forward
-and backward, with as many rows as the routers say, and one of their numbers.
+and backward, with as many rows as the routers say, and one of their numbers. Rows after those of
+the last expert are nobody's: they stay, and come back as zeros.
 """
 
 from dataclasses import dataclass
@@ -11,17 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.nn import functional
 
 from whale_train.runtime.comms.layout_collectives import ShardGroup, linear
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Where the rows of one mixture go. `ends` (int32, [my experts]) says where each of my experts'
-    rows end among those that came; `sent` and `received` are numbers of rows by member; `order`
-    ([rows that came]) puts rows in the order of experts, `inverse` back in that of senders."""
+    """Where the `rows` of one mixture go. `ends` (int32, [my experts]) says where each of my
+    experts' rows end among those that came; `sent` and `received` are numbers of rows by member;
+    `order` ([rows that came]) puts rows in the order of experts, `inverse` back in that of
+    senders."""
 
     group: dist.ProcessGroup
+    rows: int
     ends: Tensor
     sent: list[int]
     received: list[int]
@@ -46,6 +50,7 @@ def exchange(ends: Tensor, rows: Tensor, experts: ShardGroup) -> Exchange:
     order = torch.argsort(run % max(mine, 1), stable=True)
     return Exchange(
         experts.group,
+        len(rows),
         told.sum(0).cumsum(0).to(ends.dtype),
         here,
         there,
@@ -73,12 +78,15 @@ def combine(rows: Tensor, where: Exchange) -> Tensor:
 
 
 def _to_experts(rows: Tensor, where: Exchange) -> Tensor:
-    return _sent(rows, where.sent, where.received, where.group).index_select(0, where.order)
+    came = _sent(rows[: sum(where.sent)], where.sent, where.received, where.group)
+    return came.index_select(0, where.order)
 
 
 def _to_owners(rows: Tensor, where: Exchange) -> Tensor:
     by_sender = rows.index_select(0, where.inverse)
-    return _sent(by_sender, where.received, where.sent, where.group)
+    back = _sent(by_sender, where.received, where.sent, where.group)
+    stayed = where.rows - len(back)
+    return functional.pad(back, (0, 0) * (back.dim() - 1) + (0, stayed)) if stayed else back
 
 
 def _sent(rows: Tensor, out: list[int], back: list[int], group: dist.ProcessGroup) -> Tensor:

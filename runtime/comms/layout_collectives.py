@@ -77,14 +77,14 @@ def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x` as it is; its gradient is the sum of the members' gradients."""
     if group.size() == 1:
         return x
-    return linear(x, _view, partial(_all_reduce, group=group))
+    return linear(x, _view, partial(all_reduced, group=group))
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of the members' `x`; every member's gradient is the gradient of the sum."""
     if group.size() == 1:
         return x
-    return linear(x, partial(_all_reduce, group=group), _unchanged)
+    return linear(x, partial(all_reduced, group=group), _unchanged)
 
 
 def gather(x: Tensor, dim: int, outer: int, shards: ShardGroup) -> Tensor:
@@ -225,7 +225,7 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum in a new tensor: `x` may be a gradient or an activation that others read as
     well."""
     total = x.clone(memory_format=torch.contiguous_format)
@@ -286,7 +286,7 @@ def _sum_slice(x: Tensor, place: _ShardedDim) -> Tensor:
     """Return my slice of the sum over the members."""
     shards = place.shards
     if len(shards.pieces) > 1 or not _scatters_well(shards.group):
-        return _my_slice(_all_reduce(x, shards.group), place)
+        return _my_slice(all_reduced(x, shards.group), place)
     mine = x.new_empty(place.unfolded(x, shards.total, shards.size))
     if x.numel() == 0:
         return mine

@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from whale_train.models.export.export import model_path, module_path
 from whale_train.models.export.op_schemas import in_evaluation
+from whale_train.runtime.comms.batch_sums import BatchShare, batch_sum
 from whale_train.runtime.comms.expert_rows import combine, dispatch, exchange
 from whale_train.runtime.comms.layout_collectives import (
     ShardGroup,
@@ -61,7 +62,8 @@ class ShardPlace:
 
     `loss_scale` gives, by the name of its operation, what a loss that is a mean over targets is
     multiplied by as a sum; without it, it stays the mean over the targets at hand. `seed`, the
-    same on all members of the group and on no others, is for what they draw alike.
+    same on all members of the group and on no others, is for what they draw alike. `share` is my
+    part of the batch, where copies exchange sums over it.
     """
 
     device: torch.device
@@ -71,6 +73,7 @@ class ShardPlace:
     batch_norm_group: dist.ProcessGroup | None
     loss_scale: LossWeight | None = None
     seed: int = 0
+    share: BatchShare | None = None
 
     @cached_property
     def random(self) -> SharedRandom:
@@ -159,7 +162,7 @@ class _Writer:
                 self.made[node.name] = held[path]
         for node in nodes:
             if node.op == "call_function" and not self.is_training_only(node):
-                self.made[node.name] = self.operation(node)
+                self.made[node.name] = self.over_the_batch(node, self.operation(node))
                 self.mark(module_path(node))
                 changed = written_value(node)
                 if changed is not None:  # whoever reads it from here on reads the new value
@@ -216,6 +219,15 @@ class _Writer:
             draw = partial(self.place.random, function)
             return self.call(node, draw, args, kwargs=kwargs)
         return self.graph.call_function(function, tuple(args), kwargs)
+
+    def over_the_batch(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        """Return a value as it is of the whole batch, if copies are to exchange it."""
+        degree = self.written.sums.get(node.name)
+        if degree is None:
+            return made
+        assert self.place.share is not None
+        exchanged = partial(batch_sum, degree=degree, mine=self.place.share)
+        return self.call(None, exchanged, [made], "batch_sum")
 
     def is_drawn_alike(self, node: fx.Node) -> bool:
         """Return whether all members draw the same random numbers in a call."""

@@ -6,7 +6,7 @@ rank's chunk; backward hands their gradients across.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,8 @@ class SharingChunk(Chunk):
     """A chunk whose group shares the samples of a micro-batch: every member has a batch of its own,
     takes its part of what other chunks give, and hands back the gradients of all (copies of the
     rest beside a split head or experts). What it `shares` of what it gives are the values of all,
-    put together for other chunks; the rest is its own (a loss)."""
+    put together for other chunks; the rest is its own (a loss). `members` are the samples of each;
+    values may have several rows of a sample, next to each other."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class SharingChunk(Chunk):
         passed, made = super().forward(own, batch), dict[str, Tensor]()
         for name in self._shares:
             value = passed.made[name]
-            made[name] = gather(value.detach(), 0, 1, self._members)
+            made[name] = self._all(value.detach())
             made[name].requires_grad_(value.requires_grad)
         return Passed({**passed.made, **made}, passed.taken, passed)
 
@@ -181,11 +182,19 @@ class SharingChunk(Chunk):
         for part in self.parts:
             for name in part.segment.takes:
                 if name in known and name not in self._made:
-                    known[name] = gather(known[name], 0, 1, self._members)
+                    known[name] = self._all(known[name])
         return known
 
     def _mine(self, value: Tensor) -> Tensor:
-        return slice_(value, 0, 1, self._members)
+        return slice_(value, 0, 1, self._rows(len(value) // self._members.total))
+
+    def _all(self, value: Tensor) -> Tensor:
+        return gather(value, 0, 1, self._rows(len(value) // self._members.size))
+
+    def _rows(self, of_sample: int) -> ShardGroup:
+        """Return how many rows the members have of values with so many of each sample."""
+        sizes = tuple(of_sample * samples for samples in self._members.sizes)
+        return replace(self._members, sizes=sizes)
 
 
 class VariedChunk(Chunk):

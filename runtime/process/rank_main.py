@@ -5,7 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -80,19 +80,26 @@ def prepare(request: Request) -> Prepared:
         import_compiler()
     dataset = open_dataset(request.data)
     module = build_shared(request.model, request.seed)
-    graph = None
+    prepared = Prepared(request, module, None, dataset)
     strategy = request.strategy_graph()
     # It is what ranks run, or what they count targets by; of a strategy yet to be found, it may be.
     if strategy.is_auto or needs_graph(strategy) or request.train.accumulate > 1:
-        graph, _ = export_model(request.model, dataset.fields)
-        if graph is not None:
-            graph = with_constants(graph, module, dataset.fields)
-    return Prepared(request, module, graph, dataset)
+        return replace(prepared, graph=_exported(prepared))
+    return prepared
+
+
+def _exported(prepared: Prepared) -> fx.GraphModule | None:
+    fields = prepared.dataset.fields
+    graph, _ = export_model(prepared.request.model, fields)
+    return None if graph is None else with_constants(graph, prepared.module, fields)
 
 
 def compile_kernels(run_dir: Path, prepared: Prepared) -> Prepared:
-    """Compile what DeepSpeed would compile at first use: once, here, instead of in every rank."""
+    """Compile what DeepSpeed would compile at first use: once, here, instead of in every rank. And
+    export a model that turns out to be run by its graph."""
     plan = Plan.from_json((run_dir / "plan.json").read_text())
+    if plan.rewrite is not None and prepared.graph is None:
+        prepared = replace(prepared, graph=_exported(prepared))
     if prepared.request.optimizer.name != "sgd" and any(
         task_graph.offload["optimizer"] == "cpu" for task_graph in plan.task_graphs
     ):

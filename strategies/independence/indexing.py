@@ -130,3 +130,11 @@ def one_hot(call: Call) -> Answer:
     """Type a row of zeros and a one for every number."""
     state = call.state(0)
     return state if isinstance(state, PerSample) and not state.degree else None
+
+
+def searchsorted(call: Call) -> Answer:
+    """Type how many of the batch's entries, sorted, come before each of some numbers: a sum over
+    the samples."""
+    entries = call.state(0)
+    counted = isinstance(entries, PerSample) and entries.order and len(call.shape_of(call.name(0)))
+    return Pooled(0) if counted == 1 and call.state(1) == FIXED else None

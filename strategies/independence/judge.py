@@ -1,10 +1,11 @@
 """The judgement over a whole graph: what a loss is of its batch's samples, and where they meet."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Literal
 
-from whale_train.strategies.graph.operation_graph import HELD, Operation, OperationGraph
+from whale_train.strategies.graph.operation_graph import HELD, Operation, OperationGraph, Shape
 from whale_train.strategies.independence.call import Call, Refused
 from whale_train.strategies.independence.rules import rule_of
 from whale_train.strategies.independence.states import (
@@ -29,12 +30,17 @@ class Judgement:
     `operation` does; `unknown`: nobody has said what `operation` does with samples (None: there is
     no graph to look at). `because` completes "the operation ...". `counts` writes into a buffer
     in every call, the same on every copy.
+
+    Where samples meet in nothing but sums over the batch, `sums` are these, with their degrees
+    (see `states`): copies that tell each other theirs have the loss of the batch as the mean of
+    their losses.
     """
 
     kind: LossKind
     operation: Operation | None = None
     because: str = ""
     counts: Operation | None = None
+    sums: Mapping[str, int] = field(default_factory=dict)
 
 
 def states_of(graph: OperationGraph, batch_norms: Collection[str] = ()) -> dict[str, State]:
@@ -56,8 +62,69 @@ def judge(graph: OperationGraph, batch_norms: Collection[str] = ()) -> Judgement
     states = states_of(graph, batch_norms)
     found = _of_loss(graph, states)
     if found.kind in ("mean", "sum"):
-        return _of_buffers(graph, states, batch_norms, found)
+        found = _of_buffers(graph, states, batch_norms, found)
+    if found.kind == "meets":
+        return replace(found, sums=_sums(graph, batch_norms))
     return found
+
+
+def _sums(graph: OperationGraph, batch_norms: Collection[str]) -> Mapping[str, int]:
+    """Return the sums over the batch, with their degrees, that every copy must have of all of it
+    for the loss to be the mean of the copies' losses; nothing where that is not enough.
+
+    A sum is exchanged where something is made of it that a sum of the parts' is not. What was made
+    of it before that is then made of the whole batch's as well.
+    """
+    known, sums = frozenset(batch_norms), dict[str, int]()
+    states: dict[str, State] = {}
+    place = {operation.name: number for number, operation in enumerate(graph)}
+    written = {name for operation in graph for name in operation.writes}
+
+    def settle(operation: Operation) -> None:
+        name, state = operation.name, _state(Call(graph, operation, states, known))
+        if name in sums and isinstance(state, Pooled):
+            state = FIXED
+        else:  # it may be made of what is exchanged since
+            sums.pop(name, None)
+        states[name] = state
+
+    for number, operation in enumerate(graph):
+        settle(operation)
+        while isinstance(state := states[operation.name], Meets | Unknown):
+            pooled = [x for x in operation.inputs if _exchanged_degree(states[x]) is not None]
+            name = _first_made(graph, states, min(pooled, key=lambda x: place[x], default=""))
+            degree = _exchanged_degree(states[name]) if name else None
+            if state.name != operation.name or degree is None or name in written:
+                break
+            sums[name] = degree
+            for again in graph.operations[place[name] : number + 1]:
+                settle(again)
+    found = _of_loss(graph, states)
+    if found.kind == "mean":
+        found = _of_buffers(graph, states, batch_norms, found)
+    return sums if found.kind == "mean" else {}
+
+
+def _exchanged_degree(state: State) -> int | None:
+    """Return the degree of a sum over the batch whose parts are known when they are made (of a mean
+    over targets they are not: it is made one over the whole batch's); else None."""
+    return state.degree if isinstance(state, Pooled) and not state.targets else None
+
+
+def _first_made(graph: OperationGraph, states: Mapping[str, State], name: str) -> str:
+    """Return the value that `name` is another form of, as a sum over the batch: a count, where it
+    was converted, which is added up exactly."""
+    while name:
+        operation, degree = graph[name], _exchanged_degree(states[name])
+        made = [x for x in operation.inputs if _exchanged_degree(states[x]) == degree]
+        if len(made) != 1 or _elements(graph[made[0]].shape) != _elements(operation.shape):
+            break
+        (name,) = made
+    return name
+
+
+def _elements(shape: Shape | None) -> int:
+    return prod(size.fixed for size in shape or ())
 
 
 def _of_loss(graph: OperationGraph, states: dict[str, State]) -> Judgement:

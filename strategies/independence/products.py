@@ -127,16 +127,18 @@ def grouped_product(call: Call) -> Answer:
         return None
     if call.state(1) != FIXED or not isinstance(offsets, Ref):
         return None
-    ends = call.graph[offsets.name]
-    if "cumsum" not in ends.target:
-        return None
-    counted = call.graph[ends.inputs[0]]
-    while counted.target.startswith(("aten.to.", "aten._to_copy.")):
+    counted = call.graph[offsets.name]
+    if "cumsum" in counted.target:
         counted = call.graph[counted.inputs[0]]
+        while counted.target.startswith(("aten.to.", "aten._to_copy.")):
+            counted = call.graph[counted.inputs[0]]
+        if not counted.target.startswith(("aten.histc.", "aten.bincount.")):
+            return None
+    elif not counted.target.startswith("aten.searchsorted."):
+        return None
     of = call.states.get(counted.inputs[0]) if counted.inputs else None
-    counts = counted.target.startswith(("aten.histc.", "aten.bincount."))
     same = isinstance(of, PerSample) and of.order == state.order
-    return state if counts and same else None
+    return state if same else None
 
 
 def lookup(call: Call) -> Answer:

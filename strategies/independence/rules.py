@@ -138,6 +138,7 @@ _FAMILIES: tuple[tuple[StateRule, str], ...] = (
     (indexing.index_select, "index_select"),
     (indexing.scattered, "select_scatter slice_scatter"),
     (indexing.one_hot, "one_hot"),
+    (indexing.searchsorted, "searchsorted"),
     # What a forward makes
     (making.fresh, "zeros ones full empty new_zeros new_ones new_full new_empty scalar_tensor "
                    "fill zero"),

@@ -8,7 +8,7 @@ pieces.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph, Size
 from whale_train.strategies.layouts.propagation import (
@@ -32,13 +32,15 @@ CLASSES = "classes"  # the axis along which the head is cut
 class Segment:
     """Operations that one TaskGraph runs in one go. `takes` come from earlier segments, `gives`
     go to later ones (the last segment gives the loss); `assignment` types them over the
-    TaskGraph's shard group (None where every rank simply has its own samples)."""
+    TaskGraph's shard group (None where every rank simply has its own samples). Of `sums` over the
+    batch, with their degrees, copies tell each other their parts."""
 
     task_graph: int
     operations: tuple[str, ...]
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     assignment: Assignment | None
+    sums: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,9 @@ class PlannedSegment:
     """A part of the graph that one TaskGraph runs without interruption: its `operations`, the
     values it `takes` and `gives`, the `layouts` of those that are cut, the `casts` between,
     what distributed operation an operation `becomes`, and which draw `random` numbers that all
-    members of a shard group `shared`."""
+    members of a shard group `shared`. `sums` over the batch, to which every copy adds its part, are
+    given with their degrees: n samples' is n^degree times the sum of the parts', each over its own
+    samples' n_r^degree (0: a sum, -1: a mean)."""
 
     task_graph: int
     operations: tuple[str, ...]
@@ -55,6 +57,7 @@ class PlannedSegment:
     casts: tuple[PlannedCast, ...]
     becomes: Mapping[str, str]
     random: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
+    sums: Mapping[str, int] = field(default_factory=dict, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ def planned_segment(segment: Segment) -> PlannedSegment:
         casts=tuple(_cast(cast) for cast in (typed.casts if typed else ())),
         becomes=dict(typed.becomes) if typed else {},
         random=dict(typed.random) if typed else {},
+        sums=dict(segment.sums),
     )
 
 

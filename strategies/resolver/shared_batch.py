@@ -16,18 +16,8 @@ from whale_train.strategies.plan.training import Training
 from whale_train.strategies.stages.analysis import Findings
 
 VOUCHED = "model.samples_are_independent"
+EXCHANGED = "copies exchange its sums over the batch"
 COMPARED = "compared before the first step"  # what a plan decides of a model nobody knows this of
-
-
-def judged(findings: Findings) -> Judgement:
-    """Return what the loss of the model's batch is of its samples, as far as its graph says."""
-    profile = findings.profile
-    graph = profile.graph
-    if profile.unequal_parts:
-        return Judgement("meets", because=profile.unequal_parts)
-    if graph is None:
-        return Judgement("unknown", because=profile.export_error)
-    return findings.once("samples", lambda: judge(graph, profile.batch_norm_modules))
 
 
 def refuse_shared_batch(
@@ -37,14 +27,18 @@ def refuse_shared_batch(
 
     `micro_batches` are those of one copy.
     """
-    profile, found = findings.profile, judged(findings)
+    profile, found = findings.profile, findings.samples
     if training.samples_are_independent:
         return
-    if found.kind == "meets":
+    if found.kind == "meets" and not (found.sums and micro_batches == 1):
         where = f"{_said(found.operation)} " if found.operation is not None else ""
         rule = f"lets the samples of a batch meet: {where}{found.because}, so that copies and "
         rule += "micro-batches of their own samples would train something else"
         remedy = "use strategy=single, strategy=split, or a pipeline of one micro-batch"
+        if found.sums:
+            rule = f"lets the samples of a batch meet: {where}{found.because}, and micro-batches "
+            rule += "of one copy are not there at the same time"
+            remedy = "use one micro-batch: copies of the model exchange what is made of all samples"
         remedy = profile.unequal_remedy or remedy
         faults.append(Fault("model", profile.name, rule, remedy))
     elif micro_batches > 1 and found.counts is not None:
@@ -82,11 +76,17 @@ def refuse_written_parameters(
 def with_samples(plan: Plan, findings: Findings, training: Training) -> Plan:
     """Return `plan` with what its loss is over the samples, and what is known of that where its
     batch is shared."""
-    found = judged(findings)
+    found = findings.samples
     loss_over = found.kind if found.kind in ("mean", "sum") else training.loss_over or "mean"
+    loss_over = "mean" if found.sums else loss_over
     if not plan.shares_batch:
         return replace(plan, loss_over=loss_over)
     decisions = plan.decisions
+    if found.sums and not training.samples_are_independent:
+        assert found.operation is not None
+        reason = f"samples meet in sums over the batch alone: {_said(found.operation)} "
+        decisions = (*decisions, Decision("model", EXCHANGED, "", f"{reason}{found.because}"))
+        return replace(plan, loss_over=loss_over, decisions=decisions)
     if found.kind == "sum":
         reason = "the model's graph adds its samples' losses up: parts are added, not averaged"
         decisions = (*decisions, Decision("model.loss_over", "sum", "mean", reason))

@@ -163,7 +163,8 @@ def _segments(job: Staging, chunk: StageChunk) -> Iterator[Segment]:
     numbers, part = job.task_graphs[chunk.stage], chunk.slice
     if chunk.head is None:
         assignment = chunk.sharded.assignment if chunk.sharded else None
-        yield Segment(numbers[0], part.operations, part.takes, part.gives, assignment)
+        sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
+        yield Segment(numbers[0], part.operations, part.takes, part.gives, assignment, sums)
         return
     entering = set(part.takes)
     for segment in chunk.head.segments:
@@ -266,7 +267,7 @@ def _split_of(job: Staging, chunk: StageChunk) -> _SplitPart:
 def _primitive(job: Staging) -> str:
     if job.form.pipeline:
         return "stage"
-    return "replicate" if job.as_is else "split"
+    return "split" if any(stage.split for stage in job.form.stages) else "replicate"
 
 
 def _listed(

@@ -261,6 +261,7 @@ def space_of(
     profile = findings.profile
     exported = profile.graph is not None
     normed = bool(profile.batch_norm_modules) and training.sync_batchnorm
+    exchanges = bool(findings.samples.sums) and not training.samples_are_independent
     refused: list[Fault] = []
     refuse_shared_batch(findings, training, 1, refused)
     measured = is_measured(cluster, training.precision)
@@ -280,7 +281,7 @@ def space_of(
         offload=can_offload,
         split_head=exported and bool(findings.heads),
         experts=min(findings.experts.sharded.axes.values()) if exported and findings.experts else 0,
-        sole_micro_batch=normed,
+        sole_micro_batch=normed or exchanges,
         use_all=use_all,
         unlike=unlike,
     )

@@ -4,7 +4,7 @@ Pipeline cuts, weight shardings and prices of slices are computed once: neighbou
 the same ones.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -14,6 +14,8 @@ from whale_train.errors import PlanError
 from whale_train.strategies.cost.op_cost import Prices
 from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph, block_of
 from whale_train.strategies.graph.saved_tensors import View
+from whale_train.strategies.independence.judge import Judgement, judge, states_of
+from whale_train.strategies.independence.states import State
 from whale_train.strategies.memory.engine_memory import weight_width
 from whale_train.strategies.partition.equal_blocks import Likeness
 from whale_train.strategies.partition.output_head import Head, find_heads
@@ -62,6 +64,21 @@ class Findings:
     def graph(self) -> OperationGraph:
         assert self.profile.graph is not None
         return self.profile.graph
+
+    @cached_property
+    def samples(self) -> Judgement:
+        """What the loss of the model's batch is of its samples, as far as its graph says."""
+        profile = self.profile
+        if profile.unequal_parts:
+            return Judgement("meets", because=profile.unequal_parts)
+        if profile.graph is None:
+            return Judgement("unknown", because=profile.export_error)
+        return judge(profile.graph, profile.batch_norm_modules)
+
+    @cached_property
+    def sample_states(self) -> Mapping[str, State]:
+        """How every value of the graph depends on the samples of a batch."""
+        return states_of(self.graph, self.profile.batch_norm_modules)
 
     @cached_property
     def prices(self) -> Prices:

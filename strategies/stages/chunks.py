@@ -15,6 +15,7 @@ from whale_train.strategies.graph.operation_graph import (
     OperationGraph,
     Size,
 )
+from whale_train.strategies.independence.states import PerSample
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.shape_check import shape_check
 from whale_train.strategies.partition.head_partition import CutRefused, HeadCut, cut_head
@@ -109,6 +110,7 @@ def _chunked(
     edges = findings.once(("edges", ends), lambda: _edges(job, slices))
     axes = _axes(job, chunks, class_caps)
     _check_shapes(job, chunks, axes)
+    _refuse_sums_in_parts(job, chunks)
     trained = {path: at for path, at in shared.items() if path in job.profile.parameter_by_path}
     return Chunked(places, chunks, edges, axes, trained, tuple(decisions))
 
@@ -284,9 +286,16 @@ def _routed(
 
 def _not_by_sample(job: Staging, names: Sequence[str]) -> str:
     """Return the first of some values that cross between stages whose first dimension is not the
-    batch; "" if there is none (the loss, a number, crosses to nobody)."""
-    shapes = ((name, job.graph[name].shape) for name in names)
-    return next((name for name, x in shapes if x != () and (x or ("",))[0] != Size(0, 1)), "")
+    batch, with as many rows of each sample next to each other; "" if there is none (the loss, a
+    number, crosses to nobody)."""
+    states = job.findings.sample_states
+
+    def is_by_sample(name: str) -> bool:
+        shape = job.graph[name].shape
+        of_samples = states[name] == PerSample(0) and shape is not None and not shape[0].fixed
+        return shape == () or of_samples or (shape or ("",))[0] == Size(0, 1)
+
+    return next((name for name in names if not is_by_sample(name)), "")
 
 
 def _head_cut(
@@ -433,6 +442,23 @@ def _check_shapes(job: Staging, chunks: Sequence[StageChunk], axes: AxisInterval
             rule = f"cannot be cut so: {wrong[0]}"
             remedy = "give other patterns: or modules: for it, or use another primitive"
             raise PlanError([Fault(form.split.path, "", rule, remedy)])
+
+
+def _refuse_sums_in_parts(job: Staging, chunks: Sequence[StageChunk]) -> None:
+    """Raise PlanError where a sum over the batch, of which copies tell each other theirs, is cut
+    over the members of a shard group."""
+    for chunk in chunks:
+        form = job.form.stages[chunk.stage]
+        layouts = chunk.sharded.assignment.layouts if chunk.sharded else {}
+        for name in job.batch_sums:
+            cut = name in chunk.slice.operations and layouts.get(name, R) != R
+            if form.split is not None and (cut or chunk.head is not None):
+                rule = f"cuts {name}, a sum over the samples of the batch that copies exchange"
+                if chunk.head is not None:
+                    rule = f"sees the samples of all its devices, and copies exchange {name}, a "
+                    rule += "sum over the samples of the batch"
+                remedy = "name other modules, or use a strategy without a split"
+                raise PlanError([Fault(form.split.path, "", rule, remedy)])
 
 
 def _shared_weights(slices: Sequence[Slice], stages: int) -> dict[str, tuple[int, ...]]:

@@ -89,6 +89,8 @@ def count_micro_batches(job: Staging, times: ChunkTimes, decisions: list[Decisio
         wanted = max(PER_STAGE * len(form.stages), wanted)
     chosen = max(1, min(wanted, smallest_share // form.members))
     reason = f"{PER_STAGE} a stage, of a copy's {smallest_share} samples"
+    if job.findings.samples.sums and not job.training.samples_are_independent:
+        chosen, reason = 1, "of all its samples, some values are made at once"
     decisions.append(Decision(f"{pipeline.path}.micro_batches", str(chosen), "", reason))
     return chosen
 

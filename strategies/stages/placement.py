@@ -143,7 +143,16 @@ class Staging:
     @cached_property
     def as_is(self) -> bool:
         """True where ranks run the user's module itself, and not its exported graph."""
-        return not needs_graph(self.strategy)
+        return not needs_graph(self.strategy) and not self.batch_sums
+
+    @cached_property
+    def batch_sums(self) -> Mapping[str, int]:
+        """The sums over the batch that copies tell each other, with their degrees (see
+        `independence/states.py`)."""
+        copies = self.form.copies * self.form.members
+        if copies == 1 or self.training.samples_are_independent:
+            return {}
+        return self.findings.samples.sums
 
     @property
     def zero(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from whale_train.strategies.cost.batch_exchange import batch_norm_times, batch_sum_times
 from whale_train.strategies.cost.collectives import (
     Crowd,
     all_reduce_time_s,
@@ -27,7 +28,6 @@ from whale_train.strategies.cost.roofline import (
     update_time_s,
     zeros_time_s,
 )
-from whale_train.strategies.cost.sync_batchnorm import batch_norm_times
 from whale_train.strategies.graph.operation_graph import LOOKUP
 from whale_train.strategies.schedule.instructions import COMPUTATIONS, ENDS, Instruction, Kind
 from whale_train.strategies.simulate.tasks import Actor, Cost, Step
@@ -60,7 +60,7 @@ class StagedStep:
         self.sends = Sends(job, times.chunks)
         norms = job.profile.batch_norm_modules
         self.synchronises = bool(norms) and job.training.sync_batchnorm
-        self._of_norms: dict[int, Times] = {}
+        self._over_batch: dict[int, Times] = {}
         self._gradients: dict[tuple[int, ...], float] = {}
 
     def step(self) -> tuple[Step, Mapping[int, int]]:
@@ -177,9 +177,9 @@ class StagedStep:
 
     def _cost(self, copy: int, position: int, instruction: Instruction, samples: int) -> Cost:
         times, moved = self.times.of(instruction.chunk, copy, position, samples)
-        if self.synchronises:
-            norms = self._norms(instruction.chunk)
-            times, moved = times + norms, moved + norms
+        if self.synchronises or self.job.batch_sums:
+            exchanged = self._exchanged(instruction.chunk)
+            times, moved = times + exchanged, moved + exchanged
         gathers = self._gathers_s(copy, position)
         match instruction.kind:
             case Kind.FORWARD:
@@ -214,28 +214,29 @@ class StagedStep:
         )
         return sent + forward, sent + backward
 
-    def _norms(self, number: int) -> Times:
-        """Return the times of a chunk's BatchNorm all-reduces over the copies of its stage."""
-        if number not in self._of_norms:
-            self._of_norms[number] = self._priced_norms(number)
-        return self._of_norms[number]
+    def _exchanged(self, number: int) -> Times:
+        """Return the times in which the copies of a chunk's stage exchange what is of the whole
+        batch: statistics of BatchNorm, sums over it."""
+        if number not in self._over_batch:
+            self._over_batch[number] = self._priced_exchange(number)
+        return self._over_batch[number]
 
-    def _priced_norms(self, number: int) -> Times:
-        chunk = self.times.chunks[number]
-        if self.job.profile.graph is None:
+    def _priced_exchange(self, number: int) -> Times:
+        chunk, job = self.times.chunks[number], self.job
+        if job.profile.graph is None:
             return Times()
-        groups = self.job.copies_of_rest[chunk.stage]
+        group = job.copies_of_rest[chunk.stage][0]
+        operations, link = chunk.slice.operations, group_link(self.cluster, group, self.crowd)
         assignment = chunk.sharded.assignment if chunk.sharded else None
-        norms = batch_norm_times(
-            self.job.graph,
-            chunk.slice.operations,
-            len(groups[0]),
-            group_link(self.cluster, groups[0], self.crowd),
-            part_of(assignment, self.times.axes, 0),
+        found = batch_sum_times(
+            job.graph, [n for n in operations if n in job.batch_sums], len(group), link
         )
+        if self.synchronises:
+            channels = part_of(assignment, self.times.axes, 0)
+            found += batch_norm_times(job.graph, operations, len(group), link, channels)
         if chunk.stage in self.times.recomputed:
-            norms += Times(backward_input=norms.forward)
-        return norms
+            found += Times(backward_input=found.forward)
+        return found
 
     def _update_s(self, rank: int) -> float:
         copy, position = self.job.place_of(rank)

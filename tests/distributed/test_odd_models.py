@@ -117,12 +117,30 @@ MEETING = {
 }
 
 
+# Of these, in sums over the batch alone: copies exchange them, and micro-batches cannot.
+EXCHANGED = {
+    *("RootMeanSquare", "LogOfMean", "Centred", "UsageTimesGates", "Histogram", "MeanAndSum"),
+    "WeightedMean",
+}
+
+
 @pytest.mark.parametrize("model", MEETING)
 def test_the_operation_is_named(model: str, jobs: Jobs, data: Path) -> None:
+    pieces = ("train.accumulate=2",) if model in EXCHANGED else ()
     with pytest.raises(JobFailed) as failed:
-        jobs.run(overrides(model, data, *UNLIKE, *STRATEGIES["dp"]))
+        jobs.run(overrides(model, data, *UNLIKE, *STRATEGIES["dp"], *pieces))
     said = f"model={model} lets the samples of a batch meet: {MEETING[model]}"
     assert said in str(failed.value)
+
+
+@pytest.mark.parametrize("model", sorted(EXCHANGED))
+def test_sums_over_the_batch_are_exchanged(model: str, jobs: Jobs, data: Path) -> None:
+    found = jobs.run(overrides(model, data, *UNLIKE, *STRATEGIES["zero2"]))
+    expected = alone(jobs, model, data)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=LOSS)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=NORM)
+    reasons = [x["reason"] for x in found.plan["decisions"] if x["key"] == "model"]
+    assert any("samples meet in sums over the batch alone" in reason for reason in reasons)
 
 
 SAME = [

@@ -37,7 +37,43 @@ MODELS = {
         f"{_MIXTURE}, intermediate_size: 48, moe_intermediate_size: 32, num_experts: 8, "
         "shared_expert_intermediate_size: 40, num_experts_per_tok: 2, decoder_sparse_step: 1",
     ),
+    "olmoe": strategies.hf(
+        "OlmoeForCausalLM",
+        f"{_MIXTURE}, intermediate_size: 32, num_experts: 8, num_experts_per_tok: 2",
+    ),
+    # Scores by sigmoid, experts in groups, one shared, a dense layer first, latent attention.
+    "deepseek_v3": strategies.hf(
+        "DeepseekV3ForCausalLM",
+        f"{_MIXTURE.replace('heads: 2', 'heads: 4')}, intermediate_size: 48, "
+        "moe_intermediate_size: 32, n_routed_experts: 8, num_experts_per_tok: 2, n_group: 2, "
+        "topk_group: 1, n_shared_experts: 1, first_k_dense_replace: 1, q_lora_rank: 16, "
+        "kv_lora_rank: 16, qk_rope_head_dim: 8, qk_nope_head_dim: 8, v_head_dim: 16",
+    ),
 }
+# What of a mixture is made of the whole batch, or of a sample's other tokens.
+LIMITED = {
+    "moe_gpt": (
+        *("model.balance=0.5", "model.z_loss=0.1", "model.capacity_factor=0.8"),
+        "model.bias_rate=0.01",
+    ),
+    "mixtral": ("output_router_logits: true, router_aux_loss_coef: 0.5",),
+    "qwen2_moe": ("output_router_logits: true, router_aux_loss_coef: 0.5",),
+    "olmoe": ("output_router_logits: true, router_aux_loss_coef: 0.5",),
+}
+
+
+_LIMITED_CASES = [
+    *(
+        (model, name)
+        for model in ("moe_gpt", "mixtral", "qwen2_moe")
+        for name in ("over2", "over4", "zero1", "over3_unlike", "pipeline_whole")
+    ),
+    ("olmoe", "over2"),
+    ("moe_gpt", "two_of_2"),
+    ("moe_gpt", "copies"),
+    ("mixtral", "copies"),
+    ("qwen2_moe", "copies_split"),
+]
 
 
 def beside(copies: str = "{}") -> str:
@@ -78,15 +114,21 @@ STRATEGIES: dict[str, tuple[int, str, tuple[float, ...]]] = {
     ),
     "zero_bubble": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]", "zero_bubble", 2), ()),
 }
+# Of which nothing is made of samples of several micro-batches.
+STRATEGIES |= {
+    "pipeline_whole": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]", micro_batches=1), ()),
+    "copies": (3, "{replicate: {zero: 1}}", (5, 2, 1)),
+    "copies_split": (4, "{replicate: {of: {split: {degree: 2}}}}", ()),
+}
 CASES = [
     *((model, name, "sgd") for model in MODELS for name in ("over2", "over4", "over3_unlike")),
-    *((model, "zero1", "momentum") for model in MODELS),
+    *((model, "zero1", "momentum") for model in ("moe_gpt", "mixtral", "qwen2_moe")),
     *(("moe_gpt", name, "sgd") for name in ("zero3", "two_of_2", "two_of_2_zero1")),
     ("mixtral", "two_of_2", "adamw"),
     ("moe_gpt", "over2", "adamw"),
     ("qwen2_moe", "offload", "sgd"),
     ("mixtral", "two_of_2_offload", "sgd"),
-    *((model, "pipeline", "sgd") for model in MODELS),
+    *((model, "pipeline", "sgd") for model in ("moe_gpt", "mixtral", "qwen2_moe")),
     ("mixtral", "pipeline_zero1", "adamw"),
     ("qwen2_moe", "widths_1_3_2", "sgd"),
     ("moe_gpt", "zero_bubble", "momentum"),
@@ -114,6 +156,33 @@ def test_equals_one_device(
     model: str, strategy: str, optimizer: str, jobs: Jobs, arrays: Path
 ) -> None:
     spread, single = overrides(arrays, model, strategy, optimizer)
+    assert_equal(jobs.run(spread), jobs.run(single), TOLERANCE)
+
+
+@pytest.mark.parametrize(("model", "strategy"), _LIMITED_CASES)
+def test_what_is_made_of_the_whole_batch_is(
+    model: str, strategy: str, jobs: Jobs, arrays: Path
+) -> None:
+    """Losses that balance experts, over the batch; room for some of a sequence's tokens; a bias."""
+    spread, single = overrides(arrays, model, strategy, "sgd")
+    assert_equal(jobs.run(limited(model, spread)), jobs.run(limited(model, single)), TOLERANCE)
+
+
+def limited(model: str, job: list[str]) -> list[str]:
+    """Return a job whose mixture is `LIMITED`."""
+    more = LIMITED[model]
+    if model == "moe_gpt":
+        return [*job, *more]
+    return [f"{x.removesuffix('}')}, {more[0]}}}" if "model.config=" in x else x for x in job]
+
+
+@pytest.mark.parametrize("prototypes", [1, 2, 4])
+def test_sequences_balanced_in_micro_batches(prototypes: int, jobs: Jobs, arrays: Path) -> None:
+    more = (
+        *("model.balance=0.5", "model.balance_over=sequence", "model.capacity_factor=0.8"),
+        *(f"model.prototypes={prototypes}", "model.top_k=1"),
+    )
+    spread, single = overrides(arrays, "moe_gpt", "pipeline_zero1", "sgd", *more)
     assert_equal(jobs.run(spread), jobs.run(single), TOLERANCE)
 
 

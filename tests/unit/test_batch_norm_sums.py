@@ -6,8 +6,8 @@ import pytest
 from tests.unit.operation_graphs import Sketch, classifier
 from tests.unit.plan_requests import strategy_of, training
 
+from whale_train.strategies.cost.batch_exchange import batch_norm_times, batch_sum_times
 from whale_train.strategies.cost.roofline import Times
-from whale_train.strategies.cost.sync_batchnorm import batch_norm_times
 from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
 from whale_train.strategies.plan.plan import Plan
@@ -75,3 +75,13 @@ def test_copies_of_the_stage_that_has_one_wait_for_them() -> None:
     alone, together = (planned(graph, x).predicted for x in (False, True))
     added_s = 1e-3 + 9 * 8 / 1e9 + 2 * (1e-3 + 4 * 4 / 1e9)
     assert together.step_time_s - alone.step_time_s == pytest.approx(added_s, rel=1e-9)
+
+
+def test_sums_over_the_batch_are_one_message_each_way() -> None:
+    graph = graph_of(classifier())
+    # One fp32 number, up and down a tree of two levels.
+    found = batch_sum_times(graph, ["loss"], 4, LINK)
+    assert found.forward == pytest.approx(4 * 1e-3 + 2 * 4 / 1e9, rel=1e-12)
+    assert found.backward_input == found.forward
+    assert batch_sum_times(graph, ["loss"], 1, LINK) == Times()
+    assert batch_sum_times(graph, [], 4, LINK) == Times()

@@ -157,6 +157,65 @@ def test_samples_that_meet_are_refused_by_the_name_of_the_operation(vouched: boo
     assert [str(fault) for fault in faults] == said
 
 
+TOTAL = ("total", "sum.dim_IntList", (Ref("y"), (0,)), ALL)
+
+
+@pytest.mark.parametrize(
+    ("operations", "sums"),
+    [
+        # One factor is enough: times a constant, the other is a mean as before.
+        ([MEAN, ("product", "mul.Tensor", (Ref("mean"), Ref("mean")), ALL)], {"mean": -1}),
+        ([MEAN, ("root", "sqrt.default", (Ref("mean"),), ALL),
+          ("loss", "sum.default", (Ref("root"),), SCALAR)], {"mean": -1}),
+        # What was added up is exchanged as it was before it was converted.
+        ([TOTAL, ("wide", "to.dtype", (Ref("total"), 7), ALL),
+          ("root", "sqrt.default", (Ref("wide"),), ALL),
+          ("loss", "sum.default", (Ref("root"),), SCALAR)], {"total": 0}),
+        # A sum of what is exchanged is that of the whole batch: it is not exchanged again.
+        ([TOTAL, ("all", "sum.default", (Ref("total"),), SCALAR),
+          ("part", "div.Tensor", (Ref("total"), Ref("all")), ALL),
+          ("loss", "sum.default", (Ref("part"),), SCALAR)], {"total": 0}),
+        ([("all", "sum.default", (Y,), SCALAR), TOTAL,
+          ("inverse", "div.Tensor", (1.0, Ref("all")), SCALAR),
+          ("root", "sqrt.default", (Ref("total"),), ALL),
+          ("part", "mul.Tensor", (Ref("root"), Ref("inverse")), ALL),
+          ("loss", "sum.default", (Ref("part"),), SCALAR)], {"all": 0, "total": 0}),
+        # By the samples at hand, of which there are fewer than in the batch.
+        ([TOTAL, ("n", "sym_size.int", (Y, 0), None),
+          ("root", "sqrt.default", (Ref("total"),), ALL),
+          ("each", "div.Tensor", (Ref("root"), Ref("n")), ALL),
+          ("loss", "sum.default", (Ref("each"),), SCALAR)], {}),
+        ([("all", "matmul.default", (Y, Y), (Size(0, 1), Size(0, 1))),
+          ("loss", "mean.default", (Ref("all"),), SCALAR)], {}),
+    ],
+)  # fmt: skip
+def test_what_copies_tell_each_other(
+    operations: list[tuple[str, str, tuple[Argument, ...], tuple[Size, ...] | None]],
+    sums: dict[str, int],
+) -> None:
+    found = judge(graph(*operations))
+    assert found.kind == "meets"
+    assert found.sums == sums
+
+
+def test_micro_batches_cannot_tell_each_other() -> None:
+    made = graph(
+        MEAN,
+        ("root", "sqrt.default", (Ref("mean"),), ALL),
+        ("loss", "sum.default", (Ref("root"),), SCALAR),
+    )
+    faults: list[Fault] = []
+    findings = Findings(profile_of(made), "fp32")
+    refuse_shared_batch(findings, training(), 1, faults)
+    assert not faults
+    refuse_shared_batch(findings, training(), 2, faults)
+    assert [str(fault) for fault in faults] == [
+        "model=sketched lets the samples of a batch meet: sqrt in top (root) is not linear in a "
+        "statistic of the whole batch, and micro-batches of one copy are not there at the same "
+        "time; use one micro-batch: copies of the model exchange what is made of all samples"
+    ]
+
+
 def profile_of(made: OperationGraph) -> ModelProfile:
     weight = Parameter("w", (8, 8))
     return ModelProfile("sketched", (weight,), (), 1.0, 1.0, graph=made)

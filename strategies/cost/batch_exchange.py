@@ -1,11 +1,13 @@
-"""The seconds that copies spend in the collectives of a synchronised BatchNorm.
+"""The seconds in which copies tell each other what is of the whole batch.
 
-What these exchange is runtime/kernels/sync_batch_norm.py's: forward, every copy's counts, means and
+A sum over the batch is all-reduced, and its gradient if it has one. What a synchronised BatchNorm
+exchanges is runtime/kernels/sync_batch_norm.py's: forward, every copy's counts, means and
 variances of its channels, in fp64, are gathered; backward, two fp32 sums a channel are all-reduced,
 unless what was normalised has no gradient.
 """
 
 from collections.abc import Iterable
+from math import prod
 
 from whale_train.strategies.cost.collectives import all_reduce_time_s, gather_time_s
 from whale_train.strategies.cost.op_work import PartOfValue, whole
@@ -14,6 +16,17 @@ from whale_train.strategies.graph.operation_graph import Operation, OperationGra
 from whale_train.strategies.hardware.cluster import Link
 
 _GATHERED, _SUMMED = 8, 4  # bytes of a number, forward and backward
+
+
+def batch_sum_times(graph: OperationGraph, sums: Iterable[str], members: int, link: Link) -> Times:
+    """Return the seconds of one forward and one backward of `sums` over the batch, which `members`
+    copies that `link` joins each have a part of."""
+    total = Times()
+    for name in sums if members > 1 else ():
+        elements = prod(size.fixed for size in graph[name].shape or ())
+        seconds = all_reduce_time_s(_SUMMED * elements, members, link)
+        total += Times(seconds, seconds if name in graph.trained else 0.0)
+    return total
 
 
 def batch_norm_times(
