@@ -17,6 +17,7 @@ from whale_train.runtime.kernels.sync_batch_norm import synchronise_batch_norm
 from whale_train.runtime.loss.global_mean import target_counter
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.runtime.process.shared_init import own_copy
+from whale_train.runtime.train.expert_loads import ExpertLoads
 from whale_train.runtime.train.step_programs import Program, WholeModel
 from whale_train.strategies.plan.plan import Plan
 
@@ -69,4 +70,5 @@ def _whole_model(
     if len(sizes) > 1:
         assert graph is not None
         counter = target_counter(module, graph, group, seat.device)
-    return WholeModel(engine, group, sizes, plan.loss_weights, counter)
+    loads = ExpertLoads(plan.mixtures, seat.device) if plan.mixtures else None
+    return WholeModel(engine, group, sizes, plan.loss_weights, counter, loads)

@@ -35,6 +35,7 @@ from whale_train.runtime.pipeline.chunk import Chunk, Segments, SharingChunk, Va
 from whale_train.runtime.pipeline.executor import PipelineModel
 from whale_train.runtime.pipeline.route import MessageTypes, PipelinePlace, Route
 from whale_train.runtime.process.rank_context import Seat
+from whale_train.runtime.train.expert_loads import ExpertLoads
 from whale_train.strategies.graph.operation_graph import is_repeated
 from whale_train.strategies.layouts.propagation import BATCH
 from whale_train.strategies.plan.plan import Plan, TaskGraph
@@ -102,14 +103,19 @@ def assemble_stages(
         *(plan, seat.rank, graph, canonical, tensors, counts, weight_gradients, scale),
         seat.compiler,
     )
+    loads = ExpertLoads(plan.mixtures, seat.device) if plan.mixtures else None
     sharings: tuple[_Sharing, ...] = tuple(dict.fromkeys(shared))
     written: list[_Written] = []
     shared_random: list[SharedRandom] = []
     for chunk in held:
         described = plan.pipeline.chunks[chunk]
+        # Members that all have the same samples count their experts' rows once.
+        counting = loads if described.shares_samples or place.index == 0 else None
         for number, sharing in enumerate(sharings if described.shares_samples else ((),)):
             here = {
-                owner: replace(at, axes={**at.axes, BATCH: sharing}, seed=at.seed + number)
+                owner: replace(
+                    at, axes={**at.axes, BATCH: sharing}, seed=at.seed + number, loads=counting
+                )
                 for owner, at in places.items()
             }
             shared_random += [at.random for at in here.values()]
@@ -140,6 +146,7 @@ def assemble_stages(
     return PipelineModel(
         *(plan, route, chunks, loss, types, transport, counts, weight_gradients, shared_random),
         casting,
+        loads,
     )
 
 
@@ -177,7 +184,7 @@ class _Writer:
         lent = self._lent_to(written)
         held = {path: self._tensors[path] for path in paths if path not in lent}
         segment = SegmentModule(written.takes, written.gives, held, lent)
-        evaluated = replace(here, loss_scale=self._evaluation_scale)
+        evaluated = replace(here, loss_scale=self._evaluation_scale, loads=None)
         for at, counts in ((here, None), (evaluated, self._counts)):
             write_segment_graph(segment, written, self._graph, self._canonical, at, counts)
         if self._plan.schedule == "zero_bubble":

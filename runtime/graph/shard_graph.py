@@ -50,6 +50,7 @@ from whale_train.runtime.loss.graph_losses import (
     smoothing,
     written_value,
 )
+from whale_train.runtime.train.expert_loads import ExpertLoads
 from whale_train.strategies.graph.operation_graph import block_of
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, EXCHANGE
 from whale_train.strategies.plan.program import PlannedCast, PlannedSegment
@@ -63,7 +64,7 @@ class ShardPlace:
     `loss_scale` gives, by the name of its operation, what a loss that is a mean over targets is
     multiplied by as a sum; without it, it stays the mean over the targets at hand. `seed`, the
     same on all members of the group and on no others, is for what they draw alike. `share` is my
-    part of the batch, where copies exchange sums over it.
+    part of the batch, where copies exchange sums over it. `loads` counts the rows of experts.
     """
 
     device: torch.device
@@ -74,6 +75,7 @@ class ShardPlace:
     loss_scale: LossWeight | None = None
     seed: int = 0
     share: BatchShare | None = None
+    loads: ExpertLoads | None = None
 
     @cached_property
     def random(self) -> SharedRandom:
@@ -139,6 +141,7 @@ class _Writer:
         self.made: dict[str, fx.Node] = {}
         self.casts = {(cast.user, cast.value): cast for cast in written.casts}
         self.cast_nodes: dict[tuple[Any, ...], fx.Node] = {}
+        self.counted: set[str] = set()  # mixtures whose experts' rows are
 
     def write(
         self, takes: Iterable[str], gives: Iterable[str]
@@ -198,6 +201,7 @@ class _Writer:
 
         args = list(fx.node.map_aggregate(node.args, argument))
         kwargs = dict(fx.node.map_aggregate(node.kwargs, argument))
+        self.count_rows(node)
         becomes = self.written.becomes.get(node.name)
         target = str(node.target).removeprefix("aten.")
         if self.counts is not None:
@@ -228,6 +232,18 @@ class _Writer:
         assert self.place.share is not None
         exchanged = partial(batch_sum, degree=degree, mine=self.place.share)
         return self.call(None, exchanged, [made], "batch_sum")
+
+    def count_rows(self, node: fx.Node) -> None:
+        """Count the rows of a mixture's experts before the first of its products."""
+        if "grouped_mm" not in str(node.target) or self.place.loads is None:
+            return
+        rows, ends = node.args[0], node.kwargs.get("offs", (*node.args, None)[2])
+        assert isinstance(rows, fx.Node)
+        assert isinstance(ends, fx.Node)
+        if ends.name not in self.counted:
+            self.counted.add(ends.name)
+            note = partial(self.place.loads.note, ends.name)
+            self.call(None, note, [self.made[ends.name], self.made[rows.name]], "count_rows")
 
     def is_drawn_alike(self, node: fx.Node) -> bool:
         """Return whether all members draw the same random numbers in a call."""

@@ -5,7 +5,7 @@ without a pipeline that splits the model is one chunk on every rank, and goes th
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 
 import torch
@@ -21,6 +21,7 @@ from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
 from whale_train.runtime.pipeline.chunk import Batch, Chunk, Passed
 from whale_train.runtime.pipeline.route import MessageTypes, Orders, Route
 from whale_train.runtime.train.evaluation import Evaluation, EvaluationBatches
+from whale_train.runtime.train.expert_loads import ExpertLoads
 from whale_train.runtime.train.step_programs import PendingLoss, scaled_ones
 from whale_train.runtime.train.timeline import Trace, span
 from whale_train.strategies.plan.plan import Plan
@@ -51,7 +52,9 @@ class PipelineModel:
         weight_gradients: WeightGradients,
         shared_random: Sequence[SharedRandom],
         casting_once: Callable[[], AbstractContextManager[None]],
+        loads: ExpertLoads | None = None,
     ) -> None:
+        self.loads = loads
         assert plan.pipeline is not None
         self._casting_once = casting_once
         self.shared_random = shared_random
@@ -93,6 +96,8 @@ class PipelineModel:
         self, batches: Sequence[Batch], loss_scale: Tensor | None = None
     ) -> PendingLoss:
         run = _Run(self, batches, self._training, loss_scale)
+        if self.loads is not None:
+            self.loads.begin()
         self._loss.begin(self._piece_batches(batches))
         with self._casting_once():
             run.run()
@@ -195,7 +200,9 @@ class _Run:
                 value = self.passed[maker, m].made[name]
                 taken[name] = value.detach().requires_grad_(value.requires_grad)
         program._loss.enter(m)
-        passed = chunk.forward(taken, self.batches[program._batch_of[m]])
+        loads = program.loads
+        with nullcontext() if loads is None else loads.counting():
+            passed = chunk.forward(taken, self.batches[program._batch_of[m]])
         self.passed[number, m] = passed
         if number == program._last:
             self.losses[m] = passed.made[chunk.gives[0]].detach()

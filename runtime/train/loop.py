@@ -22,6 +22,7 @@ from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import Wish
 from whale_train.runtime.train.batches import RankBatches
+from whale_train.runtime.train.expert_loads import PendingLoads
 from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
 from whale_train.runtime.train.lr_schedule import learning_rate
 from whale_train.runtime.train.metrics import Metrics, StepMetrics
@@ -68,6 +69,7 @@ class Loop:
         outcome = train_step(
             self._request, self._plan, program, batch, self.loss_scale, batches.device
         )
+        loads = program.loads.of_all_ranks() if program.loads is not None else None
         with self._span("metrics"):
             self.settle()
         seconds = time.perf_counter() - started
@@ -75,7 +77,7 @@ class Loop:
         if options.evaluate_every and (number + 1) % options.evaluate_every == 0:
             evaluation = evaluate(program, batches)
         coming = ToHost(outcome.loss, (outcome.grad_norm, outcome.loss_scale), batches.device)
-        self._pending = _Pending(number + 1, lr, seconds, evaluation, batch, coming)
+        self._pending = _Pending(number + 1, lr, seconds, evaluation, batch, coming, loads)
         return seconds
 
     def _span(self, name: str) -> AbstractContextManager[None]:
@@ -101,6 +103,7 @@ class Loop:
             line = StepMetrics(
                 *(step.number, loss, norm, step.lr, step.seconds, step.evaluation, scale),
                 skipped=skipped and scale is None and on_nan == "skip",
+                experts=step.loads.read() if step.loads is not None else (),
             )
             samples = self._plan.global_batch
             self._metrics.write(line, samples, self._batches.tokens(step.batch))
@@ -119,6 +122,7 @@ class _Pending:
     evaluation: dict[str, float]
     batch: Sequence[Batch]
     coming: ToHost
+    loads: PendingLoads | None
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,15 @@
 import json
 import math
 import resource
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from whale_train.runtime.train.expert_loads import MixtureLoad, written
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class StepMetrics:
     evaluation: dict[str, float]
     loss_scale: float | None = None
     skipped: bool = False
+    experts: Sequence[MixtureLoad] = ()
 
 
 class Metrics:
@@ -67,6 +71,7 @@ class Metrics:
             "tokens_per_s": tokens / step.seconds,
             **flops_reached(self._model_flops, samples / step.seconds, self._peak_flops_s),
             "peak_memory_bytes": peak_memory_bytes(self._device),
+            **({"experts": written(step.experts)} if step.experts else {}),
             **step.evaluation,
         }
         # JSON has no NaN: a loss that is no number is null.
@@ -80,6 +85,11 @@ class Metrics:
             for name in ("loss", "grad_norm", "lr", "samples_per_s", *step.evaluation):
                 if line[name] is not None:
                     self._board.add_scalar(f"train/{name}", line[name], step.number)
+            if step.experts:
+                worst = max(mixture.imbalance for mixture in step.experts)
+                dropped = sum(mixture.dropped for mixture in step.experts)
+                self._board.add_scalar("train/expert_imbalance", worst, step.number)
+                self._board.add_scalar("train/dropped_slots", dropped, step.number)
 
     def _append(self) -> None:
         while self._waiting:

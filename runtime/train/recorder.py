@@ -218,6 +218,7 @@ class _WithoutDropout:
         self._program = program
         self.mode = DropoutOff()
         self.trace: Trace | None = None  # the loop says None as well
+        self.loads = program.loads
 
     @property
     def engines(self) -> Sequence[Engine]:

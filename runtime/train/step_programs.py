@@ -4,8 +4,8 @@ Programs have one contract. `WholeModel` runs the model as it is on this rank's 
 `runtime/pipeline/executor.py`'s a rewritten graph of which every rank has a part.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.loss.global_mean import GlobalMeans, TargetCounter, Targets
 from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.runtime.train.evaluation import EvaluatedCopies, Evaluation, EvaluationBatches
+from whale_train.runtime.train.expert_loads import ExpertLoads
 from whale_train.runtime.train.timeline import Trace, span
 from whale_train.strategies.plan.loss_weights import LossWeights
 from whale_train.strategies.schedule.instructions import Instruction, Kind
@@ -51,9 +52,10 @@ def scaled_ones(loss: Tensor, scale: Tensor | None, weight: float = 1.0) -> Tens
 class Program(Protocol):
     """`engines` hold all of this rank's parameters; `forward_backward` leaves their gradients, and
     writes what it does to `trace`, if there is one. `shared_random` is what it draws from beside
-    the default generator."""
+    the default generator. `loads` counts the rows of a step's experts, in a model that has any."""
 
     trace: Trace | None
+    loads: ExpertLoads | None
 
     @property
     def shared_random(self) -> Sequence[SharedRandom]: ...
@@ -86,7 +88,9 @@ class WholeModel:
         sizes: Sequence[int],
         weights: LossWeights,
         counter: TargetCounter | None = None,
+        loads: ExpertLoads | None = None,
     ) -> None:
+        self.loads = loads
         self._engine, self._group = engine, group
         self._sizes, self._weights = sizes, weights
         self._counter = counter
@@ -101,12 +105,16 @@ class WholeModel:
         self, batches: Sequence[Batch], loss_scale: Tensor | None = None
     ) -> PendingLoss:
         engine, parts = self._engine, []
+        watching: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self.loads is not None:
+            self.loads.begin()
+            watching = self.loads.watching
         for number, (batch, targets) in enumerate(self._counted(batches)):
             last = number == len(batches) - 1
             with nullcontext() if last else engine.accumulating():
                 weight = self._weights.of_step(self._sizes[number])
                 means = GlobalMeans(self._group, weight, targets)
-                with span(self.trace, Instruction(Kind.FORWARD, 0, number)), means:
+                with span(self.trace, Instruction(Kind.FORWARD, 0, number)), watching(), means:
                     part = engine(**batch) * weight
                 with (
                     span(self.trace, Instruction(Kind.BACKWARD, 0, number)),

@@ -84,6 +84,18 @@ def route_experts(
     return RoutedExperts(frozenset(inside), Sharded(assignment, weights, axes, patterns, sizes))
 
 
+def mixtures_of(graph: OperationGraph) -> dict[str, int]:
+    """Return how many experts the mixtures of a graph have, by the values that say where experts'
+    rows end, in the order of their first products."""
+    found: dict[str, int] = {}
+    for operation in graph:
+        if RULES.get(operation.target) is grouped_mm:
+            ends = Typed(operation, {}, graph).value(2, "offs")
+            (experts,) = graph[ends].shape or (Size(0),)
+            found.setdefault(ends, experts.fixed)
+    return found
+
+
 def _rows_of(typed: Assignment, inside: set[str]) -> Iterator[tuple[str, Shard]]:
     """Yield the layouts of the values `inside` that are rows, with their names."""
     for name in inside:

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from whale_train.strategies.plan.loss_weights import LossWeights
 from whale_train.strategies.plan.program import (
+    OMITTED,
     Number,
     PlannedGraph,
     PlannedPipeline,
@@ -130,7 +131,8 @@ class Plan:
     chunk of it for which micro-batch (None for a flat strategy); the order is `orders.py`'s.
     `loss_over` is what a batch's loss is of the losses of its samples: their `mean` or `sum`.
     `peak_flops_s` is what all devices together compute at most, in FLOP/s of `precision`.
-    `reduce_dtype` is what copies send gradients in."""
+    `reduce_dtype` is what copies send gradients in. `mixtures` have so many experts, by the value
+    of the graph that says where the rows of each end."""
 
     cluster: str
     world_size: int
@@ -149,6 +151,7 @@ class Plan:
     loss_over: Literal["mean", "sum"] = "mean"
     peak_flops_s: Number = 0
     reduce_dtype: str = "fp32"
+    mixtures: Mapping[str, int] = field(default_factory=dict, metadata=OMITTED)
 
     @property
     def model_flops(self) -> float:

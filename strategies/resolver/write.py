@@ -100,6 +100,7 @@ def written(
         exported=job.profile.graph is not None,
         peak_flops_s=sum(d.flops[job.training.precision] for d in job.cluster.devices),
         reduce_dtype=job.training.reduce_dtype,
+        mixtures=dict(job.findings.mixtures),
     )
     if job.as_is:
         return plan

@@ -23,6 +23,7 @@ from whale_train.strategies.partition.pipeline_partition import Sequenced, seque
 from whale_train.strategies.partition.routed_experts import (
     RoutedExperts,
     RoutingRefused,
+    mixtures_of,
     route_experts,
 )
 from whale_train.strategies.tensor_parallel.choose import Sharded
@@ -153,6 +154,11 @@ class Findings:
     @cached_property
     def heads(self) -> tuple[Head, ...]:
         return find_heads(self.profile)
+
+    @cached_property
+    def mixtures(self) -> Mapping[str, int]:
+        """The experts of every mixture, by the value that says where their rows end."""
+        return mixtures_of(self.graph) if self.profile.graph is not None else {}
 
     @cached_property
     def experts(self) -> RoutedExperts | None:

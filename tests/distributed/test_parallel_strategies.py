@@ -320,18 +320,39 @@ def test_a_pipeline_of_one_micro_batch_has_the_whole_batch(jobs: Jobs, arrays: P
 MEETING = "lets the samples of a batch meet: {0} in its own forward ({0})"
 
 
-@pytest.mark.parametrize(("name", "operation"), [("Contrastive", "matmul"), ("Balanced", "mul")])
-@pytest.mark.parametrize("strategy", ["dp", "pipeline", "hybrid"])
+@pytest.mark.parametrize(
+    ("name", "operation", "graph"),
+    [
+        ("Contrastive", "matmul", "{replicate: {}}"),
+        ("Contrastive", "matmul", pipeline(2)),
+        ("Contrastive", "matmul", _HYBRID),
+        ("Balanced", "mul", pipeline(2, micro_batches=2)),
+    ],
+)
 def test_samples_that_meet_are_not_shared(
-    name: str, operation: str, strategy: str, jobs: Jobs, arrays: Path
+    name: str, operation: str, graph: str, jobs: Jobs, arrays: Path
 ) -> None:
-    graph = {"dp": "{replicate: {}}", "pipeline": pipeline(2), "hybrid": _HYBRID}[strategy]
     with pytest.raises(JobFailed, match=re.escape(f"model={name} {MEETING.format(operation)}")):
         jobs.run(meeting(name, arrays, graph, 2))
 
 
-@pytest.mark.parametrize("name", ["Contrastive", "Balanced"])
-@pytest.mark.parametrize("graph", ["{split: {}}", pipeline(2, micro_batches=1)])
+def test_sums_over_the_batch_are_not_cut(jobs: Jobs, arrays: Path) -> None:
+    said = "sees the samples of all its devices, and copies exchange"
+    with pytest.raises(JobFailed, match=said):
+        jobs.run(meeting("Balanced", arrays, _HYBRID, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "graph"),
+    [
+        *((name, "{split: {}}") for name in ("Contrastive", "Balanced")),
+        *((name, pipeline(2, micro_batches=1)) for name in ("Contrastive", "Balanced")),
+        # Whose samples meet in sums over the batch.
+        ("Balanced", "{replicate: {}}"),
+        ("Balanced", pipeline(2)),
+        ("Balanced", "{replicate: {zero: 3}}"),
+    ],
+)
 def test_samples_that_meet_in_one_place_are_one_device(
     name: str, graph: str, jobs: Jobs, arrays: Path
 ) -> None:

@@ -165,7 +165,14 @@ def test_what_is_made_of_the_whole_batch_is(
 ) -> None:
     """Losses that balance experts, over the batch; room for some of a sequence's tokens; a bias."""
     spread, single = overrides(arrays, model, strategy, "sgd")
-    assert_equal(jobs.run(limited(model, spread)), jobs.run(limited(model, single)), TOLERANCE)
+    found, expected = (jobs.run(limited(model, each)) for each in (spread, single))
+    assert_equal(found, expected, TOLERANCE)
+    # Every row is counted once, by whoever sorts it.
+    first, one = (x.lines[0]["experts"] for x in (found, expected))
+    assert first == one
+    rows = sum(map(sum, one["load"]))
+    assert rows + sum(one["dropped"]) == 2 * 2 * 12 * strategies.GLOBAL_BATCH
+    assert (sum(one["dropped"]) > 0) == (model == "moe_gpt")
 
 
 def limited(model: str, job: list[str]) -> list[str]:
