@@ -24,6 +24,7 @@ from whale_train.models.batch_parts.targets import REMEDY, no_module
 from whale_train.models.hub import folder_of
 from whale_train.models.loss_module import by_keyword
 from whale_train.models.options import RULES, ModelOptions
+from whale_train.models.shared_layers import share_layers
 from whale_train.models.stored import open_folder
 
 _MODEL_NAME = re.compile(r"(?!Auto|TF|Flax)\w*(For[A-Z]\w*|Model)(?<!PreTrainedModel)")
@@ -300,4 +301,6 @@ def build_model(options: ModelOptions) -> nn.Module:
             rule = f"has a parameter of complex numbers ({path})"
             remedy = "keep real and imaginary parts in a real one, and use torch.view_as_complex"
             raise _refusal(key, value, rule, remedy)
+    if options.share_layers:
+        share_layers(model)
     return model.train()

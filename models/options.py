@@ -13,6 +13,7 @@ MISSING = "???"  # how a config says that a value must be given
 
 _OWN_KEYS = (
     *("_target_", "loss", "sync_batchnorm", "loss_over", "samples_are_independent", "init"),
+    "share_layers",
 )
 _HUGGING_FACE_KEYS = ("architecture", "config", "pretrained", "adapters")
 # What the model group itself defines; every other key under model is an argument of its class.
@@ -23,6 +24,7 @@ RULES = {
     "sync_batchnorm": ("is not true or false", "use true or false"),
     "loss_over": ("is not what a loss can be of its samples'", "use mean, sum or null"),
     "samples_are_independent": ("is not true or false", "use true or false"),
+    "share_layers": ("is not true or false", "use true or false"),
     "init": ("is no way to make initial weights", "use one of: sharded, whole"),
     "architecture": ("is not a name", "write model.architecture=LlamaForCausalLM or the like"),
     "config": ("is not a mapping", "write 'model.config={hidden_size: 64}' or the like"),
@@ -42,7 +44,8 @@ class ModelOptions(BaseModel):
     vouches for a model that nothing has proven to be trained equally in parts. `init` is how the
     initial weights are made that no folder has: `whole`, as one process draws them, or `sharded`,
     tensor by tensor where they are wanted, for models that no host could hold; these are other
-    draws, whatever the plan the same.
+    draws, whatever the plan the same. With `share_layers`, layers of a list that are alike have the
+    weights of the first.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -53,6 +56,7 @@ class ModelOptions(BaseModel):
     loss_over: Literal["mean", "sum"] | None = None
     samples_are_independent: bool = False
     init: Literal["whole", "sharded"] = "whole"
+    share_layers: bool = False
     architecture: str | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     pretrained: str | None = None

@@ -275,6 +275,9 @@ def _routed(
         if job.findings.experts is None:
             rule = f"finds no experts of a mixture in {job.profile.name}"
             remedy = "use strategy=dp, or a model that has one, as moe_gpt"
+        elif any(path in shared for path in job.findings.experts.sharded.weights):
+            rule = f"finds experts in {_span(part.modules)} that another stage holds as well"
+            remedy = "use one stage, or model.share_layers=false"
         raise PlanError([Fault(key, value, rule, remedy)])
     if found is not None and (crossing := _not_by_sample(job, (*part.takes, *part.gives))):
         rule = (

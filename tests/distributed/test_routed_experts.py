@@ -118,6 +118,7 @@ STRATEGIES: dict[str, tuple[int, str, tuple[float, ...]]] = {
 STRATEGIES |= {
     "pipeline_whole": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]", micro_batches=1), ()),
     "copies": (3, "{replicate: {zero: 1}}", (5, 2, 1)),
+    "copies_of_stages": (4, f"{{replicate: {{degree: 2, of: {strategies.pipeline(2)}}}}}", ()),
     "copies_split": (4, "{replicate: {of: {split: {degree: 2}}}}", ()),
 }
 CASES = [
@@ -181,6 +182,14 @@ def limited(model: str, job: list[str]) -> list[str]:
     if model == "moe_gpt":
         return [*job, *more]
     return [f"{x.removesuffix('}')}, {more[0]}}}" if "model.config=" in x else x for x in job]
+
+
+@pytest.mark.parametrize("strategy", ["over3_unlike", "zero3", "copies_of_stages", "copies_split"])
+def test_one_layers_weights_in_all_places(strategy: str, jobs: Jobs, arrays: Path) -> None:
+    spread, single = overrides(arrays, "moe_gpt", strategy, "momentum", "model.share_layers=true")
+    found = jobs.run(spread)
+    assert not any("blocks.1." in path for x in found.plan["task_graphs"] for path in x["trained"])
+    assert_equal(found, jobs.run(single), TOLERANCE)
 
 
 @pytest.mark.parametrize("prototypes", [1, 2, 4])
