@@ -24,7 +24,14 @@ from whale_train.launcher.attempts import (
 from whale_train.launcher.calibrate import calibrate
 from whale_train.launcher.command_line import compared_strategies
 from whale_train.launcher.export import export, export_into
-from whale_train.launcher.job_end import JobEnd, finish, interrupted, never_met, started_elsewhere
+from whale_train.launcher.job_end import (
+    JobEnd,
+    finish,
+    interrupted,
+    never_met,
+    started_elsewhere,
+    summary_of,
+)
 from whale_train.launcher.planning.plan_request import (
     Resolved,
     resolve_each,
@@ -51,7 +58,9 @@ from whale_train.launcher.ranks.stop_signals import StopSignals, stop_signals
 from whale_train.launcher.rehearse import refuse_other_ranks, rehearse
 from whale_train.launcher.resume import (
     Resumed,
+    delinks,
     find_checkpoint,
+    phase_of,
     refuse_other_model,
     refuse_other_run,
     refuse_other_size,
@@ -116,7 +125,14 @@ def run_job(
 
 
 def _refuse_mode(request: Request, place: LaunchPlace | None) -> None:
-    """Refuse a mode that needs no ranks, where others have started some."""
+    """Refuse a mode that needs no ranks, where others have started some, and a run in two parts
+    where this process does not start them."""
+    elsewhere = place is not None or request.launcher.kind in ("ssh", "slurm")
+    if request.is_pseudo and elsewhere and request.mode == "train":
+        rule = "starts ranks anew where layers part, and they are started elsewhere"
+        remedy = "use null, and for the second part train.resume=RUN model.share_layers=false"
+        at = str(request.train.delink_at)
+        raise ConfigError([Fault("train.delink_at", at, rule, remedy)])
     if request.mode in ("plan", "rehearse", "export") and place is not None:
         rule = "needs no ranks, and some were started from outside"
         raise ConfigError([Fault("mode", request.mode, rule, "run it without torchrun or srun")])
@@ -172,8 +188,9 @@ def _train(
                     return export_into(make_run_dir(wanted, run_dir), resumed, console, signals)
                 return JobEnd("done", run_dir)
             began, started = 0 if resumed is None else resumed.step, time.monotonic()
-            run_dir = make_run_dir(wanted, run_dir)
-            outcome, resolved = _attempt(wanted, run_dir, console, place, signals, resumed)
+            phase = phase_of(wanted, resumed)
+            run_dir = make_run_dir(phase, run_dir)
+            outcome, resolved = _attempt(phase, run_dir, console, place, signals, resumed)
         except RequestError as error:
             if not attempts:
                 raise
@@ -181,6 +198,9 @@ def _train(
             break  # and with the failure of the attempt before
         except NeverMet as error:
             return never_met(error.outcome, run_dir)
+        if outcome.status == "done" and phase.is_pseudo and summary_of(run_dir).get("delinks"):
+            wanted = going_on(request)
+            continue
         reached, spent = steps_done(run_dir, began), time.monotonic() - started
         ranks = resolved.plan.world_size
         attempts.append(Attempt(began, reached, spent, ranks, outcome.status, outcome.failure))
@@ -211,7 +231,7 @@ def _resumed(request: Request, run_dir: Path, console: Console) -> Resumed | Non
         return None
     resumed = find_checkpoint(request.train.resume, run_dir)
     if resumed is not None:
-        refuse_other_run(resumed, request)
+        refuse_other_run(resumed, phase_of(request, resumed))
     say_resumed(resumed, request, console)
     return resumed
 
@@ -225,14 +245,20 @@ def _attempt(
     resumed: Resumed | None,
 ) -> tuple[Outcome, Resolved]:
     """Resolve the request and run its ranks to their end."""
+    parts = delinks(resumed, request)
+    if parts:
+        said = "layers that shared their weights go on by themselves, each with what all had"
+        console.print(said, soft_wrap=True)
     begun = keep_steps(run_dir, 0 if resumed is None else resumed.step)
     process = JobProcess(run_dir, place)
     try:
         with process.planned(request, signals.poll, console) as resolved:
             if resumed is not None:
-                refuse_other_model(resumed.path, resolved.profile)
+                parting = request.model if parts else None
+                refuse_other_model(resumed.path, resolved.profile, parting)
                 refuse_other_size(resumed.path, resolved.num_samples)
-        start_ranks(run_dir, resolved, request, None if resumed is None else resumed.path)
+        checkpoint = None if resumed is None else resumed.path
+        start_ranks(run_dir, resolved, request, checkpoint, delinks=parts)
         show_resolved(resolved, request, console)
         if _offloads_adam(request, resolved.plan) and not is_compiled(CPU_ADAM):
             console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")

@@ -54,10 +54,16 @@ def run_alone(run_dir: Path, program: Sequence[str], signals: StopSignals) -> Jo
     return None
 
 
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    """Return what a run that is done came to."""
+    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return found
+
+
 def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console) -> JobEnd:
     """Say how a run ended."""
     if outcome.status == "done":
-        summary = json.loads((run_dir / "summary.json").read_text())
+        summary = summary_of(run_dir)
         if summary["stopped_after"] is not None:
             sys.stderr.write(f"interrupted after step {summary['stopped_after']}, which is saved; ")
             sys.stderr.write(f"go on with hydra.run.dir={run_dir} train.resume=auto\n")

@@ -24,6 +24,7 @@ from whale_train.checkpoint_files import (
 )
 from whale_train.config import AUTO, OptimizerOptions, Request
 from whale_train.errors import ConfigError, Fault, listed
+from whale_train.models.options import ModelOptions
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.validation import as_yaml
 
@@ -108,8 +109,11 @@ def refuse_other_run(found: Resumed, request: Request) -> None:
     """Raise ConfigError where the checkpoint's run had other data, or an optimizer with another
     state. Another plan, precision, learning rate, number of steps or global batch is all right:
     each is a matter of the steps that follow."""
-    saved = Request.from_json((found.path / "request.json").read_text())
+    saved = saved_request(found)
     faults = []
+    if request.model.share_layers and not saved.model.share_layers:
+        rule = f"is not so of {request.train.resume}, whose layers have weights of their own"
+        faults.append(Fault("model.share_layers", "true", rule, "use false"))
     kinds = [_kind(options) for options in (saved.optimizer, request.optimizer)]
     if kinds[0] != kinds[1]:
         rule = f"has no state in {request.train.resume}, which was saved with {kinds[0]}"
@@ -123,6 +127,32 @@ def refuse_other_run(found: Resumed, request: Request) -> None:
             faults.append(Fault(key, given, rule, f"use {key}={as_yaml(value)}"))
     if faults:
         raise ConfigError(faults)
+
+
+def phase_of(request: Request, found: Resumed | None) -> Request:
+    """Return the request of what comes next of a run: where its layers share their weights for a
+    time, with shared layers, or from a checkpoint on at which they part with layers of their
+    own."""
+    if not request.is_pseudo or found is None:
+        return request
+    state = json.loads((found.path / "state.json").read_text())
+    at = request.train.delink_at
+    due = state.get("delinks", False) or (isinstance(at, int) and found.step >= at)
+    if not due and saved_request(found).model.share_layers:
+        return request
+    model = request.model.model_copy(update={"share_layers": False})
+    return request.model_copy(update={"model": model})
+
+
+def delinks(found: Resumed | None, request: Request) -> bool:
+    """Return whether the layers of `request` are those of a checkpoint in which they are shared,
+    and part."""
+    shared = found is not None and saved_request(found).model.share_layers
+    return shared and not request.model.share_layers
+
+
+def saved_request(found: Resumed) -> Request:
+    return Request.from_json((found.path / "request.json").read_text())
 
 
 def _order_of_data(request: Request) -> dict[str, Any]:
@@ -153,10 +183,18 @@ def refuse_other_size(checkpoint: Path, num_samples: int) -> None:
         raise ConfigError([Fault(KEY, str(checkpoint), rule, remedy)])
 
 
-def refuse_other_model(checkpoint: Path, profile: ModelProfile) -> None:
+def refuse_other_model(
+    checkpoint: Path, profile: ModelProfile, parting: ModelOptions | None = None
+) -> None:
     """Raise ConfigError where the checkpoint lacks parameters of the model, or has them in other
-    shapes."""
+    shapes. Layers of a model that is `parting` have what the checkpoint has of the first."""
     saved = {name: whole_shape(x) for name, x in stored_tensors(checkpoint / "model").items()}
+    if parting is not None:
+        from whale_train.models.export.export import model_on_meta
+        from whale_train.models.shared_layers import shared_places
+
+        places = shared_places(model_on_meta(parting))
+        saved |= {name: saved[first] for name, first in places.items() if first in saved}
     ours = {parameter.path: parameter.shape for parameter in profile.parameters}
     missing = [name for name, shape in ours.items() if name not in saved and 0 not in shape]
     unlike = [

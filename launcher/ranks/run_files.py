@@ -61,13 +61,18 @@ def write_plans(run_dir: Path, found: Mapping[str, object]) -> list[Path]:
 
 
 def start_ranks(
-    run_dir: Path, resolved: Resolved, request: Request, checkpoint: Path | None = None
+    run_dir: Path,
+    resolved: Resolved,
+    request: Request,
+    checkpoint: Path | None = None,
+    *,
+    delinks: bool = False,
 ) -> None:
     """Write all that the waiting ranks need, `ready` last. They go on from `checkpoint`, if there
-    is one."""
+    is one, whose layers part if it `delinks`."""
     launch = {"device": resolved.device, "paces": resolved.paces, "links": resolved.links}
     going_on_from = None if checkpoint is None else str(checkpoint.absolute())
-    write_json(run_dir / "launch.json", launch | {"checkpoint": going_on_from})
+    write_json(run_dir / "launch.json", launch | {"checkpoint": going_on_from, "delinks": delinks})
     write_plan(run_dir, resolved, request)
     mark_ready(run_dir)
 

@@ -23,6 +23,7 @@ from whale_train.limits import memory_bytes
 from whale_train.models.export.export import export_model
 from whale_train.models.export.lifted_constants import with_constants
 from whale_train.models.loss_module import LossModule
+from whale_train.models.shared_layers import shared_places
 from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.calibrate.calibrate import Ranks, calibrate
 from whale_train.runtime.comms.process_groups import (
@@ -191,6 +192,8 @@ def train_as_planned(
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
     names = saved_names(prepared.module, request.model)
+    # Where the layers are that a checkpoint has the weights of once, while there are all of them.
+    places = shared_places(prepared.module.model) if _delinks(run_dir) else {}
     program = assemble(request, plan, prepared.module, prepared.graph, seat)
     state = RankState(program.engines, plan, rank, names, prepared.module)
     forget(prepared)
@@ -208,12 +211,12 @@ def train_as_planned(
         random = RandomStates(program.shared_random)
         resumed, started = None, time.monotonic()
         if (checkpoint := _checkpoint(run_dir)) is not None:
-            resumed = restore(carrier.fetched(checkpoint), state, random, plan, rank)
+            resumed = restore(carrier.fetched(checkpoint), state, random, plan, rank, places)
             carrier.forget()
         resumed_s = time.monotonic() - started
         trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
         saver = None
-        if request.checkpoint.every is not None:
+        if request.checkpoint.every is not None or request.is_pseudo:
             saver = Saver(
                 *(run_dir, request.checkpoint, state, random, rank, carrier),
                 *(Votes(), is_asked_to_stop),
@@ -262,6 +265,12 @@ def _pace(run_dir: Path, rank: int) -> Pace | None:
     """Return the slowdown that this rank emulates, or None at full speed."""
     paces = json.loads((run_dir / "launch.json").read_text())["paces"]
     return None if paces is None else Pace(paces[rank])
+
+
+def _delinks(run_dir: Path) -> bool:
+    """Return whether the checkpoint that the run goes on from is of shared layers, and the run's
+    are not."""
+    return bool(json.loads((run_dir / "launch.json").read_text())["delinks"])
 
 
 def _checkpoint(run_dir: Path) -> Path | None:

@@ -5,6 +5,7 @@ since.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from whale_train.checkpoint_files import BrokenCheckpoint
+from whale_train.runtime.state.delinking import Delinking
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.tensor_files import TensorReader
@@ -19,9 +21,15 @@ from whale_train.strategies.plan.plan import Plan
 
 
 def restore(
-    checkpoint: Path, state: RankState, random: RandomStates, plan: Plan, rank: int
+    checkpoint: Path,
+    state: RankState,
+    random: RandomStates,
+    plan: Plan,
+    rank: int,
+    places: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Fill all that `rank` holds, and return what `state.json` says.
+    """Fill all that `rank` holds, and return what `state.json` says. `places` are given where
+    layers that the checkpoint has the same weights of go on by themselves (`delinking.py`).
 
     Random states are those that were saved where the plan is the one they were saved under; under
     another there is no rank that drew the same, and the default generator, seeded for this run, is
@@ -33,8 +41,12 @@ def restore(
     except (OSError, ValueError) as error:
         raise BrokenCheckpoint(f"{checkpoint} cannot be read ({error})") from None
     readers = {folder: TensorReader(checkpoint / folder) for folder in ("model", "optimizer")}
+    delinking = Delinking(places)
     for block in state.blocks():
-        readers[block.folder].read(block.name, block.block, block.tensor)
+        name, factor = delinking.source(block.folder, block.name)
+        readers[block.folder].read(name, block.block, block.tensor)
+        if factor != 1.0:
+            block.tensor.mul_(factor)
         if block.counter is not None:
             _set_count(block.counter, float(block.tensor))
     state.read()

@@ -41,7 +41,8 @@ _COPIED = ("plan.json", "request.json")
 
 class Saver:
     """Saves what `rank` holds; all ranks save at the same steps. `is_asked_to_stop` says whether
-    this process was told to end."""
+    this process was told to end; `wants_to_delink` is set where this rank wants layers that are
+    shared to go on by themselves."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Saver:
         self._votes, self._is_asked_to_stop = votes, is_asked_to_stop
         self._saved_s = time.monotonic()
         self._writing: threading.Thread | None = None
+        self.wants_to_delink = False
         self.last: Path | None = None  # the checkpoint begun last; at the end, if it is whole
 
     def wanted(self, step: int) -> Wish:
@@ -72,6 +74,8 @@ class Saver:
         """Return what this rank wants: rank 0 has the clock, and sees what the launcher asks."""
         if self._is_asked_to_stop() or (self._rank == 0 and (self._run_dir / STOP).exists()):
             return Wish.SAVE_AND_STOP
+        if self.wants_to_delink:
+            return Wish.SAVE_AND_DELINK
         every_s = self._options.every_s
         if self._rank == 0 and every_s is not None and time.monotonic() - self._saved_s >= every_s:
             self._saved_s = time.monotonic()

@@ -16,7 +16,8 @@ class Wish(IntEnum):
 
     NOTHING = 0
     SAVE = 1
-    SAVE_AND_STOP = 2
+    SAVE_AND_DELINK = 2
+    SAVE_AND_STOP = 3
 
 
 class Votes:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.config import Request
+from whale_train.config import PLATEAU, Request
 from whale_train.runtime.failures.not_finite import first_not_finite
 from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.runtime.state.saver import Saver
@@ -27,6 +27,7 @@ from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
 from whale_train.runtime.train.lr_schedule import learning_rate
 from whale_train.runtime.train.metrics import Metrics, StepMetrics
 from whale_train.runtime.train.optimizer_step import update
+from whale_train.runtime.train.plateau import Plateau
 from whale_train.runtime.train.profile import StepProfiler
 from whale_train.runtime.train.step_programs import PendingLoss, Program
 from whale_train.runtime.train.timeline import Trace, span
@@ -53,6 +54,8 @@ class Loop:
         self._batches, self._metrics = batches, metrics
         self._pending: _Pending | None = None
         self.loss_scale: LossScale | None = None
+        wants = request.is_pseudo and request.train.delink_at == PLATEAU
+        self.plateau = Plateau() if wants else None
         if plan.precision == "fp16":
             start = request.train.loss_scale or START
             self.loss_scale = LossScale(start, device=batches.device)
@@ -108,6 +111,8 @@ class Loop:
             samples = self._plan.global_batch
             self._metrics.write(line, samples, self._batches.tokens(step.batch))
             self.final_loss = loss
+            if self.plateau is not None:
+                self.plateau.add(loss)
         if on_nan == "stop" and scale is None and not math.isfinite(loss):
             raise FloatingPointError(_not_finite(step.number, "loss", ""))
 
@@ -199,6 +204,8 @@ def train(
             loop.loss_scale = LossScale(**resumed["loss_scale"], device=batches.device)
     times = []
     done = first
+    delink_at = request.train.delink_at if request.is_pseudo else None
+    delinks = False
     started = ended = time.perf_counter()
     while done < request.train.steps:
         if profiler is not None:
@@ -208,13 +215,18 @@ def train(
         done += 1
         if profiler is not None:
             profiler.after(done)
+        if saver is not None and loop.plateau is not None:
+            saver.wants_to_delink = loop.plateau.reached
         wanted = saver.wanted(done) if saver is not None else Wish.NOTHING
+        if done == delink_at:
+            wanted = max(wanted, Wish.SAVE_AND_DELINK)
         if saver is not None and (wanted or done == request.train.steps):
             loop.settle()  # a loss that is no number is not saved
             scale = loop.loss_scale and loop.loss_scale.state()
             seen = {"samples": batches.seen(done), "num_samples": batches.num_samples}
-            saver.save(done, {**seen, "loss_scale": scale})
-        if wanted is Wish.SAVE_AND_STOP:
+            delinks = wanted is Wish.SAVE_AND_DELINK
+            saver.save(done, {**seen, "loss_scale": scale, "delinks": delinks})
+        if wanted >= Wish.SAVE_AND_DELINK:
             break
     loop.settle()
     batches.close()
@@ -226,6 +238,7 @@ def train(
         "final_loss": loop.final_loss,
         "steps": done,
         "stopped_after": None if done == request.train.steps else done,
+        **({"delinks": True} if done < request.train.steps and delinks else {}),
         "trained_s": ended - started,
         "samples_per_s": plan.global_batch / typical,
         "step_time_s_median": typical,

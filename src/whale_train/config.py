@@ -17,7 +17,7 @@ from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.grammar.nodes import Strategy, read_strategy
-from whale_train.validation import as_yaml, validated
+from whale_train.validation import DURATION, as_yaml, validated
 
 
 def _no_truth_value(value: object) -> object:
@@ -28,7 +28,7 @@ def _no_truth_value(value: object) -> object:
 
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
-_DURATION = r"^[0-9]+(\.[0-9]+)?(s|min|h)$"
+PLATEAU = "plateau"  # of train.delink_at
 AUTO = "auto"  # of train.resume: the newest checkpoint of this run's own directory
 Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], ...]
 Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export"]
@@ -51,7 +51,9 @@ class TrainOptions(_Section):
     is not finite (null: it goes on); a step that it skips leaves everything as it was.
     `compile`: blocks run what torch.compile makes of them. `profile` are the first and the last
     step that torch's profiler records. `resume` is the checkpoint that training goes on from, a
-    run directory (its newest), or `auto` (the newest of this run's own directory)."""
+    run directory (its newest), or `auto` (the newest of this run's own directory). After
+    `delink_at` steps, or where the loss has stopped falling (`plateau`), layers that shared their
+    weights (`model.share_layers`) go on by themselves."""
 
     steps: _Count
     global_batch: _Count
@@ -70,6 +72,7 @@ class TrainOptions(_Section):
     tensorboard: bool = False
     on_nan: Literal["stop", "skip"] | None = "stop"
     resume: str | None = Field(None, min_length=1)
+    delink_at: _Count | Literal["plateau"] | None = None
 
 
 class OptimizerOptions(_Section):
@@ -131,7 +134,7 @@ class CheckpointOptions(_Section):
     or the run directory (its newest), that `mode=export` reads."""
 
     path: str | None = Field(None, min_length=1)
-    every: _Count | Annotated[str, Field(pattern=_DURATION)] | None = None
+    every: _Count | Annotated[str, Field(pattern=DURATION)] | None = None
     grace_s: float = Field(30.0, ge=0)
     keep: _Count | None = None
     asynchronous: bool = Field(True, alias="async")
@@ -191,6 +194,11 @@ class Request(BaseModel):
     @classmethod
     def from_json(cls, text: str) -> "Request":
         return cls.model_validate_json(text)
+
+    @property
+    def is_pseudo(self) -> bool:
+        """Whether layers share their weights for now, and are to part (Pseudo-to-Real)."""
+        return self.model.share_layers and self.train.delink_at is not None
 
     def strategy_graph(self) -> Strategy:
         """Return the strategy's nodes; it was read without faults when the request was."""
@@ -304,6 +312,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
         _refuse_loss_scale(train, faults)
         _refuse_tf32(train, faults)
         _refuse_profile(train, sections.get("mode"), faults)
+        _refuse_delinking(train, sections.get("model"), sections.get("mode"), faults)
         if train.grad_clip and not train.grad_norm:
             rule = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
@@ -347,6 +356,24 @@ def _refuse_profile(train: TrainOptions, mode: object, faults: list[Fault]) -> N
     if rule:
         remedy = "use two steps in order, as train.profile=[10,13], or null"
         faults.append(Fault("train.profile", value, rule, remedy))
+
+
+def _refuse_delinking(
+    train: TrainOptions, model: ModelOptions | None, mode: object, faults: list[Fault]
+) -> None:
+    """Refuse to part layers that share nothing, or not before the end."""
+    if train.delink_at is None:
+        return
+    rule, remedy = "", f"use a step before the last, or {PLATEAU}"
+    if model is not None and not model.share_layers:
+        rule = "parts layers that share no weights (model.share_layers=false)"
+        remedy = "use model.share_layers=true, or null"
+    elif isinstance(train.delink_at, int) and train.delink_at >= train.steps:
+        rule = f"is not before the end of the run (train.steps={train.steps})"
+    elif mode not in ("train", "plan", None):
+        rule, remedy = f"has no effect on mode={mode}", "use null"
+    if rule:
+        faults.append(Fault("train.delink_at", as_yaml(train.delink_at), rule, remedy))
 
 
 def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:

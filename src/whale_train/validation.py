@@ -1,12 +1,17 @@
 """Values read by pydantic, whose complaints are said in the words of all messages."""
 
 import math
+import re
+from collections.abc import Container
+from dataclasses import replace
 from typing import Annotated, Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from whale_train.errors import Fault, closest, nearest
+
+DURATION = r"^[0-9]+(\.[0-9]+)?(s|min|h)$"
 
 
 def as_yaml(value: object) -> str:
@@ -31,10 +36,39 @@ def validated(kind: Any, value: Any, section: str, faults: list[Fault]) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
+        found: dict[str, list[Fault]] = {}
         for problem in error.errors():
             if str(problem["loc"][-1:] and problem["loc"][-1]) not in missing:
-                faults.append(_fault(problem, section, kind))
+                problem["loc"] = _within(value, problem["loc"], _tagged(kind))
+                fault = _fault(problem, section, kind)
+                found.setdefault(fault.key, []).append(fault)
+        faults += [_either(same) for same in found.values()]
         return None
+
+
+def _within(value: Any, location: tuple[Any, ...], tags: Container[Any]) -> tuple[Any, ...]:
+    """Return what of one of pydantic's paths leads to something there is in `value`: the rest are
+    the kinds that it could be of, where it may be one of several."""
+    kept = list(location[:1]) if location[:1] and location[0] in tags else []
+    for part in location[len(kept) :]:
+        if isinstance(value, dict):
+            inside = part in value or part == location[-1]
+            value = value.get(part)
+        else:
+            inside = isinstance(value, list | tuple)
+            value = value[part] if inside and part in range(len(value)) else None
+        if not inside:
+            break
+        kept.append(part)
+    return tuple(kept)
+
+
+def _either(faults: list[Fault]) -> Fault:
+    """Return all that is wrong with one value as one fault: it could be of several kinds."""
+    first, *others = (x for x in faults if len(faults) == 1 or x.remedy != _QUOTED)
+    said = re.compile(r"^use (one of: |one, such as )?")
+    remedies = [said.sub("", other.remedy) for other in others]
+    return replace(first, remedy=", or ".join(dict.fromkeys([first.remedy, *remedies])))
 
 
 def _fault(problem: Any, section: str, read_as: Any) -> Fault:
@@ -68,6 +102,8 @@ def _fault(problem: Any, section: str, read_as: Any) -> Fault:
         if bound in context:
             limit = f"{context[bound]:g}"
             return Fault(key, shown, f"{rule} {limit}", remedy.format(limit))
+    if context.get("pattern") == DURATION:
+        return Fault(key, shown, "is not a time", "use one, such as 30min")
     if kind == "int_from_float" and math.isfinite(given):
         remedy = f"use {math.floor(given)} or {math.ceil(given)}"
         return Fault(key, shown, "is not a whole number", remedy)
@@ -84,13 +120,14 @@ _BOUNDS = {
     "le": ("is above", "use {} or less"),
     "lt": ("is not below", "use less than {}"),
 }
+_QUOTED = "put it in quotes"
 _PAIR = ("is not a list of two numbers", "use one, such as [0.9, 0.999]")
 _TYPES = {
     "int": ("is not a whole number", "use one, such as 8"),
     "float": ("is not a number", "use one, such as 0.001"),
     "finite": ("is not finite", "use a number such as 0.001"),
     "bool": ("is not true or false", "use true or false"),
-    "string": ("is not text", "put it in quotes"),
+    "string": ("is not text", _QUOTED),
     "tuple": _PAIR,
     "too_": _PAIR,
 }
