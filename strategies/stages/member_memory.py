@@ -1,0 +1,415 @@
+"""The peak bytes of a member of a shard group.
+
+A schedule is played instruction by instruction: forwards add saved tensors, backwards free them and
+leave gradients. The peak within any instruction is what it needs.
+"""
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import accumulate
+
+from whale_train.strategies.graph.operation_graph import (
+    PRODUCTS,
+    Operation,
+    OperationGraph,
+    block_of,
+)
+from whale_train.strategies.graph.saved_tensors import View, whole
+from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
+from whale_train.strategies.memory.engine_memory import (
+    REDUCE_BUCKET_ELEMENTS,
+    Gradients,
+    Weights,
+    added,
+    engine_of,
+    head_activation_bytes,
+    head_memory,
+    precision_bytes,
+    unmeasured,
+    weights_bytes,
+)
+from whale_train.strategies.memory.liveness import Passing, passing, passing_again
+from whale_train.strategies.plan.plan import MemoryEstimate
+from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind, in_flight
+from whale_train.strategies.stages.engines import fraction, frozen_of_member, held_elements
+from whale_train.strategies.stages.fused_accumulation import added_in_place, named_in_place
+from whale_train.strategies.stages.placement import (
+    AxisIntervals,
+    StageChunk,
+    Staging,
+)
+
+
+class MemberMemory:
+    """The bytes of one member of a shard group for its `chunks`, by their numbers: parameters, and
+    the liveness of forwards and backwards. `again`: blocks are recomputed in the backward.
+    `accumulates`: weight gradients are accumulated in place or deferred. For each of the member's
+    samples the group has so many `gathered`, of whose rows its experts get a part."""
+
+    def __init__(
+        self,
+        job: Staging,
+        chunks: Mapping[int, StageChunk],
+        axes: AxisIntervals,
+        member: int,
+        again: bool,
+        accumulates: bool,
+        gathered: float,
+    ) -> None:
+        self._job, self._chunks, self._gathered = job, chunks, gathered
+        self._accumulates, self._again = accumulates, again
+        self._elements: dict[str, float] = {}
+        self._frozen: dict[str, float] = {}  # their bytes
+        self._head_part = 0.0
+        self._experts: dict[str, float] = {}  # elements of those beside a rest
+        self._passing: dict[int, Passing] = {}
+        for number, chunk in chunks.items():
+            local = held_elements(job, chunk, axes, member)
+            if chunk.head is not None:  # the shard of a split head has its own engine: `shard`
+                self._head_part = fraction(next(iter(chunk.shards.values())), axes, member)
+                local = {path: n for path, n in local.items() if path not in chunk.shards}
+            experts = {
+                path: n for path, n in local.items() if path in chunk.shards and chunk.routed
+            }
+            rest = {path: n for path, n in local.items() if path not in experts}
+            self._experts |= experts
+            self._elements |= rest
+            if experts and job.zero > 1:
+                local = rest
+            elif experts and self._has_buckets:
+                local = experts
+            self._frozen |= frozen_of_member(job, chunk, axes, member)
+            dealt = tuple((axes[x][member], axes[x][-1]) for x in chunk.axes)
+            self._passing[number] = job.findings.once(
+                ("passing", chunk.key, dealt, again, accumulates, gathered, tuple(local)),
+                partial(self._passed, chunk, axes, member, local, again),
+            )
+
+    @property
+    def _has_buckets(self) -> bool:
+        """Whether the rest beside experts has all gradients from its first step on, as
+        DistributedDataParallel's buckets."""
+        job = self._job
+        several = len(job.copies_of_rest[self._stage][0]) > 1
+        return several and not (self._accumulates or job.zero or len(job.form.stages) > 1)
+
+    @cached_property
+    def _view(self) -> View:
+        """The sizes of the values as ranks run the model: as it is, or rewritten."""
+        findings = self._job.findings
+        view = findings.view
+        if not self._job.as_is:
+            view = findings.once("rewritten", view.rewritten)
+        if self._job.cluster.on_cpu:
+            return view
+        return findings.once(("grouped", self._job.as_is), view.grouped)
+
+    def _passed(
+        self,
+        chunk: StageChunk,
+        axes: AxisIntervals,
+        member: int,
+        local: Mapping[str, float],
+        again: bool,
+    ) -> Passing:
+        job, part = self._job, chunk.slice
+        if job.profile.graph is None or not any(operation.saved for operation in job.graph):
+            return self._unmeasured(chunk, local, again)
+        operations = part.operations
+        if chunk.head is not None:
+            of_head = job.graph.descendants({chunk.head.operation})
+            operations = tuple(name for name in operations if name not in of_head)
+        canonical = {name: p.path for name, p in job.profile.parameter_by_path.items()}
+        read = ((name, job.graph[name]) for name in operations)
+        paths = {name: canonical[op.path] for name, op in read if op.target == "parameter"}
+        weights = {name: 4.0 * local[path] for name, path in paths.items() if path in local}
+        # The loss is a number, which nobody takes.
+        gives = [name for name in part.gives if name in operations and job.graph[name].shape]
+        in_place = named_in_place(job, chunk) if self._accumulates else ()
+        run = passing_again if again else passing
+        view = self._view.held_by(
+            _part_of(chunk, axes, member, self._gathered),
+            _read_as(chunk, axes, member, job.graph.trained, self._gathered),
+            _reads_as_one(chunk, job.graph),
+        )
+        return run(view, operations, weights, part.takes, gives, in_place)
+
+    @cached_property
+    def _made_in_order(self) -> tuple[str, ...]:
+        """The paths of the weights in the order in which a backward makes their gradients: that of
+        what reads them last in the forward."""
+        job, known = self._job, dict[str, None]()
+        if job.profile.graph is None:
+            return ()
+        for chunk in reversed(list(self._chunks.values())):
+            for name in reversed(chunk.slice.operations):
+                read = (job.graph[x] for x in job.graph[name].inputs)
+                paths = (job.profile.parameter_by_path[x.path] for x in read if _is_weight(x))
+                known |= {each.path: None for each in paths if each.path in self._elements}
+        return tuple(known)
+
+    @cached_property
+    def _largest_made(self) -> float:
+        """The bytes of the largest gradient that is made before it is accumulated."""
+        chunks = self._chunks.values() if self._accumulates else ()
+        in_place = {x for chunk in chunks for x in added_in_place(self._job, chunk)}
+        made = (n for path, n in self._elements.items() if path not in in_place)
+        return 4.0 * max(made, default=0.0)
+
+    def _unmeasured(self, chunk: StageChunk, local: Mapping[str, float], again: bool) -> Passing:
+        halved = precision_bytes(self._job.training.precision, self._job.zero).activations
+        part, gradients = chunk.slice, 4.0 * sum(local.values())
+        largest = 4.0 * max(local.values(), default=0.0)
+        if not again:
+            kept = part.activation_bytes
+            if chunk.head is not None:
+                logits = self._job.graph[chunk.head.operation]
+                kept = max(kept - head_activation_bytes(logits), 0.0)
+            return unmeasured(kept * halved, gradients, largest)
+        entering, block = part.entering_bytes * halved, part.block_bytes * halved
+        once = unmeasured(entering + block, gradients, largest)
+        return replace(once, kept=entering, forward=())
+
+    def needs(self, order: Sequence[Instruction], samples: int, own: int) -> MemoryEstimate:
+        """Return the need of a rank that runs micro-batches of `samples` in the schedule's `order`;
+        beside a split head it takes `own` of them, and holds a shard of the head."""
+        rest = self.rest(order, own)
+        if self._experts:
+            beside = added(rest, self._apart())
+            rest = max(beside, self._at_update(beside), key=lambda need: need.total)
+        if not any(chunk.head for chunk in self._chunks.values()):
+            return rest
+        return added(rest, self.shard(self._head_part, order, samples))
+
+    def _apart(self) -> MemoryEstimate:
+        """Return the need of experts beside a rest. Where copies partition its gradients, all those
+        of the experts are taken to be there together; else they come as the backward makes them."""
+        job, elements = self._job, sum(self._experts.values())
+        keeper = job.keeper_of_experts(self._stage)
+        zero = keeper.zero if keeper else 0
+        sizes = weights_bytes(self._experts, job.profile, job.training.precision, zero, False)
+        optimizer = 4 * job.training.optimizer_states * elements + sizes.master
+        if keeper:
+            offloads = keeper.offload_optimizer == "cpu" and not job.cluster.on_cpu
+            optimizer = 0.0 if offloads else optimizer / len(job.data_parallel[self._stage][0])
+        return MemoryEstimate(
+            parameters=sizes.weights + sizes.casts,
+            gradients=4 * elements if job.zero > 1 else 0.0,
+            optimizer=optimizer,
+            activations=0.0,
+            communication=0.0,
+        )
+
+    def _at_update(self, need: MemoryEstimate) -> MemoryEstimate:
+        """Return what of a `need` there is at the update: no values, all gradients, and what ZeRO 1
+        makes of them: a bucket, twice while it is summed, and, of experts whose copies partition
+        their optimizer, a flat copy of the part that is updated here."""
+        copies = len(self._job.data_parallel[self._stage][0])
+        experts, zero = sum(self._experts.values()), self._job.zero
+        rest = 0.0 if zero > 1 else sum(self._elements.values())
+        moving = 2 * min(rest, REDUCE_BUCKET_ELEMENTS) if zero else 0.0
+        moving += experts / copies if zero and copies > 1 else 0.0
+        gradients = 4 * (experts + rest)
+        return replace(need, gradients=gradients, activations=0.0, communication=4 * moving)
+
+    def shard(self, part: float, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
+        """Return the need of a shard with a `part` of a split head's classes. Its gradients stay
+        allocated where there are several backwards, or copies, whose buckets they are."""
+        job, stage = self._job, self._stage
+        head = next(chunk.head for chunk in self._chunks.values() if chunk.head)
+        kinds = [x.kind for x in order if x.kind in (Kind.FORWARD, *ENDS)]
+        steps = (1 if kind is Kind.FORWARD else -1 for kind in kinds)
+        stay = kinds.count(Kind.FORWARD) > 1 or len(job.replicas[stage]) > 1
+        return head_memory(
+            head, job.profile, part, job.training.optimizer_states,
+            job.training.precision, samples, stay, max(accumulate(steps)),
+        )  # fmt: skip
+
+    @property
+    def _stage(self) -> int:
+        return next(iter(self._chunks.values())).stage
+
+    def rest(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
+        """Return the need of everything but a split head, for micro-batches of `samples`."""
+        job, held = self._job, sum(self._elements.values())
+        keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
+        copies = len(job.copies_of_rest[self._stage][0])
+        offloads = keeper is not None and keeper.offload_optimizer == "cpu"
+        apart = keeper is not None and keeper.offload_parameters == "cpu"
+        sizes = weights_bytes(self._elements, job.profile, precision, job.zero, apart)
+        engine = engine_of(
+            *(job.profile, self._elements, precision, job.zero, copies, on_cpu, offloads),
+            by_block=not job.as_is,
+            frozen=self._frozen,
+            order=self._made_in_order if job.zero >= 2 else (),
+        )
+        casts, steps = self._casts(order, sizes), self._steps(order, engine)
+        # Copies that the backward of the only forward lets go of, weight by weight, are values.
+        kept = casts if self._uses_up(order, engine) else 0.0
+        worst = engine.worst(
+            (come, added, values * samples + kept * left) for come, added, values, left in steps
+        )
+        frozen = sum(self._frozen.values())
+        parameters = (sizes.weights + frozen) / (copies if job.zero == 3 else 1)
+        if apart and not on_cpu:
+            parameters = 0.0
+        optimizer = 4 * job.training.optimizer_states * held + sizes.master
+        return MemoryEstimate(
+            parameters=parameters + (casts - kept) + float(job.profile.buffer_bytes),
+            gradients=worst.gradients,
+            optimizer=0.0 if offloads and not on_cpu else optimizer / (copies if job.zero else 1),
+            activations=worst.activations,
+            communication=worst.moving,
+        )
+
+    def _on_their_way(self, order: Sequence[Instruction]) -> float:
+        """Return the bytes of a sample's values and gradients that are received ahead of their use
+        and have not left yet: of each end of a chunk, those of a micro-batch."""
+        if not any(x.kind in (Kind.SEND, Kind.RECEIVE) for x in order):
+            return 0.0
+        size = self._view.num_bytes
+        ends = ((chunk.slice.takes, chunk.slice.gives) for chunk in self._chunks.values())
+        most = max(max(2 * sum(map(size, takes)), sum(map(size, gives))) for takes, gives in ends)
+        return most * self._gathered  # all members have what all samples of the group come to
+
+    def _casts(self, order: Sequence[Instruction], sizes: Weights) -> float:
+        """Return the bytes of the 16-bit copies of weights, which a step makes once; where blocks
+        are recomputed, those of one block at a time. Under ZeRO 3 each forward makes its own, which
+        are kept until its backward."""
+        if not sizes.casts:
+            return 0.0
+        if self._again:
+            by_block: dict[str, float] = {}
+            for path, count in self._elements.items():
+                block = block_of(path.rpartition(".")[0])
+                by_block[block] = by_block.get(block, 0.0) + count
+            return sizes.casts * max(by_block.values()) / sum(by_block.values())
+        if self._job.zero < 3:
+            return sizes.casts
+        return sizes.casts * in_flight(order) / len(self._chunks)
+
+    def _uses_up(self, order: Sequence[Instruction], engine: Gradients) -> bool:
+        """Return whether the backward frees the 16-bit copies of weights one by one: that of the
+        only micro-batch, where gradients have no buckets that last."""
+        buckets = engine.are_buckets and self._has_one_backward(order)
+        return _has_one_forward(order) and not (buckets or self._again or self._job.zero)
+
+    def _has_one_backward(self, order: Sequence[Instruction]) -> bool:
+        """Return whether a step has one forward and one backward of all there is, which is what
+        DistributedDataParallel wants (`assemble_stages` in runtime/assembly/build_stages.py)."""
+        return self._job.as_is or (_has_one_forward(order) and len(self._job.form.stages) == 1)
+
+    def _steps(
+        self, order: Sequence[Instruction], engine: Gradients
+    ) -> Iterator[tuple[float, float, float, float]]:
+        """Yield the moments on every instruction's Pareto front: the bytes of gradients, of
+        gradients about to be added to them, and of a sample's values; and the part of the weights
+        that are still read."""
+        last = {x.chunk: x for x in order if x.kind in ENDS}
+        values = self._on_their_way(order)
+        # DistributedDataParallel keeps its buckets from the first step on.
+        one_backward = self._has_one_backward(order)
+        buckets = engine.are_buckets and one_backward
+        done = set(self._passing) if buckets and not self._experts else set[int]()
+        come = sum(self._passing[number].gradients for number in done)
+        if buckets and self._experts:
+            come = 4 * sum(self._elements.values())
+        for instruction in order:
+            kind, number, _, _ = instruction
+            run = self._passing[number]
+            # The last of several backwards sums gradients over the copies, and fills a bucket.
+            summed = not one_backward and last[number] is instruction
+            bucket = engine.summed if summed else 0.0
+            if bucket and engine.fits_a_bucket:  # all are summed at the end, when no value is left
+                yield come, bucket, max(values - run.kept, 0.0), 0.0
+                bucket = 0.0
+            match kind:
+                case Kind.FORWARD:
+                    yield from ((come, 0.0, values + m.values, 1.0) for m in run.forward)
+                    values += run.kept
+                case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+                    values -= run.kept
+                    if kind is Kind.BACKWARD_INPUT:
+                        # Tensors deferred to the weight part replace those that are freed.
+                        most = max((m.values for m in run.first), default=run.kept)
+                        yield come, 0.0, values + most + max(run.deferred - run.kept, 0.0), 1.0
+                        values += run.deferred
+                    elif number in done:
+                        for m in run.again:
+                            yield come, m.gradients + bucket, values + m.values, 1.0
+                    else:
+                        for m in run.first:
+                            left = 1 - m.gradients / run.gradients if run.gradients else 1.0
+                            yield come + m.gradients, bucket, values + m.values, left
+                        done.add(number)
+                        come += run.gradients
+                case Kind.BACKWARD_WEIGHT:
+                    come += 0.0 if number in done else run.gradients
+                    done.add(number)
+                    yield come, self._largest_made + bucket, values, 0.0
+                    values -= run.deferred
+
+
+def _has_one_forward(order: Sequence[Instruction]) -> bool:
+    return sum(x.kind is Kind.FORWARD for x in order) == 1
+
+
+def _is_weight(operation: Operation) -> bool:
+    return operation.target == "parameter"
+
+
+def _part_of(
+    chunk: StageChunk, axes: AxisIntervals, member: int, gathered: float
+) -> Callable[[str], float]:
+    """Return the function from a value's name to the fraction of it that a member of the chunk's
+    shard group has: of rows, of those of as many samples as it has itself, of which the group has
+    `gathered` times as many."""
+    if chunk.sharded is None:  # nor beside a split head, whose shard is estimated separately
+        return whole
+    layouts, routed = chunk.sharded.assignment.layouts, chunk.routed
+    if not routed:
+        return lambda name: fraction(layouts.get(name), axes, member)
+    return lambda name: (
+        fraction(layouts.get(name), axes, member) * (gathered if name in routed else 1.0)
+    )
+
+
+def _read_as(
+    chunk: StageChunk,
+    axes: AxisIntervals,
+    member: int,
+    trained: Container[str],
+    gathered: float,
+) -> dict[tuple[str, str], float]:
+    """Return the parts of values that operations read after a cast that changes them: put together
+    of shards, or cut. What needs no gradient nobody keeps."""
+    if chunk.sharded is None:
+        return {}
+    return {
+        (cast.user, cast.value): fraction(
+            cast.target if isinstance(cast.target, Shard) else None, axes, member
+        )
+        * (gathered if cast.kind == DISPATCH else 1.0)
+        for cast in chunk.sharded.assignment.casts
+        if cast.user and cast.value in trained and (cast.kind in _CHANGE_SIZE)
+    }
+
+
+def _reads_as_one(chunk: StageChunk, graph: OperationGraph) -> frozenset[tuple[str, str]]:
+    """Return the operations that read a value as one with others, with that value: products that
+    alone read it entered (`runtime/kernels/column_parallel.py`)."""
+    found: dict[str, list[str]] = {}
+    for cast in chunk.sharded.assignment.casts if chunk.sharded is not None else ():
+        if cast.user and cast.kind in ("enter", "reduce_enter"):
+            found.setdefault(cast.value, []).append(cast.user)
+    return frozenset(
+        (user, value)
+        for value, users in found.items()
+        if all(graph[user].target in PRODUCTS for user in users)
+        for user in users
+    )
+
+
+_CHANGE_SIZE = ("gather", "gather_enter", "slice", "reduce_slice", "reduce_scatter", "reshard",
+                DISPATCH, COMBINE)  # fmt: skip
