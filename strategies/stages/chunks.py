@@ -5,21 +5,17 @@ A chunk is the part of the model that a stage runs at a time; the whole model wh
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
-    OperationGraph,
-    Size,
 )
-from whale_train.strategies.independence.states import PerSample
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.shape_check import shape_check
-from whale_train.strategies.partition.head_partition import CutRefused, HeadCut, cut_head
-from whale_train.strategies.partition.output_head import find_heads, matching
+from whale_train.strategies.partition.output_head import find_heads
 from whale_train.strategies.partition.pipeline_partition import (
     Slice,
     balanced,
@@ -28,14 +24,10 @@ from whale_train.strategies.partition.pipeline_partition import (
     sliced,
     stage_of_modules,
 )
-from whale_train.strategies.partition.routed_experts import (
-    RoutedExperts,
-    RoutingRefused,
-    route_experts,
-)
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.schedule.apportion import apportion, tile
 from whale_train.strategies.stages.analysis import Findings
+from whale_train.strategies.stages.beside_copies import head_cut, routed_experts, span
 from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
 from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
 
@@ -161,7 +153,7 @@ def _explained(job: Staging, places: tuple[int, ...], moved: bool) -> Iterator[D
         asked = stages[chunk % len(stages)]
         yield Decision(
             f"{asked.path}.modules",
-            f"{_span(modules)} ({100 * work:.0f}% of the work)",
+            f"{span(modules)} ({100 * work:.0f}% of the work)",
             "",
             "as the strategy says" if asked.modules else f"chunk {chunk} of {count}: {why}",
         )
@@ -227,10 +219,10 @@ def _chunk(
     split = form.split
     if form.body is not None:
         key: Hashable = (interval, form.shards, split.modules, split.dim, held_elsewhere)
-        routed = findings.once(("experts", key), lambda: _routed(job, stage, part, shared))
+        routed = findings.once(("experts", key), lambda: routed_experts(job, stage, part, shared))
         if routed is not None:
             return StageChunk(stage, part, key, routed.sharded, routed=routed.operations)
-        cut = findings.once(("head", key), lambda: _head_cut(job, stage, part, shared))
+        cut = findings.once(("head", key), lambda: head_cut(job, stage, part, shared))
         return StageChunk(stage, part, key, head=cut)
     what: tuple[Hashable, ...] = (alike, split.dim)
     if split.patterns or split.modules != ("*",):  # by names, which alike slices do not share
@@ -244,116 +236,6 @@ def _chunk(
         ("renamed", interval, key), lambda: findings.likeness.renamed(sharded, like, part)
     )
     return StageChunk(stage, part, key, renamed)
-
-
-def _routed(
-    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
-) -> RoutedExperts | None:
-    """Return the experts among the modules that a split beside copies names, spread over its
-    devices; None where there are none, and it may be one of the head. Raises PlanError."""
-    form = job.form.stages[stage]
-    assert form.split is not None
-    split = form.split
-    if split.dim == "vocabulary" or "head" in split.modules:
-        return None
-    named = {
-        name: path
-        for name, path in job.profile.weights_read(part.operations).items()
-        if path not in shared
-        and any(is_inside(path.rpartition(".")[0], pattern) for pattern in split.modules)
-    }
-    key, value = f"{split.path}.modules", ", ".join(split.modules)
-    axis = "experts" if job.chunk_count == 1 else f"stage_{stage}.experts"
-    try:
-        found = route_experts(job.graph, part.operations, part.gives, named, form.shards, axis)
-    except RoutingRefused as refusal:
-        rule = f"are experts, which cannot be split beside copies of the rest: {refusal}"
-        raise PlanError([Fault(key, value, rule, "use a split of the whole stage")]) from None
-    if found is None and split.dim == "experts":
-        rule = f"finds no stacks of at least {form.shards} experts in {_span(part.modules)}"
-        remedy = "use fewer devices, or a replicate around the list"
-        if job.findings.experts is None:
-            rule = f"finds no experts of a mixture in {job.profile.name}"
-            remedy = "use strategy=dp, or a model that has one, as moe_gpt"
-        elif any(path in shared for path in job.findings.experts.sharded.weights):
-            rule = f"finds experts in {_span(part.modules)} that another stage holds as well"
-            remedy = "use one stage, or model.share_layers=false"
-        raise PlanError([Fault(key, value, rule, remedy)])
-    if found is not None and (crossing := _not_by_sample(job, (*part.takes, *part.gives))):
-        rule = (
-            f"shares the samples, and {crossing}, which enters or leaves its stage, has no batch "
-        )
-        raise PlanError([Fault(key, value, f"{rule}first", "use a split of the whole stage")])
-    return found
-
-
-def _not_by_sample(job: Staging, names: Sequence[str]) -> str:
-    """Return the first of some values that cross between stages whose first dimension is not the
-    batch, with as many rows of each sample next to each other; "" if there is none (the loss, a
-    number, crosses to nobody)."""
-    states = job.findings.sample_states
-
-    def is_by_sample(name: str) -> bool:
-        shape = job.graph[name].shape
-        of_samples = states[name] == PerSample(0) and shape is not None and not shape[0].fixed
-        return shape == () or of_samples or (shape or ("",))[0] == Size(0, 1)
-
-    return next((name for name in names if not is_by_sample(name)), "")
-
-
-def _head_cut(
-    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
-) -> HeadCut:
-    """Return the split of the head from the rest of a stage's slice. Raises PlanError where that
-    has no such head, or one that cannot be split."""
-    form = job.form.stages[stage]
-    assert form.split is not None
-    alone = job.chunk_count == 1
-    profile = job.profile if alone else _profile_of(job, part)
-    all_heads = find_heads(profile)
-    heads = matching(all_heads, form.split.modules)
-    key, value = f"{form.split.path}.modules", ", ".join(form.split.modules)
-    remedy = "use another stage for it, or a split of the whole stage"
-    if alone:
-        remedy = "use strategy=dp or a zero strategy"
-    faults = []
-    if name := _not_by_sample(job, part.takes):
-        rule = f"shares the samples, and {name}, which enters its stage, has no batch first"
-        faults.append(Fault(key, value, rule, remedy))
-    if not heads:
-        where = profile.name if alone else _span(part.modules)
-        rule = f"finds no output projection in {where}"
-        if all_heads:
-            rule = f"names no output projection of {where}"
-            names = ", ".join(head.module or "(the model)" for head in all_heads)
-            remedy = f"use head, or one of: {names}"
-        faults.append(Fault(key, value, rule, remedy))
-    elif heads[0].weight in shared:
-        rule = f"is {heads[0].module or 'the output'}, whose weight another stage holds as well"
-        faults.append(Fault(key, value, rule, "untie it, or split whole stages"))
-    if faults:
-        raise PlanError(faults)
-    try:
-        cut = cut_head(profile, heads[0])
-    except CutRefused as refusal:
-        rule = f"is {heads[0].module or 'the output'}, which cannot be split from the rest: "
-        raise PlanError([Fault(key, value, f"{rule}{refusal}", remedy)]) from None
-    if profile.batch_norm_modules and len(cut.segments) > 2:
-        rule = "is tied to an embedding, in a model with BatchNorm: not executed yet"
-        raise PlanError([Fault(form.split.path, "", rule, "use strategy=dp")])
-    return cut
-
-
-def _profile_of(job: Staging, part: Slice) -> ModelProfile:
-    """Return the profile of one slice of the model, with the values it takes as inputs."""
-    inside = set(part.operations)
-    taken = [
-        replace(job.graph[name], target="input", args=(), kwargs=(), after=())
-        for name in part.takes
-    ]
-    rest = [op for op in job.graph if op.name in inside or op.target == "output"]
-    held = tuple(p for p in job.profile.parameters if p.path in part.parameters)
-    return replace(job.profile, graph=OperationGraph((*taken, *rest)), parameters=held)
 
 
 def _sharded(
@@ -392,7 +274,7 @@ def _refuse_whole(
     """Raise PlanError for a stage in which nothing can be sharded over its devices."""
     form = job.form.stages[stage]
     assert form.split is not None
-    rule = f"finds nothing to cut over {form.shards} devices in {_span(part.modules)}"
+    rule = f"finds nothing to cut over {form.shards} devices in {span(part.modules)}"
     if any(path in shared for path in part.weights):
         rule += ", beside what another stage holds as well"
     remedy = "use fewer devices, patterns for its weights, or another primitive"
@@ -471,9 +353,3 @@ def _shared_weights(slices: Sequence[Slice], stages: int) -> dict[str, tuple[int
         for path in part.weights:
             holders.setdefault(path, set()).add(chunk % stages)
     return {path: tuple(sorted(held_by)) for path, held_by in holders.items() if len(held_by) > 1}
-
-
-def _span(modules: Sequence[str]) -> str:
-    """Return `a ... b` for a run of modules, for messages."""
-    named = [module or "(the model)" for module in modules]
-    return named[0] if len(named) == 1 else f"{named[0]} ... {named[-1]}" if named else "nothing"

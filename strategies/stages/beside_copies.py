@@ -1,0 +1,142 @@
+"""What a stage splits beside copies of its rest, found in its slice of the model: experts of a
+mixture, spread over the devices that share the samples, or an output head.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from whale_train.errors import Fault, PlanError
+from whale_train.strategies.graph.operation_graph import (
+    ModelProfile,
+    OperationGraph,
+    Size,
+)
+from whale_train.strategies.independence.states import PerSample
+from whale_train.strategies.partition.head_partition import CutRefused, HeadCut, cut_head
+from whale_train.strategies.partition.output_head import find_heads, matching
+from whale_train.strategies.partition.pipeline_partition import (
+    Slice,
+    is_inside,
+)
+from whale_train.strategies.partition.routed_experts import (
+    RoutedExperts,
+    RoutingRefused,
+    route_experts,
+)
+from whale_train.strategies.stages.placement import Staging
+
+
+def routed_experts(
+    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
+) -> RoutedExperts | None:
+    """Return the experts among the modules that a split beside copies names, spread over its
+    devices; None where there are none, and it may be one of the head. Raises PlanError."""
+    form = job.form.stages[stage]
+    assert form.split is not None
+    split = form.split
+    if split.dim == "vocabulary" or "head" in split.modules:
+        return None
+    named = {
+        name: path
+        for name, path in job.profile.weights_read(part.operations).items()
+        if path not in shared
+        and any(is_inside(path.rpartition(".")[0], pattern) for pattern in split.modules)
+    }
+    key, value = f"{split.path}.modules", ", ".join(split.modules)
+    axis = "experts" if job.chunk_count == 1 else f"stage_{stage}.experts"
+    try:
+        found = route_experts(job.graph, part.operations, part.gives, named, form.shards, axis)
+    except RoutingRefused as refusal:
+        rule = f"are experts, which cannot be split beside copies of the rest: {refusal}"
+        raise PlanError([Fault(key, value, rule, "use a split of the whole stage")]) from None
+    if found is None and split.dim == "experts":
+        rule = f"finds no stacks of at least {form.shards} experts in {span(part.modules)}"
+        remedy = "use fewer devices, or a replicate around the list"
+        if job.findings.experts is None:
+            rule = f"finds no experts of a mixture in {job.profile.name}"
+            remedy = "use strategy=dp, or a model that has one, as moe_gpt"
+        elif any(path in shared for path in job.findings.experts.sharded.weights):
+            rule = f"finds experts in {span(part.modules)} that another stage holds as well"
+            remedy = "use one stage, or model.share_layers=false"
+        raise PlanError([Fault(key, value, rule, remedy)])
+    if found is not None and (crossing := _not_by_sample(job, (*part.takes, *part.gives))):
+        rule = (
+            f"shares the samples, and {crossing}, which enters or leaves its stage, has no batch "
+        )
+        raise PlanError([Fault(key, value, f"{rule}first", "use a split of the whole stage")])
+    return found
+
+
+def _not_by_sample(job: Staging, names: Sequence[str]) -> str:
+    """Return the first of some values that cross between stages whose first dimension is not the
+    batch, with as many rows of each sample next to each other; "" if there is none (the loss, a
+    number, crosses to nobody)."""
+    states = job.findings.sample_states
+
+    def is_by_sample(name: str) -> bool:
+        shape = job.graph[name].shape
+        of_samples = states[name] == PerSample(0) and shape is not None and not shape[0].fixed
+        return shape == () or of_samples or (shape or ("",))[0] == Size(0, 1)
+
+    return next((name for name in names if not is_by_sample(name)), "")
+
+
+def head_cut(
+    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
+) -> HeadCut:
+    """Return the split of the head from the rest of a stage's slice. Raises PlanError where that
+    has no such head, or one that cannot be split."""
+    form = job.form.stages[stage]
+    assert form.split is not None
+    alone = job.chunk_count == 1
+    profile = job.profile if alone else _profile_of(job, part)
+    all_heads = find_heads(profile)
+    heads = matching(all_heads, form.split.modules)
+    key, value = f"{form.split.path}.modules", ", ".join(form.split.modules)
+    remedy = "use another stage for it, or a split of the whole stage"
+    if alone:
+        remedy = "use strategy=dp or a zero strategy"
+    faults = []
+    if name := _not_by_sample(job, part.takes):
+        rule = f"shares the samples, and {name}, which enters its stage, has no batch first"
+        faults.append(Fault(key, value, rule, remedy))
+    if not heads:
+        where = profile.name if alone else span(part.modules)
+        rule = f"finds no output projection in {where}"
+        if all_heads:
+            rule = f"names no output projection of {where}"
+            names = ", ".join(head.module or "(the model)" for head in all_heads)
+            remedy = f"use head, or one of: {names}"
+        faults.append(Fault(key, value, rule, remedy))
+    elif heads[0].weight in shared:
+        rule = f"is {heads[0].module or 'the output'}, whose weight another stage holds as well"
+        faults.append(Fault(key, value, rule, "untie it, or split whole stages"))
+    if faults:
+        raise PlanError(faults)
+    try:
+        cut = cut_head(profile, heads[0])
+    except CutRefused as refusal:
+        rule = f"is {heads[0].module or 'the output'}, which cannot be split from the rest: "
+        raise PlanError([Fault(key, value, f"{rule}{refusal}", remedy)]) from None
+    if profile.batch_norm_modules and len(cut.segments) > 2:
+        rule = "is tied to an embedding, in a model with BatchNorm: not executed yet"
+        raise PlanError([Fault(form.split.path, "", rule, "use strategy=dp")])
+    return cut
+
+
+def _profile_of(job: Staging, part: Slice) -> ModelProfile:
+    """Return the profile of one slice of the model, with the values it takes as inputs."""
+    inside = set(part.operations)
+    taken = [
+        replace(job.graph[name], target="input", args=(), kwargs=(), after=())
+        for name in part.takes
+    ]
+    rest = [op for op in job.graph if op.name in inside or op.target == "output"]
+    held = tuple(p for p in job.profile.parameters if p.path in part.parameters)
+    return replace(job.profile, graph=OperationGraph((*taken, *rest)), parameters=held)
+
+
+def span(modules: Sequence[str]) -> str:
+    """Return `a ... b` for a run of modules, for messages."""
+    named = [module or "(the model)" for module in modules]
+    return named[0] if len(named) == 1 else f"{named[0]} ... {named[-1]}" if named else "nothing"
