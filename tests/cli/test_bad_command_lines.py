@@ -72,7 +72,7 @@ COMMAND_LINE = (
     Case(
         "added_unknown_key",
         "+train.foo=1",
-        "train.foo=1 is not a key here; use one of: accumulate, compile, "
+        "train.foo=1 is not a key here; use one of: accumulate, compile, delink_at, "
         "evaluate_every, evaluation_samples, global_batch, grad_clip, grad_norm, loss_scale, "
         "on_nan, precision, profile, reduce_dtype, resume, steps, tensorboard, tf32, trace",
     ),
