@@ -9,15 +9,13 @@ python benchmarks/prototypes.py --steps 400
 """
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
+from typing import Any
 
+from learning import spread, steps_of
 from rich.console import Console
 from rich.table import Table
 
@@ -51,40 +49,29 @@ def main() -> None:
     for name in ("busiest, of the mean", "ms a step"):
         table.add_column(name, justify="right")
     for name in options.routings:
-        runs = [_lines(name, seed, every, options, more) for seed in range(options.seeds)]
+        runs = [_steps(name, seed, every, options, more) for seed in range(options.seeds)]
         curves = [[x["evaluation_loss"] for x in run if "evaluation_loss" in x] for run in runs]
         busiest = mean(mean(run[-1]["experts"]["imbalance"]) for run in runs)
         step = mean(mean(x["step_time_s"] for x in run[2:]) for run in runs)
         at_points = zip(*curves, strict=True)
-        table.add_row(name, *map(_spread, at_points), f"{busiest:.2f}", f"{1e3 * step:.0f}")
+        table.add_row(name, *map(spread, at_points), f"{busiest:.2f}", f"{1e3 * step:.0f}")
     Console(width=120).print(table)
 
 
-def _spread(losses: Sequence[float]) -> str:
-    return f"{mean(losses):.4f} ± {stdev(losses) if len(losses) > 1 else 0.0:.4f}"
-
-
-def _lines(
+def _steps(
     name: str, seed: int, every: int, options: argparse.Namespace, more: Sequence[str]
-) -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl of a run, one a step."""
+) -> list[dict[str, Any]]:
     prototypes, top_k = ROUTINGS[name]
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
-        run = Path(folder) / "run"
-        command = [
-            *(str(Path(sys.executable).with_name("whale-train")), "strategy=dp", "model=moe_gpt"),
-            *("hardware=cpu", f"hardware.devices={options.devices}"),
-            *(f"model.experts={options.experts}", f"model.prototypes={prototypes}"),
-            *(f"model.top_k={top_k}", "model.balance=0.01", "model.depth=2", "model.ffn=128"),
-            *(f"seed={seed}", f"train.steps={options.steps}", f"train.evaluate_every={every}"),
-            *("train.evaluation_samples=512", "optimizer.lr=0.002", f"hydra.run.dir={run}"),
-            *more,
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        lines = (run / "metrics.jsonl").read_text().splitlines()
+    found = steps_of(
+        *("model=moe_gpt", f"hardware.devices={options.devices}", "optimizer.lr=0.002"),
+        *(f"model.experts={options.experts}", f"model.prototypes={prototypes}"),
+        *(f"model.top_k={top_k}", "model.balance=0.01", "model.depth=2", "model.ffn=128"),
+        *(f"seed={seed}", f"train.steps={options.steps}", f"train.evaluate_every={every}"),
+        *("train.evaluation_samples=512", *more),
+    )
     print(f"{name}, seed {seed}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    return [json.loads(line) for line in lines]
+    return found
 
 
 if __name__ == "__main__":

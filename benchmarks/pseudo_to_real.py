@@ -10,16 +10,12 @@ python benchmarks/pseudo_to_real.py --steps 600
 """
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
-from statistics import mean, stdev
-from typing import Any
+from statistics import mean
 
+from learning import spread, steps_of
 from rich.console import Console
 from rich.table import Table
 
@@ -54,8 +50,8 @@ def main() -> None:
     table.add_column("at the end", justify="right")
     table.add_column("seconds", justify="right")
     for way, of_way in curves.items():
-        cells = [_spread([_at(curve, seconds) for curve in of_way]) for seconds in times]
-        last = _spread([curve[-1][1] for curve in of_way])
+        cells = [spread([_at(curve, seconds) for curve in of_way]) for seconds in times]
+        last = spread([curve[-1][1] for curve in of_way])
         table.add_row(way, *cells, last, f"{mean(curve[-1][0] for curve in of_way):.0f}")
     Console(width=130).print(table)
 
@@ -65,26 +61,15 @@ def _at(curve: Curve, seconds: float) -> float:
     return next((loss for after, loss in reversed(curve) if after <= seconds), float("nan"))
 
 
-def _spread(losses: Sequence[float]) -> str:
-    return f"{mean(losses):.4f} ± {stdev(losses) if len(losses) > 1 else 0.0:.4f}"
-
-
 def _curve(seed: int, options: argparse.Namespace, given: Sequence[str]) -> Curve:
-    with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
-        run = Path(folder) / "run"
-        command = [
-            *(str(Path(sys.executable).with_name("whale-train")), "strategy=dp", "model=gpt"),
-            *("hardware=cpu", "hardware.devices=2", f"model.depth={options.depth}"),
-            *(f"seed={seed}", f"train.steps={options.steps}", "train.global_batch=16"),
-            *(f"train.evaluate_every={max(options.steps // 40, 1)}", "optimizer=adamw"),
-            *("train.evaluation_samples=256", f"hydra.run.dir={run}", *given),
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        lines: list[dict[str, Any]] = [
-            json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-        ]
-    seconds = accumulate(line["step_time_s"] for line in lines)
-    timed = zip(seconds, lines, strict=True)
+    steps = steps_of(
+        *("model=gpt", "hardware.devices=2", f"model.depth={options.depth}", f"seed={seed}"),
+        *(f"train.steps={options.steps}", "train.global_batch=16", "optimizer=adamw"),
+        *(f"train.evaluate_every={max(options.steps // 40, 1)}", "train.evaluation_samples=256"),
+        *given,
+    )
+    seconds = accumulate(step["step_time_s"] for step in steps)
+    timed = zip(seconds, steps, strict=True)
     return [(after, x["evaluation_loss"]) for after, x in timed if "evaluation_loss" in x]
 
 

@@ -89,12 +89,12 @@ class Routing:
 
 class Choice(NamedTuple):
     """The `chosen` experts of every token, and their `weights`: [tokens, slots] each. `experts`
-    stands for one that has no room. `penalty` ([batch]) is what the router's losses are of each
-    sample, None without any."""
+    stands for one that has no room. `auxiliary` ([batch]) are the samples' auxiliary losses, None
+    without any."""
 
     weights: Tensor
     chosen: Tensor
-    penalty: Tensor | None
+    auxiliary: Tensor | None
 
 
 class Router(nn.Module):
@@ -124,7 +124,7 @@ class Router(nn.Module):
         if routing.prototypes > 1:
             first = torch.arange(routing.prototypes, device=chosen.device) * routing.group
             weights, chosen = weights.flatten(1), (chosen + first.unsqueeze(-1)).flatten(1)
-        penalty = None
+        auxiliary = None
         room = routing.capacity(sequence)
         if room is not None or routing.balance or routing.bias_rate:
             wanted = chosen.view(batch, sequence * routing.slots)
@@ -134,13 +134,13 @@ class Router(nn.Module):
                 kept = _has_room(wanted, counts, room).view(chosen.shape)
                 chosen = torch.where(kept, chosen, routing.experts)
             if routing.balance:
-                penalty = routing.balance * self._unbalance(probabilities, counts)
+                auxiliary = routing.balance * self._unbalance(probabilities, counts)
             if routing.bias_rate and self.training:
                 self._move_bias(counts)
         if routing.z_loss:
             large = torch.logsumexp(logits, dim=-1).square().view(batch, -1).mean(1)
-            penalty = routing.z_loss * large + (0.0 if penalty is None else penalty)
-        return Choice(weights, chosen, penalty)
+            auxiliary = routing.z_loss * large + (0.0 if auxiliary is None else auxiliary)
+        return Choice(weights, chosen, auxiliary)
 
     def _best(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of every prototype's best experts."""
@@ -152,10 +152,10 @@ class Router(nn.Module):
         return probabilities.gather(-1, chosen), chosen
 
     def _unbalance(self, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """[batch]: what each sample has of the loss that is 1 where all experts of a prototype are
-        asked for alike, averaged over prototypes: their number times the sum over them of the
-        tokens' part that asks for one, times its mean probability. `counts` are [batch, experts];
-        who asks is counted in whole numbers, exactly, and has no gradient."""
+        """Return each sample's part, [batch], of the loss that balances experts, averaged over
+        prototypes: their number times the sum over experts of the part of the tokens that asks for
+        one, times its mean probability; 1 where all are asked for alike. `counts` are [batch,
+        experts]: who asks is counted in whole numbers, exactly, and has no gradient."""
         batch, shape = counts.shape[0], (self.routing.prototypes, self.routing.group)
         if self.routing.balance_over == "batch":
             counts = counts.sum(0, keepdim=True)
@@ -173,8 +173,9 @@ class Router(nn.Module):
 
 
 def _has_room(wanted: Tensor, counts: Tensor, room: int) -> Tensor:
-    """[batch, slots]: whether a slot of a sequence is among the first `room` that want its expert.
-    `wanted` [batch, slots] are the experts, `counts` [batch, experts] how many slots want each."""
+    """Return, [batch, slots], whether a slot of a sequence is among the first `room` that want its
+    expert. `wanted` [batch, slots] are the experts, `counts` [batch, experts] how many slots want
+    each."""
     expert, order = torch.sort(wanted, dim=1, stable=True)
     first = counts.cumsum(1) - counts
     place = torch.arange(wanted.shape[1], device=wanted.device) - first.gather(1, expert)
@@ -225,12 +226,12 @@ class Block(nn.Module):
         self.drop = dropout_layer(dropout)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the new hidden states, and each sample's penalty, [batch], if there is one."""
+        """Return the new hidden states, and the samples' auxiliary losses, [batch], if any."""
         hidden = hidden + self.drop(self.attention(self.attention_norm(hidden)))
         normed = self.experts_norm(hidden)
-        weights, chosen, penalty = self.router(normed)
+        weights, chosen, auxiliary = self.router(normed)
         mixed = self.experts(normed.flatten(0, 1), weights, chosen)
-        return hidden + self.drop(mixed.view(hidden.shape)), penalty
+        return hidden + self.drop(mixed.view(hidden.shape)), auxiliary
 
 
 class MoEGPT(nn.Module):
@@ -278,15 +279,15 @@ class MoEGPT(nn.Module):
         """`input_ids` and `labels` are [batch, sequence] of int64; the loss as in GPT."""
         positions = torch.arange(input_ids.size(1), device=input_ids.device)
         hidden = self.drop(self.token(input_ids) + self.position(positions))
-        penalties = []
+        losses = []
         for block in self.blocks:
-            hidden, penalty = block(hidden)
-            if penalty is not None:
-                penalties.append(penalty)
+            hidden, auxiliary = block(hidden)
+            if auxiliary is not None:
+                losses.append(auxiliary)
         logits = self.lm_head(self.norm(hidden))
         if labels is None:
             return Output(None, logits)
         loss = next_token_loss(logits, labels)
-        if penalties:
-            loss = loss + sum(penalties[1:], penalties[0]).mean()
+        if losses:
+            loss = loss + sum(losses[1:], losses[0]).mean()
         return Output(loss, logits)

@@ -10,13 +10,17 @@ from torch import nn
 
 from whale_train.errors import ConfigError, Fault
 
-_Kind = tuple[tuple[str, type, tuple[tuple[str, tuple[int, ...], str], ...]], ...]
+_Kind = tuple[tuple[str, type, tuple[tuple[str, tuple[int, ...], str, bool], ...]], ...]
 
 
 def shared_places(model: nn.Module) -> dict[str, str]:
     """Return, for every parameter of a layer that is like an earlier one of its list, the path of
-    that one's: lists (`nn.ModuleList`, `nn.Sequential`) inside of no other whose layers are shared,
-    and layers of one list, built of the same classes with parameters of the same shapes."""
+    that one's.
+
+    Lists (`nn.ModuleList`, `nn.Sequential`) count that lie in no other whose layers are shared.
+    Layers are alike that are built of the same classes, with parameters of the same shapes, trained
+    or frozen the same way.
+    """
     found: dict[str, str] = {}
     lists: list[str] = []
     for path, module in model.named_modules():
@@ -29,7 +33,7 @@ def shared_places(model: nn.Module) -> dict[str, str]:
             here = f"{path}.{name}" if path else name
             like = first.setdefault(_kind(layer), here)
             if like != here:
-                for parameter, _ in layer.named_parameters():
+                for parameter, _ in layer.named_parameters(remove_duplicate=False):
                     found[f"{here}.{parameter}"] = f"{like}.{parameter}"
         if len(found) > before:
             lists.append(path)
@@ -54,6 +58,6 @@ def _kind(layer: nn.Module) -> _Kind:
     )
 
 
-def _shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], str]]:
+def _shapes(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], str, bool]]:
     for name, parameter in module.named_parameters(recurse=False):
-        yield name, tuple(parameter.shape), str(parameter.dtype)
+        yield name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad

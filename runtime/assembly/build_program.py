@@ -70,5 +70,7 @@ def _whole_model(
     if len(sizes) > 1:
         assert graph is not None
         counter = target_counter(module, graph, group, seat.device)
-    loads = ExpertLoads(plan.mixtures, seat.device) if plan.mixtures else None
+    # What is compiled calls no product that could be seen.
+    is_seen = plan.mixtures and seat.compiler is None
+    loads = ExpertLoads(plan.mixtures, seat.device) if is_seen else None
     return WholeModel(engine, group, sizes, plan.loss_weights, counter, loads)

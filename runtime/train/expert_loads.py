@@ -15,15 +15,15 @@ _LISTED = 1024  # experts of a model, at most, whose loads are written one by on
 
 @dataclass(frozen=True)
 class MixtureLoad:
-    """The rows that every expert of a mixture got in a step (`rows`), and the slots of tokens that
-    asked for one (`slots`): some are dropped where experts have limits."""
+    """The rows that every expert of a mixture got in a step (`rows`), of the `slots` of tokens,
+    each of which asks for one expert: some are dropped where experts have limits."""
 
     rows: tuple[int, ...]
     slots: int
 
     @property
     def imbalance(self) -> float:
-        """The rows of the busiest expert, times the mean."""
+        """How many times the mean the busiest expert's rows are; 0 where nobody has any."""
         total = sum(self.rows)
         return max(self.rows) * len(self.rows) / total if total else 0.0
 
@@ -117,13 +117,15 @@ class PendingLoads:
             self._work = None
 
     def read(self) -> list[MixtureLoad]:
-        """Return the loads by mixture, when they have come."""
+        """Return the loads by mixture, when they have come; none where some mixture's products
+        were not seen, as of a model that runs as it is and computes them in another way."""
         self._wait()
         if self._event is not None:
             self._event.synchronize()
         parts = torch.split(self._found, [1 + experts for experts in self._experts])
         lists = (part.tolist() for part in parts)
-        return [MixtureLoad(tuple(rows), slots) for *rows, slots in lists]
+        found = [MixtureLoad(tuple(rows), slots) for *rows, slots in lists]
+        return found if all(mixture.slots for mixture in found) else []
 
 
 class _Watch(TorchFunctionMode):

@@ -96,7 +96,7 @@ def test_the_loss_that_balances_is_that_of_loads_and_probabilities(
     unbalance = routing.group * (share / 2 * likely).sum(-1).mean((1, 2))
     large = torch.logsumexp(logits, -1).square().mean((1, 2))
     expected = (0.7 * unbalance + 0.3 * large).float()
-    torch.testing.assert_close(router(hidden).penalty, expected)
+    torch.testing.assert_close(router(hidden).auxiliary, expected)
 
 
 def test_the_bias_moves_against_the_load() -> None:

@@ -10,13 +10,14 @@ import pytest
 import torch
 from tests.distributed import test_parallel_strategies as strategies
 from tests.distributed.cases import OPTIMIZERS, TOLERANCE, hardware
-from tests.distributed.equality import Jobs, assert_equal
+from tests.distributed.equality import JobFailed, Jobs, assert_equal
 from tests.distributed.served import Served
 from tests.distributed.test_rehearse import rehearsed
 
 from whale_train.models.grouped_product import grouped_mm
 from whale_train.rehearsal import Rehearsal
 from whale_train.runtime.kernels.grouped_experts import own_grouped_mm
+from whale_train.runtime.train.expert_loads import MixtureLoad, PendingLoads
 
 _MIXTURE = (
     "vocab_size: 67, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, "
@@ -182,6 +183,21 @@ def limited(model: str, job: list[str]) -> list[str]:
     if model == "moe_gpt":
         return [*job, *more]
     return [f"{x.removesuffix('}')}, {more[0]}}}" if "model.config=" in x else x for x in job]
+
+
+def test_a_head_is_not_split_beside_a_loss_over_the_batch(jobs: Jobs, arrays: Path) -> None:
+    spread, _ = overrides(arrays, "moe_gpt", "over2", "sgd", "model.balance=0.5")
+    graph = "strategy.graph=[{replicate: {}}, {split: {modules: head}}]"
+    job = [graph if x.startswith("strategy.graph=") else x for x in spread]
+    with pytest.raises(JobFailed, match="sees the samples of all its devices, and copies exchange"):
+        jobs.run(job)
+
+
+def test_loads_that_nobody_saw_are_not_told() -> None:
+    """As of a model whose products are called in a way of its own."""
+    seen = torch.tensor([2, 1, 4, 0, 0, 0])
+    assert PendingLoads(seen, None, (2, 2)).read() == []
+    assert PendingLoads(seen[:3], None, (2,)).read() == [MixtureLoad((2, 1), 4)]
 
 
 @pytest.mark.parametrize("strategy", ["over3_unlike", "zero3", "copies_of_stages", "copies_split"])

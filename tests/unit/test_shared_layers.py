@@ -10,7 +10,7 @@ from whale_train.errors import ConfigError
 from whale_train.models.build import build_model
 from whale_train.models.options import ModelOptions
 from whale_train.models.profile.measure import profile_model
-from whale_train.models.shared_layers import shared_places
+from whale_train.models.shared_layers import share_layers, shared_places
 from whale_train.strategies.graph.operation_graph import InputField
 
 TOKENS = tuple(InputField(name, (12,), "int64", 31) for name in ("input_ids", "labels"))
@@ -53,6 +53,26 @@ def test_layers_that_differ_are_shared_with_those_like_them() -> None:
     stages = nn.ModuleList([nn.ModuleList([layer(4), layer(4)]), nn.ModuleList([layer(6)])])
     assert set(shared_places(stages)) == {
         f"0.1.{j}.{kind}" for j in (0, 1) for kind in ("weight", "bias")
+    }
+
+
+def test_what_a_layer_has_in_two_places_is_shared_in_both() -> None:
+    def layer() -> nn.Module:
+        made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        made[1].weight = made[0].weight
+        return made
+
+    layers = nn.ModuleList([layer(), layer()])
+    share_layers(layers)
+    assert len({id(layers[i][j].weight) for i in (0, 1) for j in (0, 1)}) == 1  # type: ignore[index]
+
+
+def test_frozen_layers_are_like_each_other() -> None:
+    layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+    for frozen in (layers[0], layers[2]):
+        frozen.requires_grad_(False)
+    assert shared_places(layers) == {
+        f"{i + 2}.{kind}": f"{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")
     }
 
 
