@@ -3,7 +3,8 @@
     python benchmarks/gpu.py --out gpu.md
 
 Runs the command on this machine's GPUs (on one, unless `--gpus` says more) and prints a table for
-each part, which `--out` keeps as Markdown, with the date and the device:
+each part. `--out` keeps them as Markdown, with the date and the device, row by row as they are
+measured:
 
 * `mfu`: model FLOP/s utilisation of a GPT of 1 B parameters in bf16, uncompiled and compiled.
 * `offload`: the largest GPT that is planned and trained with ZeRO 3 and all state on the host.
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,6 @@ from rich.table import Table
 
 from whale_train.nvml import visible_gpus
 
-PARTS = ("mfu", "offload", "errors")
 SETTING_UP = 4  # steps of a run that do not count
 LENGTH = 2048
 # Width, depth and heads by billions of parameters, as in Brown et al. 2020 (arXiv 2005.14165),
@@ -49,7 +49,7 @@ def main() -> None:
     words = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.formatter_class = words
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--batch", type=int, default=8, help="samples a GPU, of 2,048 tokens")
     parser.add_argument("--steps", type=int, default=14)
@@ -62,17 +62,20 @@ def main() -> None:
     said = [f"{options.gpus} x {gpus[0].name}, {time.strftime('%Y-%m-%d')}"]
     with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
         measured = Measured(Path(folder), options.gpus)
-        made = {"mfu": utilisation, "offload": largest, "errors": errors}
         for part in options.parts:
-            title, columns, rows = made[part](measured, options)
+            title, columns, measure = PARTS[part]
+            said += ["", title, "", _line(columns), _line(["---"] * len(columns))]
+            rows = []
+            for row in measure(measured, options):
+                rows.append(row)
+                said.append(_line(row))
+                console.print(*row, sep="  ", style="dim")
+                if options.out:  # what is there, if a later one fails
+                    options.out.write_text("\n".join(said) + "\n")
             _print(console, title, columns, rows)
-            said += ["", title, "", *_markdown(columns, rows)]
-            if options.out:  # what is there, if a later part fails
-                options.out.write_text("\n".join(said) + "\n")
 
 
-Rows = list[list[str]]
-Part = tuple[str, list[str], Rows]
+Rows = Iterator[list[str]]
 
 
 class Measured:
@@ -109,9 +112,7 @@ def gpt(billions: int, batch: int) -> list[str]:
     ]
 
 
-def utilisation(measured: Measured, options: argparse.Namespace) -> Part:
-    columns = ["GPT of 1 B, bf16", "step", "tokens/s", "MFU", "peak memory", "compiling"]
-    rows = []
+def utilisation(measured: Measured, options: argparse.Namespace) -> Rows:
     for compiled in (False, True):
         run_dir, failed = measured.run(
             *gpt(1, options.batch * options.gpus),
@@ -119,56 +120,46 @@ def utilisation(measured: Measured, options: argparse.Namespace) -> Part:
         )
         name = "compiled" if compiled else "not compiled"
         if failed:
-            rows.append([name, failed, *[""] * (len(columns) - 2)])
+            yield [name, failed, "", "", "", ""]
             continue
         lines, summary = _metrics(run_dir), _read(run_dir / "summary.json")
-        rows.append(
-            [
-                name,
-                f"{_middle(lines, 'step_time_s') * 1e3:.1f} ms",
-                f"{_middle(lines, 'tokens_per_s'):,.0f}",
-                f"{_middle(lines, 'model_flops_utilisation'):.1%}",
-                f"{max(summary['peak_memory_bytes']) / 1e9:.1f} GB",
-                f"{sum(summary.get('compiled_s', {}).values()):.0f} s",
-            ]
-        )
-    return "Model FLOP/s utilisation", columns, rows
+        yield [
+            name,
+            f"{_middle(lines, 'step_time_s') * 1e3:.1f} ms",
+            f"{_middle(lines, 'tokens_per_s'):,.0f}",
+            f"{_middle(lines, 'model_flops_utilisation'):.1%}",
+            f"{max(summary['peak_memory_bytes']) / 1e9:.1f} GB",
+            f"{sum(summary.get('compiled_s', {}).values()):.0f} s",
+        ]
 
 
-def largest(measured: Measured, options: argparse.Namespace) -> Part:
-    columns = ["parameters", "what came of it", "step", "peak memory", "planned"]
-    rows = []
+def largest(measured: Measured, options: argparse.Namespace) -> Rows:
     for billions in sorted(SIZES, reverse=True):
         run_dir, failed = measured.run(
             *gpt(billions, options.gpus),
             *("strategy=zero3_offload", "model.init=sharded", "train.steps=3"),
         )
         if failed:
-            rows.append([f"{billions} B", failed.splitlines()[0][:90], "", "", ""])
+            yield [f"{billions} B", failed.splitlines()[0][:90], "", "", ""]
             continue
         summary = _read(run_dir / "summary.json")
-        rows.append(
-            [
-                f"{billions} B",
-                f"trained, loss {summary['final_loss']:.3f}",
-                f"{summary['step_time_s_median']:.1f} s",
-                f"{max(summary['peak_memory_bytes']) / 1e9:.1f} GB",
-                f"{_planned_bytes(run_dir) / 1e9:.1f} GB",
-            ]
-        )
+        yield [
+            f"{billions} B",
+            f"trained, loss {summary['final_loss']:.3f}",
+            f"{summary['step_time_s_median']:.1f} s",
+            f"{max(summary['peak_memory_bytes']) / 1e9:.1f} GB",
+            f"{_planned_bytes(run_dir) / 1e9:.1f} GB",
+        ]
         break
-    return "The largest model with offload", columns, rows
 
 
-def errors(measured: Measured, options: argparse.Namespace) -> Part:
-    columns = ["model, strategy", "figures", "predicted", "measured", "off", "memory off"]
-    rows = []
+def errors(measured: Measured, options: argparse.Namespace) -> Rows:
     strategies = STRATEGIES if options.gpus > 1 else STRATEGIES[:1]
     for figures in ("the catalogue's", "calibrated"):
         if figures == "calibrated":
             _, failed = measured.run("mode=calibrate", "train.precision=bf16")
             if failed:
-                rows.append(["calibrating", failed, "", "", "", ""])
+                yield ["calibrating", failed, "", "", "", ""]
                 break
         for billions in (1, 3):
             for strategy in strategies:
@@ -178,19 +169,36 @@ def errors(measured: Measured, options: argparse.Namespace) -> Part:
                 )
                 name = f"GPT of {billions} B, {strategy}"
                 if failed:
-                    rows.append([name, figures, failed[:90], "", "", ""])
+                    yield [name, figures, failed[:90], "", "", ""]
                     continue
                 summary = _read(run_dir / "summary.json")
                 step = _middle(_metrics(run_dir), "step_time_s")
                 predicted = summary["predicted_step_time_s"]
                 memory = max(summary["peak_memory_bytes"]) / _planned_bytes(run_dir) - 1
-                rows.append(
-                    [
-                        *(name, figures, f"{predicted * 1e3:.0f} ms", f"{step * 1e3:.0f} ms"),
-                        *(f"{predicted / step - 1:+.0%}", f"{memory:+.0%}"),
-                    ]
-                )
-    return "Predictions", columns, rows
+                yield [
+                    *(name, figures, f"{predicted * 1e3:.0f} ms", f"{step * 1e3:.0f} ms"),
+                    *(f"{predicted / step - 1:+.0%}", f"{memory:+.0%}"),
+                ]
+
+
+# Of each part: its title, its columns, and what yields its rows.
+PARTS: Mapping[str, tuple[str, list[str], Callable[[Measured, argparse.Namespace], Rows]]] = {
+    "mfu": (
+        "Model FLOP/s utilisation",
+        ["GPT of 1 B, bf16", "step", "tokens/s", "MFU", "peak memory", "compiling"],
+        utilisation,
+    ),
+    "offload": (
+        "The largest model with offload",
+        ["parameters", "what came of it", "step", "peak memory", "planned"],
+        largest,
+    ),
+    "errors": (
+        "Predictions",
+        ["model, strategy", "figures", "predicted", "measured", "off", "memory off"],
+        errors,
+    ),
+}
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -212,7 +220,9 @@ def _planned_bytes(run_dir: Path) -> float:
     return max(float(rank["memory_bytes"]["total"]) for rank in ranks)
 
 
-def _print(console: Console, title: str, columns: Sequence[str], rows: Rows) -> None:
+def _print(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
     table = Table(title=title, title_justify="left", title_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number > 1 else "left")
@@ -221,9 +231,8 @@ def _print(console: Console, title: str, columns: Sequence[str], rows: Rows) -> 
     console.print(table)
 
 
-def _markdown(columns: Sequence[str], rows: Rows) -> list[str]:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -92,4 +92,6 @@ def on_one_process(request: Request, resolved: Resolved) -> tuple[Request, Resol
         remedy = "verify a smaller model or train.global_batch"
         fault = Fault("mode", "verify", rule, remedy)
         raise PlanError([fault, *error.faults]) from None
+    first = replace(plan.ranks[0], uuid=resolved.plan.ranks[0].uuid)  # the same GPU
+    plan = replace(plan, ranks=(first,))
     return alone, replace(resolved, plan=plan, cluster=cluster, paces=None, links=None, found=None)

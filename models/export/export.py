@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from whale_train.errors import ConfigError
 from whale_train.models.build import build_model
+from whale_train.models.export.autocast_regions import keeping_regions
 from whale_train.models.export.causal_masks import say_causal
 from whale_train.models.export.custom_backward import Watch
 from whale_train.models.export.functionalize import CannotReplace, out_of_place
@@ -98,7 +99,13 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
     watch = Watch(module)
     # What the forward makes without saying where is made where the batch is.
     where = next((x.device for x in batch.values()), torch.device("cpu"))
-    with warnings.catch_warnings(), _true_shapes_of_losses(), where, watch.watching():
+    with (
+        warnings.catch_warnings(),
+        _true_shapes_of_losses(),
+        keeping_regions(),
+        where,
+        watch.watching(),
+    ):
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(
@@ -248,19 +255,15 @@ def canonical_names(operations: Iterable[tuple[str, str, bool]]) -> list[str]:
 
 
 def flat_module(program: ExportedProgram) -> fx.GraphModule:
-    """Return the exported graph with parameters as attributes, without torch.export's bookkeeping
+    """Return the exported graph with parameters as attributes, without torch.export's bookkeeping,
     without writes to what has a gradient and without masks that are the causal one, its operations
-    named by `canonical_names`. Raises
-    CannotReplace for such a write that must stay."""
+    named by `canonical_names`. Raises CannotReplace for such a write that must stay."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = program.module()
     assert isinstance(module, fx.GraphModule)
-    for node in reversed(list(module.graph.nodes)):
-        bookkeeping = any(mark in str(node.target) for mark in _BOOKKEEPING)
-        # What an assertion read of a tensor is left behind as well.
-        if not node.users and (bookkeeping or _is_a_value(node)):
-            module.graph.erase_node(node)
+    for graph in (each for each in module.modules() if isinstance(each, fx.GraphModule)):
+        _forget_bookkeeping(graph)
     out_of_place(module)
     say_causal(module)
     names = canonical_names(
@@ -275,6 +278,15 @@ def flat_module(program: ExportedProgram) -> fx.GraphModule:
         node.name = name
     module.recompile()
     return module
+
+
+def _forget_bookkeeping(module: fx.GraphModule) -> None:
+    for node in reversed(list(module.graph.nodes)):
+        bookkeeping = any(mark in str(node.target) for mark in _BOOKKEEPING)
+        # What an assertion read of a tensor is left behind as well.
+        if not node.users and (bookkeeping or _is_a_value(node)):
+            module.graph.erase_node(node)
+    module.recompile()
 
 
 def model_path(path: str) -> str:

@@ -8,10 +8,17 @@ def use_accelerator(device: torch.device) -> None:
     GPUs, also where CPU processes stand for other ones beside them."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
-    if get_accelerator().device_name() == device.type:
-        return
-    if device.type == "cpu":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
-    else:
-        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
-    set_accelerator(Accelerator())
+    if get_accelerator().device_name() != device.type:
+        if device.type == "cpu":
+            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
+        else:
+            from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
+        set_accelerator(Accelerator())
+    if device.type == "cuda":
+        # It would look for an index in `CUDA_VISIBLE_DEVICES`, which has the UUID of a rank's GPU.
+        get_accelerator().available_memory = _free_bytes
+
+
+def _free_bytes(device_index: int | None = None) -> int:
+    free, _ = torch.cuda.mem_get_info(device_index)
+    return free

@@ -57,7 +57,8 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        normed: Tensor = (x * inverse).mul_(weight)
+        # Not `mul_`: torch 2.11 compiles what gives a value written in place with wrong gradients.
+        normed: Tensor = x * inverse * weight
         return normed
 
     @staticmethod

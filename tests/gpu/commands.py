@@ -15,7 +15,8 @@ _LLAMA = (
     "num_attention_heads: 8, num_key_value_heads: 4, max_position_embeddings: 128"
 )
 LLAMA = ("model=hf", "model.architecture=LlamaForCausalLM", f"model.config={{{_LLAMA}}}")
-MODELS = {"gpt": GPT, "llama": LLAMA}
+MOE = ("model=moe_gpt", "model.width=256", "model.depth=2", "model.heads=4", "model.ffn=512")
+MODELS = {"gpt": GPT, "llama": LLAMA, "moe": MOE}
 # The exported graph on one GPU: split, staged and joined as on several.
 AS_A_GRAPH = "strategy.graph={pipeline: {stages: 1, micro_batches: 4}}"
 TRAINING = ("train.global_batch=8", "train.steps=8", "optimizer=adamw", "optimizer.lr=1e-3")
@@ -34,11 +35,12 @@ def verdict(run_dir: Path, *overrides: str, gpus: int = 1) -> str:
     return "" if done.returncode == 0 else f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def of_a_rank(folder: Path, *overrides: str) -> dict[str, Any]:
+def of_a_rank(folder: Path, *overrides: str, may_wait: bool = False) -> dict[str, Any]:
     """Return what `one_rank.py` found of a rank on the first GPU."""
+    script = str(Path(__file__).with_name("one_rank.py"))
+    flags = ("--may-wait",) if may_wait else ()
     place = ("hardware=local", "hardware.devices=1")
-    script = Path(__file__).with_name("one_rank.py")
-    done = _done([sys.executable, str(script), *TRAINING, *place, *overrides], folder)
+    done = _done([sys.executable, script, *flags, *TRAINING, *place, *overrides], folder)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

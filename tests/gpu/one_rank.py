@@ -1,9 +1,10 @@
 """A rank of a plan for one GPU, whose steps may not wait for it.
 
-    python one_rank.py KEY=VALUE ...
+    python one_rank.py [--may-wait] KEY=VALUE ...
 
 After some steps in which libraries set themselves up, torch raises for whatever waits for the
-device. Prints, as JSON, the loss, the most memory that tensors had, and what the plan has of it.
+device, unless that may be. Prints, as JSON, the most memory that tensors had, and what the plan has
+of it.
 """
 
 import json
@@ -35,7 +36,8 @@ _SETTING_UP = 4  # steps
 
 
 def main() -> None:
-    config = composed(rewritten(sys.argv[1:]))
+    may_wait = sys.argv[1] == "--may-wait"
+    config = composed(rewritten(sys.argv[2 if may_wait else 1 :]))
     request = read_request(config, {"hardware": "local", "strategy": "strategy"})
     plan = resolve_request(request).plan
     prepared = worker.prepare(request)
@@ -56,7 +58,7 @@ def main() -> None:
             if number == _SETTING_UP:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
-                torch.cuda.set_sync_debug_mode("error")
+                torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
             loop.step(number)
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
