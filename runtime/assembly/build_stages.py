@@ -16,7 +16,12 @@ from torch import distributed as dist
 
 from whale_train.config import Request
 from whale_train.models.loss_module import LossModule
-from whale_train.runtime.assembly.shard_params import narrow_of, own_tensors, tensor_paths
+from whale_train.runtime.assembly.shard_params import (
+    narrow_of,
+    own_tensors,
+    streamed_of,
+    tensor_paths,
+)
 from whale_train.runtime.comms.batch_sums import BatchShare
 from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.comms.process_groups import sums_of
@@ -28,6 +33,7 @@ from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_graph import ShardPlace, write_segment_graph
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.graph.value_types import ValueTypes
+from whale_train.runtime.kernels.streamed_weights import StreamedWeights
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.runtime.loss.global_mean import target_counter
 from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
@@ -99,9 +105,10 @@ def assemble_stages(
     }
     # An evaluation has several batches, and so several pieces, where a step has one.
     scale = None if counter is None else loss.scale
+    streamed = streamed_of(task_graphs, tensors, NARROW.get(plan.precision), seat)
     writer = _Writer(
         *(plan, seat.rank, graph, canonical, tensors, counts, weight_gradients, scale),
-        seat.compiler,
+        *(seat.compiler, streamed),
     )
     loads = ExpertLoads(plan.mixtures, seat.device) if plan.mixtures else None
     sharings: tuple[_Sharing, ...] = tuple(dict.fromkeys(shared))
@@ -133,7 +140,10 @@ def assemble_stages(
         copies = _copies(plan, task_graph, tensors, seat)
         once = runs and _has_one_backward(plan, mine, seat.rank)
         engines[task_graph.id] = make_engine(
-            request, plan, task_graph, mine, copies, seat, overlap=once, excess=excess
+            *(request, plan, task_graph, mine, copies, seat),
+            overlap=once,
+            excess=excess,
+            streamed=streamed,
         )
     last = len(plan.pipeline.chunks) - 1
     chunks = _chunks(written, engines, shared, places[task_graphs[-1].id], last)
@@ -164,12 +174,13 @@ class _Writer:
         weight_gradients: WeightGradients,
         evaluation_scale: Any,
         compiler: Compiler | None,
+        streamed: StreamedWeights,
     ) -> None:
         self._plan, self._graph = plan, graph
         self._canonical, self._tensors = canonical, tensors
         self._counts, self._weight_gradients = counts, weight_gradients
         self._evaluation_scale = evaluation_scale
-        self._compiler = compiler
+        self._compiler, self._streamed = compiler, streamed
         self._several = plan.ranks[rank].micro_batches > 1
 
     def segment(
@@ -197,6 +208,7 @@ class _Writer:
             # ZeRO 3 takes weights away between forward and backward: products that see to their
             # gradients keep no views of them.
             segment.own_weight_gradients(WeightGradients())
+        segment.stream(self._streamed)
         if self._compiler is not None:
             segment.compile(self._compiler)
         if again or gathered:

@@ -14,6 +14,7 @@ from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.comms.layout_collectives import shard_of
 from whale_train.runtime.graph.nested_graphs import attribute, is_tensor
+from whale_train.runtime.kernels.streamed_weights import StreamedWeights
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.runtime.process.shared_init import places_of
 from whale_train.strategies.plan.plan import TaskGraph
@@ -33,7 +34,7 @@ def own_tensors(
     part of the parameters, buffers and constants that the segments `written` read.
 
     The parameters read are taken out of `module`. Frozen ones that the plan has in 16 bits are of
-    `frozen_dtype`.
+    `frozen_dtype`. Those that are streamed stay on the host.
     """
     names: dict[int, str] = {}
     canonical: dict[str, str] = {}
@@ -47,6 +48,7 @@ def own_tensors(
     frozen = {path for task_graph in task_graphs for path in task_graph.narrow} - trained
     layouts = {path: x for t in task_graphs for path, x in t.shard_layouts.items()}
     intervals = {path: x for t in task_graphs for path, x in t.shards.items()}
+    streamed = {path for t in task_graphs if t.streams for path in t.trained}
     constants = {  # which export lifted out of the forward
         model_path(str(node.target)): attribute(graph, str(node.target))
         for node in graph.graph.nodes
@@ -64,7 +66,10 @@ def own_tensors(
             part = shard_of(whole, layouts[path], intervals[path], index)
         else:
             part = whole.clone(memory_format=torch.contiguous_format)
-        part = part.to(seat.device, frozen_dtype if path in frozen else dtype)
+        if path not in streamed:
+            part = part.to(seat.device, frozen_dtype if path in frozen else dtype)
+        elif seat.stand_ins is not None:
+            seat.stand_ins.forget(part)
         if path in parameters:
             part = nn.Parameter(part, requires_grad=path in trained)
             for held, name in places[id(parameters.pop(path))]:
@@ -72,6 +77,25 @@ def own_tensors(
         own[path] = part
         del given, whole  # before the next is made
     return canonical, {path: own[path] for path in read}
+
+
+def streamed_of(
+    task_graphs: Sequence[TaskGraph],
+    tensors: Mapping[str, Tensor],
+    narrow: torch.dtype | None,
+    seat: Seat,
+) -> StreamedWeights:
+    """Return what brings those of `tensors`, by path, to the rank's device that `task_graphs` have
+    on the host: in the dtype `narrow` those that autocast lowers."""
+    dtypes: dict[nn.Parameter, torch.dtype] = {}
+    for task_graph in task_graphs:
+        for path in task_graph.trained if task_graph.streams else ():
+            tensor = tensors.get(path)
+            if isinstance(tensor, nn.Parameter):
+                lowered = narrow if path in task_graph.narrow else None
+                dtypes[tensor] = lowered or tensor.dtype
+    stand_ins = seat.stand_ins
+    return StreamedWeights(dtypes, seat.device, None if stand_ins is None else stand_ins.forget)
 
 
 def narrow_of(task_graph: TaskGraph, tensors: Mapping[str, Tensor]) -> frozenset[nn.Parameter]:

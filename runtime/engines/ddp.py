@@ -21,6 +21,7 @@ from whale_train.runtime.engines.base import (
 from whale_train.runtime.engines.cpu_norms import total_norm
 from whale_train.runtime.engines.grad_reduce import Reduction
 from whale_train.runtime.engines.optimizers import MakeOptimizer, skipping, state_of
+from whale_train.runtime.kernels.streamed_weights import StreamedWeights
 from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 
@@ -121,7 +122,7 @@ class TorchEngine:
         gradients = [p.grad for p in self._counted if p.grad is not None]
         if not gradients:
             return torch.zeros((), device=self._device)
-        return total_norm(gradients).float() ** 2
+        return (total_norm(gradients).float() ** 2).to(self._device)
 
     def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
         """Update, clipping by `norm`, the global one without the loss scale; or, where the scalar
@@ -147,7 +148,8 @@ class TorchEngine:
         if clip and norm is not None:
             factor *= (clip / (norm + CLIP_EPS)).clamp(max=1.0)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         for parameter in self.parameters:
@@ -187,6 +189,22 @@ class TorchEngine:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             torch._foreach_div_(gradients, self._excess)
             self._is_excessive = False
+
+
+class StreamedEngine(TorchEngine):
+    """The only copy of weights that are on the host, and come to where they are read by
+    `streamed`."""
+
+    def __init__(self, *args: Any, streamed: StreamedWeights, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._streamed = streamed
+
+    def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
+        super().step(norm, clip, found_inf)
+        self._streamed.changed()
+
+    def read_states(self) -> None:
+        self._streamed.changed()
 
 
 def _data_parallel(

@@ -1,12 +1,16 @@
 """Which engine a TaskGraph gets on a rank."""
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import nn
 
 from whale_train.config import Request
 from whale_train.runtime.engines.base import Copies, Engine
-from whale_train.runtime.engines.ddp import TorchEngine
+from whale_train.runtime.engines.ddp import StreamedEngine, TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.kernels.streamed_weights import StreamedWeights
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 
@@ -22,10 +26,11 @@ def make_engine(
     may_skip_parameters: bool = False,
     overlap: bool = True,
     excess: int | None = None,
+    streamed: StreamedWeights | None = None,
 ) -> Engine:
     """Return the engine of `module`, what `seat.rank` holds of `task_graph`: DeepSpeed's where the
-    plan has a configuration for it and there are copies to partition among. The rest is as for
-    TorchEngine."""
+    plan has a configuration for it and there are copies to partition among; one of weights that are
+    `streamed`, where they are. The rest is as for TorchEngine."""
     config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
     optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments())
     if config is not None and copies.group is not None:
@@ -34,7 +39,12 @@ def make_engine(
                 module, copies, config, optimizer, seat.device, plan.precision
             )
         return DeepSpeedEngine(module, copies, config, seat.device, plan.precision, excess)
-    return TorchEngine(
+    torchs: Callable[..., Engine] = TorchEngine
+    if task_graph.streams:
+        assert streamed is not None
+        made = StreamedEngine if seat.stand_ins is None else seat.stand_ins.streamed
+        torchs = partial(made, streamed=streamed)
+    return torchs(
         module,
         copies,
         optimizer,

@@ -13,6 +13,7 @@ from whale_train.runtime.compile.regions import compile_regions
 from whale_train.runtime.graph.block_modules import Blocks
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.kernels.column_parallel import join_products
+from whale_train.runtime.kernels.streamed_weights import Fetched, StreamedWeights
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 
 
@@ -65,6 +66,7 @@ class SegmentModule(nn.Module):
             else:
                 self.register_buffer(name, tensor)
         self.inputs: tuple[str, ...] = ()
+        self._streamed: StreamedWeights | None = None
         # Not submodules: they own nothing, and an engine must not walk into them.
         self._graphs: dict[bool, tuple[fx.GraphModule, tuple[str, ...]]] = {}
         self.blocks: Blocks | None = None
@@ -99,6 +101,28 @@ class SegmentModule(nn.Module):
         if owner is not None:
             owner.replace(graph, parameters)
 
+    def stream(self, weights: StreamedWeights) -> None:
+        """Have `weights` bring what it has of the lent parameters when a graph reads them, before
+        it is divided."""
+        if not any(parameter in weights for parameter in self.lent):
+            return
+        self._streamed = weights
+        for graph, names in self._graphs.values():
+            arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
+            order = {node: number for number, node in enumerate(graph.graph.nodes)}
+            tensors = zip(arguments[len(arguments) - len(names) :], names, strict=True)
+            for argument, name in tensors:
+                parameter = self._lent.get(name)
+                if parameter is None or parameter not in weights or not argument.users:
+                    continue
+                first = min(argument.users, key=order.__getitem__)
+                graph.add_module(f"fetched_{name}", Fetched(weights, parameter))
+                with graph.graph.inserting_before(first):
+                    fetched = graph.graph.call_module(f"fetched_{name}", (argument,))
+                fetched.meta = dict(first.meta)
+                argument.replace_all_uses_with(fetched, lambda user, own=fetched: user is not own)
+            graph.recompile()
+
     def compile(self, compiler: Compiler) -> None:
         """Have `compiler` compile regions of the training graph, before it is divided."""
         compile_regions(self._graphs[True][0], compiler)
@@ -123,6 +147,12 @@ class SegmentModule(nn.Module):
         return tensor
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        if self._streamed is None:
+            return self._run(*values)
+        with self._streamed.keeping_none():
+            return self._run(*values)
+
+    def _run(self, *values: Tensor) -> tuple[Tensor, ...]:
         if self.blocks is not None:
             shared = (self._tensor(name) for name in self.blocks.kept(self.training))
             given: tuple[Tensor, ...] = self.blocks(*values, *shared)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.engines.base import Copies, Engine
@@ -14,11 +14,14 @@ from whale_train.runtime.engines.base import Copies, Engine
 @dataclass(frozen=True)
 class StandIns:
     """Make what stands in for the parts of engines that need storage: `buckets`, of a module and
-    its copies, for DistributedDataParallel, and `zero`, of DeepSpeedEngine's arguments with an
-    optimizer after the config, for that."""
+    its copies, for DistributedDataParallel, `zero`, of DeepSpeedEngine's arguments with an
+    optimizer after the config, for that, and `streamed`, of StreamedEngine's, for that. `forget` is
+    told of tensors that stand for the host's."""
 
     buckets: Callable[[nn.Module, Copies], nn.Module]
     zero: Callable[..., Engine]
+    streamed: Callable[..., Engine]
+    forget: Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from whale_train.runtime.rehearse.attention import as_on_a_gpu
 from whale_train.runtime.rehearse.meta_tensors import MetaTensors
 from whale_train.runtime.rehearse.recorded_group import Record, alone
 from whale_train.runtime.rehearse.routing import evenly
-from whale_train.runtime.rehearse.stand_ins import Buckets, ZeroEngine
+from whale_train.runtime.rehearse.stand_ins import Buckets, HostEngine, ZeroEngine
 from whale_train.runtime.train.grad_scaler import LossScale
 from whale_train.runtime.train.loop import train_step
 from whale_train.runtime.train.step_programs import Program
@@ -92,7 +92,8 @@ class _Step:
     def run(self) -> None:
         plan, rank = self._plan, self._rank
         groups, channels = make_groups(plan, rank), make_channels(plan, rank, DEVICE)
-        stand_ins = StandIns(Buckets, partial(ZeroEngine, forget=self.tensors.forget))
+        forget = self.tensors.forget
+        stand_ins = StandIns(Buckets, partial(ZeroEngine, forget=forget), HostEngine, forget)
         seat = Seat(rank, DEVICE, groups, channels, stand_ins)
         module = copy.deepcopy(self._model.module)
         with self.tensors:

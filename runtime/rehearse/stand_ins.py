@@ -20,6 +20,7 @@ from whale_train.runtime.engines.base import (
     in_precision,
     set_learning_rate,
 )
+from whale_train.runtime.engines.ddp import StreamedEngine
 from whale_train.runtime.engines.grad_reduce import Reduction, in_buckets
 from whale_train.runtime.engines.optimizers import MakeOptimizer, skipping, state_of
 from whale_train.runtime.rehearse.recorded_group import RecordedGroup
@@ -288,6 +289,17 @@ class ZeroEngine:
             module.register_forward_hook(release)
             module.register_full_backward_pre_hook(gather)
             module.register_full_backward_hook(release)
+
+
+class HostEngine(StreamedEngine):
+    """The engine of weights on the host, whose update takes nothing of the device's memory."""
+
+    def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def states(self) -> Iterator[ParameterState]:
+        yield from ()
 
 
 def _when_made(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> None:

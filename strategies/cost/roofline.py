@@ -147,13 +147,15 @@ def fetch_time_s(num_bytes: float, devices: Iterable[Device], on_cpu: bool) -> f
     return num_bytes / min(host.link_bytes_s for host in hosts.values())
 
 
-def offloaded_update_time_s(elements: float, states: int, device: Device, on_cpu: bool) -> float:
+def offloaded_update_time_s(
+    elements: float, states: int, device: Device, on_cpu: bool, moves: bool = True
+) -> float:
     """Return the seconds of an update of state kept on the host: gradients down, the update there,
-    parameters up."""
+    parameters up; or the update alone, where neither `moves` then."""
     if on_cpu:
         return update_time_s(elements, states, device)
     host = _host_of(device)
-    moved = 2 * 4 * elements / host.link_bytes_s
+    moved = 2 * 4 * elements / host.link_bytes_s if moves else 0.0
     return moved + 4 * elements * (2 * states + 4) / host.memory_bytes_s
 
 

@@ -87,12 +87,16 @@ class GradientTimes:
             return sum_time_s(self.cluster, range(group.members), num_bytes, by_memory=True)
         return self.transfers.sum_s(group, part, num_bytes)
 
-    def gathers_s(self, candidate: Candidate, part: Part, device: Device) -> tuple[float, float]:
-        """Return what ZeRO 3 adds to a forward and to a backward."""
+    def gathers_s(
+        self, candidate: Candidate, part: Part, device: Device, elements: float | None = None
+    ) -> tuple[float, float]:
+        """Return what ZeRO 3 adds to a forward and to a backward of a part that has so many trained
+        `elements` (None: as many as the other parts)."""
         if candidate.zero < 3:
             return 0.0, 0.0
         findings, group = self.findings, self.transfers.group(candidate.mesh.copies, part)
-        elements, width = findings.trained_elements / part.shards, findings.weight_width(3)
+        elements = findings.trained_elements / part.shards if elements is None else elements
+        width = findings.weight_width(3)
         link = self.transfers.link(group, part)
         sent = gather_time_s(width * elements, group.members, link)
         if candidate.offload == "all":

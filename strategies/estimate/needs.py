@@ -41,7 +41,7 @@ class Needs:
     def standing_bytes(self, candidate: Candidate) -> float:
         """Return the bytes that do not follow the trained parameters, at the least: of frozen
         weights, as if they were shared evenly, and of what ZeRO 3 gathers: the largest parameter,
-        and its gradient, of those that are no head's, which may be split."""
+        and its gradient, of those that are no head's, which may be split, nor experts beside."""
         mesh, profile = candidate.mesh, self.findings.profile
         frozen = 0.0 if candidate.offload == "all" else self._frozen_bytes
         frozen /= mesh.stages * mesh.shards
@@ -49,6 +49,8 @@ class Needs:
             return frozen
         heads = self.findings.heads if profile.graph else ()
         apart = {head.weight for head in heads}
+        if candidate.experts and (experts := self.findings.experts) is not None:
+            apart.update(experts.sharded.weights)
         largest = max((p.elements for p in profile.parameters if p.path not in apart), default=0)
         least = precision_bytes(self.training.precision, candidate.zero, narrow=True)
         gathered = (least.weights + least.gradients) * largest / mesh.shards

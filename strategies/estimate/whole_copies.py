@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from whale_train.strategies.cost.collectives import gather_time_s, group_link
 from whale_train.strategies.cost.resharding import routing_times
+from whale_train.strategies.cost.roofline import fetch_time_s
 from whale_train.strategies.estimate.candidates import Candidate, Estimate
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
 
@@ -73,7 +74,12 @@ def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
     elements = findings.trained_elements - experts
     need = of.needs.element_bytes(candidate, count) * elements
     need += of.needs.standing_bytes(candidate)
-    need += of.needs.element_bytes(_of_experts(candidate), count // spread) * experts / spread
+    held, streamed = experts / spread, 0.0
+    if _streams(candidate):
+        sent = of.costs.findings.weight_width(1) * held
+        streamed = fetch_time_s(sent, of.cluster.devices[:1], of.cluster.on_cpu)
+    else:
+        need += of.needs.element_bytes(_of_experts(candidate), count // spread) * held
     routing = routing_times(
         findings.graph,
         findings.experts.sharded.assignment,
@@ -89,11 +95,15 @@ def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
             return Estimate(inf, need - device.room_bytes)
         times = of.seconds(device, part, "auto", alike.samples)
         whole, backward = times.total[-1], times.total[-1] - times.forward[-1]
-        gathers = sum(of.sums.gathers_s(candidate, part, device))
+        gathers = sum(of.sums.gathers_s(candidate, part, device, elements))
         summed = of.sums.after_s(candidate, part, elements, backward, device)
-        slowest = max(slowest, whole + routing + gathers + summed)
+        slowest = max(slowest, whole + routing + gathers + 3 * streamed + summed)
     slowest = max(slowest, of.by_processors(mesh, 1, whole))
     return Estimate(slowest + of.sums.norm_s)
+
+
+def _streams(candidate: Candidate) -> bool:
+    return candidate.mesh.copies == candidate.experts and candidate.offload == "all"
 
 
 def _of_experts(candidate: Candidate) -> Candidate:

@@ -59,10 +59,13 @@ def offloaded(node: Replicate) -> Sequence[str]:
 def host_bytes(zero: int, there: Collection[str], training: Training) -> float:
     """Return the bytes on the host of a parameter whose copies are partitioned, if its `optimizer`
     is `there`: fp32 values for that, its states and, from ZeRO 2 on, the gradient; and if its
-    `parameters` are, the weight."""
-    found = 0.0
+    `parameters` are, the weight. Without ZeRO it is streamed, and has the gradient there, and
+    beside its fp32 values those of 16 bits, if it is read so."""
+    found, streamed = 0.0, not zero and "parameters" in there
     if "optimizer" in there:
-        found += 4 * (1 + training.optimizer_states) + (4 if zero >= 2 else 0)
+        found += 4 * (1 + training.optimizer_states) + (4 if zero >= 2 or streamed else 0)
+    if streamed:
+        return found + (0.0 if training.precision == "fp32" else 2.0)
     if "parameters" in there:
         found += precision_bytes(training.precision, zero, apart=True).weights
     return found

@@ -33,8 +33,8 @@ class TaskGraph:
     along, as a fused weight is cut in several places at once. `modules` are the module paths it
     covers; `flops` its forward's, per sample. Parameters the loss does not depend on are in no
     TaskGraph's `trained` list. `narrow` are the parameters of which its ranks hold the values in 16
-    bits that autocast would make of them: trained ones, which ZeRO has a master of, and frozen
-    ones.
+    bits that autocast would make of them: trained ones, of which ZeRO or the host has a master, and
+    frozen ones.
     """
 
     id: int
@@ -53,6 +53,12 @@ class TaskGraph:
     shards: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     shard_dims: dict[str, int] = field(default_factory=dict)
     shard_layouts: dict[str, PlannedShard] = field(default_factory=dict)
+
+    @property
+    def streams(self) -> bool:
+        """Whether trained weights stay on the host and come to the device when they are read:
+        those that ZeRO 3 does not bring."""
+        return self.offload["parameters"] == "cpu" and self.zero < 3
 
 
 @dataclass(frozen=True)

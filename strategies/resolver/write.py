@@ -284,7 +284,7 @@ def _cut(
     """Return the TaskGraph with its parameters' shards."""
     unused = job.profile.unused_parameters
     narrow: frozenset[str] = frozenset()
-    if task_graph.zero and job.training.precision != "fp32":
+    if (task_graph.zero or task_graph.streams) and job.training.precision != "fp32":
         narrow = job.profile.narrow.difference(unused)
     trained = (path for path in task_graph.parameters if path in narrow)
     return replace(

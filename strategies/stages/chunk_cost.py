@@ -89,7 +89,7 @@ class ChunkTimes:
         chunk = self.chunks[number]
         return sum(
             self.job.findings.prices.times(
-                (chunk.key, part, (), ()), segment.operations, device, samples,
+                (chunk.key, part, ()), segment.operations, device, samples,
                 added_to=partial(named_in_place, self.job, chunk),
             ).total
             for part, segment in enumerate(_parts(chunk))
@@ -149,10 +149,10 @@ class ChunkTimes:
         for part, segment in enumerate(_parts(chunk)):
             shared = segment.assignment is not None
             samples = sum(shares) if shared else shares[index]
-            own = tuple(self.axes[axis] for axis in chunk.axes) if shared else ()
-            key = (chunk.key, part, own, (index, *shares) if shared else ())
+            cut = [axes[axis] for axis in (*chunk.axes, BATCH)] if shared else []
+            own = tuple((x[index][1] - x[index][0], x[-1][1]) for x in cut)
             total += self.job.findings.prices.times(
-                key, segment.operations, device, samples,
+                (chunk.key, part, own), segment.operations, device, samples,
                 partial(part_of, segment.assignment, axes, index),
                 partial(named_in_place, self.job, chunk),
             )  # fmt: skip

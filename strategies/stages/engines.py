@@ -24,6 +24,12 @@ class StageEngine:
     groups: tuple[tuple[int, ...], ...]
     keeper: Replicate | None = None
 
+    @property
+    def streams(self) -> bool:
+        """Whether its weights come from the host when they are read, which ZeRO does not see to."""
+        keeper = self.keeper
+        return keeper is not None and not keeper.zero and keeper.offload_parameters == "cpu"
+
 
 def engines_of_stages(
     job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals

@@ -184,9 +184,16 @@ class MemberMemory:
 
     def _apart(self) -> MemoryEstimate:
         """Return the need of experts beside a rest. Where copies partition its gradients, all those
-        of the experts are taken to be there together; else they come as the backward makes them."""
+        of the experts are taken to be there together; else they come as the backward makes them.
+        Of those that are streamed there is a stack at a time, and its gradient."""
         job, elements = self._job, sum(self._experts.values())
         keeper = job.keeper_of_experts(self._stage)
+        if self._streams:
+            largest = max(self._experts, key=self._experts.__getitem__)
+            there = {largest: self._experts[largest]}
+            sizes = weights_bytes(there, job.profile, job.training.precision, 1, False)
+            read = sizes.weights + sizes.casts
+            return MemoryEstimate(0.0, read, 0.0, 0.0, read)
         zero = keeper.zero if keeper else 0
         sizes = weights_bytes(self._experts, job.profile, job.training.precision, zero, False)
         optimizer = 4 * job.training.optimizer_states * elements + sizes.master
@@ -201,12 +208,18 @@ class MemberMemory:
             communication=0.0,
         )
 
+    @property
+    def _streams(self) -> bool:
+        keeper = self._job.keeper_of_experts(self._stage)
+        there = keeper is not None and not keeper.zero and keeper.offload_parameters == "cpu"
+        return there and not self._job.cluster.on_cpu
+
     def _at_update(self, need: MemoryEstimate) -> MemoryEstimate:
         """Return what of a `need` there is at the update: no values, all gradients, and what ZeRO 1
         makes of them: a bucket, twice while it is summed, and, of experts whose copies partition
         their optimizer, a flat copy of the part that is updated here."""
-        copies = len(self._job.data_parallel[self._stage][0])
-        experts, zero = sum(self._experts.values()), self._job.zero
+        copies, zero = len(self._job.data_parallel[self._stage][0]), self._job.zero
+        experts = 0.0 if self._streams else sum(self._experts.values())
         rest = 0.0 if zero > 1 else sum(self._elements.values())
         moving = 2 * min(rest, REDUCE_BUCKET_ELEMENTS) if zero else 0.0
         moving += experts / copies if zero and copies > 1 else 0.0

@@ -239,11 +239,15 @@ class Staging:
     def keeper_of_experts(self, stage: int) -> Replicate | None:
         """Return how the experts beside a stage's rest are kept, which some other engine runs: as
         the rest is, but that no more than their optimizer is partitioned, over their own copies,
-        or offloaded; None where neither is."""
+        or offloaded; None where neither is. Weights of their only copy are streamed (docs/adr/051)
+        where those of the rest are on the hosts."""
         form, keeper = self.form.stages[stage], self.form.keeper
         if keeper is None or not keeper.zero:
             return None
-        if self.form.copies * form.copies == 1 and keeper.offload_optimizer == "none":
+        alone = self.form.copies * form.copies == 1
+        if alone and keeper.offload_parameters == "cpu":
+            return replace(keeper, zero=0, offload_optimizer="cpu")
+        if alone and keeper.offload_optimizer == "none":
             return None
         return replace(keeper, zero=1, offload_parameters="none")
 

@@ -3,8 +3,7 @@
 What one member of a shard group needs for its chunks is `member_memory.py`'s.
 """
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property
 
 from whale_train.strategies.plan.plan import MemoryEstimate
@@ -72,7 +71,7 @@ class RankMemory:
         def need(own: int) -> float:
             return self.of(rank, gathered if beside else own, own).total
 
-        return bisect_right(range(self._job.training.global_batch + 1), room, key=need) - 1
+        return most_within(need, self._job.training.global_batch, room)
 
     def most_classes(self, rank: int, batches: Batches) -> int:
         """Return how many classes of a split head `rank` has room for beside a copy of the rest
@@ -163,6 +162,30 @@ class RankMemory:
                 self._job, chunks, self._axes, member, again, joins, gathered
             )
         return self._held[key]
+
+
+def most_within(need: Callable[[int], float], limit: int, room: float) -> int:
+    """Return the largest number up to `limit` whose `need`, which ascends, is within `room`; -1
+    where that of none is. Needs are nearly lines: it is looked for where a line has it, and, in
+    every other turn, halfway."""
+    low, high = -1, limit + 1  # within, and not
+    at_low = at_high = 0.0
+    guess = 0
+    halve = False
+    while high - low > 1:
+        asked = need(guess)
+        if asked <= room:
+            low, at_low = guess, asked
+        else:
+            high, at_high = guess, asked
+        between = (low + high) // 2
+        if not halve and low >= 0 and at_high > at_low:
+            between = low + int((room - at_low) / (at_high - at_low) * (high - low))
+        elif low >= 0 and high == limit + 1:
+            between = limit
+        guess = min(max(between, low + 1), high - 1)
+        halve = not halve
+    return low
 
 
 def _accumulates(order: Sequence[Instruction]) -> bool:

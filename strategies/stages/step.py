@@ -202,17 +202,29 @@ class StagedStep:
         width = self.job.findings.weight_width(self.job.zero)
         link = group_link(self.cluster, group, self.crowd)
         sent = gather_time_s(width * held, len(group), link)
-        keeper = self.job.form.keeper
+        keeper, streamed = self.job.form.keeper, 0.0
         if keeper is not None and keeper.offload_parameters == "cpu":
             holders = [self.cluster.devices[rank] for rank in group]
             sent += fetch_time_s(width * held / len(group), holders, self.cluster.on_cpu)
+            streamed = self._streamed_s(copy, position)
         chunks = [chunk for chunk in self.times.chunks if chunk.stage == stage]
         of_head = {x for chunk in chunks if chunk.shares_samples for x in chunk.shards}
         paths = [path for chunk in chunks for path in chunk.slice.parameters if path not in of_head]
         forward, backward = gather_stops_s(
             held, len(modules_of(paths)), self.cluster.devices, self.job.training.precision
         )
-        return sent + forward, sent + backward
+        # Streamed weights come once more in the backward, and their gradients go.
+        return sent + forward + streamed, sent + backward + 2 * streamed
+
+    def _streamed_s(self, copy: int, position: int) -> float:
+        """Return the seconds in which the streamed weights of a stage come from the hosts."""
+        width = self.job.findings.weight_width(1)
+        devices = [self.cluster.devices[r] for r in self.job.seats.positions[copy][position]]
+        return sum(
+            fetch_time_s(width * max(engine.elements), devices, self.cluster.on_cpu)
+            for engine in self.engines[self.job.seats.stage_of[position]]
+            if engine.streams
+        )
 
     def _exchanged(self, number: int) -> Times:
         """Return the times in which the copies of a chunk's stage exchange what is of the whole
@@ -249,7 +261,8 @@ class StagedStep:
             if keeper is not None and keeper.zero:
                 held /= len(engine.groups[0])
             if keeper is not None and keeper.offload_optimizer == "cpu":
-                seconds += offloaded_update_time_s(held, states, device, self.cluster.on_cpu)
+                on_cpu, moves = self.cluster.on_cpu, not engine.streams
+                seconds += offloaded_update_time_s(held, states, device, on_cpu, moves)
             else:
                 seconds += update_time_s(held, states, device)
         return seconds

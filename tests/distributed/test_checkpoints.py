@@ -19,6 +19,7 @@ from tests.distributed.cases import hardware
 from tests.distributed.equality import run_job
 from tests.distributed.served import Served
 from tests.distributed.test_parallel_strategies import MODELS, pipeline
+from tests.distributed.test_routed_experts import MODELS as MIXTURES
 from tests.pairs import IS_FULL, covering
 
 from whale_train.checkpoint_files import check, folder_of
@@ -42,6 +43,17 @@ PLANS: dict[str, tuple[int, str, tuple[float, ...]]] = {
     ),
     "hybrid": (2, "[{replicate: {}}, {split: {modules: HEAD}}]", ()),
 }
+_BESIDE = "[{{replicate: {}}}, {{split: {{dim: experts}}}}]"
+# Of a model with a mixture.
+EXPERTS: dict[str, tuple[int, str, tuple[float, ...]]] = {
+    "experts_unlike": (3, _BESIDE.format("{}"), (5, 2, 1)),
+    "experts_zero1": (2, _BESIDE.format("{zero: 1}"), ()),
+    "experts_streamed": (
+        2,
+        _BESIDE.format("{zero: 3, offload: {optimizer: cpu, parameters: cpu}}"),
+        (),
+    ),
+}
 # BatchNorm takes its statistics over the whole batch, which a pipeline cuts: one micro-batch.
 WHOLE_BATCH = {
     "interleaved": (2, pipeline(2, micro_batches=1), ()),
@@ -51,6 +63,7 @@ WHOLE_BATCH = {
         (),
     ),
 }
+MOE = MIXTURES["moe_gpt"]
 HEADS = {"gpt": "head", "llama": "lm_head", "resnet": "classifier.1"}
 OPTIMIZERS = {
     "adamw": ("optimizer=adamw", "optimizer.lr=0.02", "optimizer.eps=0.003"),
@@ -75,15 +88,16 @@ class Case:
 def overrides(
     model: str, optimizer: str, plan: str, precision: str, arrays: Path
 ) -> tuple[str, ...]:
-    kind, wanted = MODELS[model]
+    kind, wanted = ("tokens", MOE) if model == "moe_gpt" else MODELS[model]
     if model == "gpt":
         wanted = (*wanted, "model.tied=false")
-    where = WHOLE_BATCH if model == "resnet" and plan in WHOLE_BATCH else PLANS
+    where = WHOLE_BATCH if model == "resnet" and plan in WHOLE_BATCH else PLANS | EXPERTS
     devices, graph, speeds = where[plan]
+    graph = graph.replace("HEAD", HEADS.get(model, ""))
     return (
         *wanted,
         *("data=arrays", f"data.path={arrays / kind}.npz"),
-        *(f"strategy.graph={graph.replace('HEAD', HEADS[model])}", *hardware(devices, speeds)),
+        *(f"strategy.graph={graph}", *hardware(devices, speeds)),
         *OPTIMIZERS[optimizer],
         *(f"train.steps={STEPS}", "train.global_batch=8", f"train.precision={precision}"),
         "checkpoint.final=false",
@@ -174,6 +188,15 @@ CASES = [
         Case("gpt", "adamw", saved, resumed, "bf16")
         for saved, resumed in (("zero1", "split_uneven"), ("interleaved", "zero3"))
         if not IS_FULL
+    ),
+    *(
+        Case("moe_gpt", "momentum", saved, resumed)
+        for saved, resumed in (
+            ("experts_streamed", "experts_unlike"),
+            ("experts_unlike", "experts_streamed"),
+            ("experts_zero1", "dp"),
+            ("zero3", "experts_zero1"),
+        )
     ),
 ]
 

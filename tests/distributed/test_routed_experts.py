@@ -71,6 +71,7 @@ _LIMITED_CASES = [
     ),
     ("olmoe", "over2"),
     ("moe_gpt", "two_of_2"),
+    ("moe_gpt", "streamed"),
     ("moe_gpt", "copies"),
     ("mixtral", "copies"),
     ("qwen2_moe", "copies_split"),
@@ -82,6 +83,7 @@ def beside(copies: str = "{}") -> str:
     return f'[{{replicate: {copies}}}, {{split: {{modules: "*.experts", dim: experts}}}}]'
 
 
+_ON_HOSTS = "{zero: 3, offload: {optimizer: cpu, parameters: cpu}}"
 _STAGE = '{stage: {of: [{replicate: {degree: 2}}, {split: {modules: "*.experts", dim: experts}}]}}'
 STRATEGIES: dict[str, tuple[int, str, tuple[float, ...]]] = {
     "over2": (2, beside(), ()),
@@ -98,6 +100,10 @@ STRATEGIES: dict[str, tuple[int, str, tuple[float, ...]]] = {
         f"{{replicate: {{degree: 2, of: {beside('{zero: 2, offload: {optimizer: cpu}}')}}}}}",
         (),
     ),
+    # Weights of the only copy of an expert come from the host when they are read.
+    "streamed": (2, beside(_ON_HOSTS), ()),
+    "streamed_unlike": (3, beside(_ON_HOSTS), (5, 2, 1)),
+    "two_of_2_on_hosts": (4, f"{{replicate: {{degree: 2, of: {beside(_ON_HOSTS)}}}}}", ()),
     "pipeline": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]"), ()),
     "pipeline_zero1": (
         8,
@@ -130,6 +136,11 @@ CASES = [
     ("moe_gpt", "over2", "adamw"),
     ("qwen2_moe", "offload", "sgd"),
     ("mixtral", "two_of_2_offload", "sgd"),
+    ("moe_gpt", "streamed", "adamw"),
+    ("mixtral", "streamed_unlike", "momentum"),
+    ("qwen2_moe", "streamed", "sgd"),
+    ("deepseek_v3", "streamed", "sgd"),
+    ("moe_gpt", "two_of_2_on_hosts", "sgd"),
     *((model, "pipeline", "sgd") for model in ("moe_gpt", "mixtral", "qwen2_moe")),
     ("mixtral", "pipeline_zero1", "adamw"),
     ("qwen2_moe", "widths_1_3_2", "sgd"),
@@ -227,10 +238,11 @@ def test_sequences_balanced_in_micro_batches(prototypes: int, jobs: Jobs, arrays
     ],
     ids=lambda extra: extra[0],
 )
+@pytest.mark.parametrize("strategy", ["over2", "streamed"])
 def test_steps_in_parts_clipped_or_evaluated(
-    extra: tuple[str, ...], jobs: Jobs, arrays: Path
+    strategy: str, extra: tuple[str, ...], jobs: Jobs, arrays: Path
 ) -> None:
-    spread, single = overrides(arrays, "mixtral", "over2", "sgd", *extra)
+    spread, single = overrides(arrays, "mixtral", strategy, "sgd", *extra)
     assert_equal(jobs.run(spread), jobs.run(single), TOLERANCE)
 
 
@@ -253,7 +265,7 @@ def test_an_expert_without_rows_gives_what_others_do(dtype: torch.dtype) -> None
 MEMORY = 0.05  # how far a plan's memory may be from that of the rehearsed rank
 
 
-@pytest.mark.parametrize("copies", ["{}", "{zero: 1}"])
+@pytest.mark.parametrize("copies", ["{}", "{zero: 1}", _ON_HOSTS])
 def test_rehearsed_rows_are_those_computed(copies: str, served: Served) -> None:
     """Once a mixture numbers are exchanged, and rows go and come back, and their gradients."""
     depth, batch, tokens, width, top_k, ranks = 2, 16, 64, 256, 2, 8

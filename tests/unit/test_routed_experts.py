@@ -19,6 +19,7 @@ from whale_train.strategies.graph.operation_graph import (
     Ref,
 )
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
+from whale_train.strategies.memory.host_memory import host_bytes
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.resolver.resolve import resolve
 from whale_train.strategies.search.search import search
@@ -40,7 +41,10 @@ def mixture() -> ModelProfile:
 
 
 def cluster(*speeds: float, link: Link = FAST) -> Cluster:
-    devices = [Device(f"device_{s:g}", {"fp32": s * 1e12}, 1e11, s * 1e11) for s in speeds]
+    devices = [
+        Device(f"device_{s:g}", {"fp32": s * 1e12, "bf16": s * 1e12}, 1e11, s * 1e11)
+        for s in speeds
+    ]
     return Cluster("cluster", (Node(tuple(devices), link),), link)
 
 
@@ -91,6 +95,49 @@ def test_a_device_has_its_part_of_the_experts(mixture: ModelProfile) -> None:
     rest = mixture.parameter_elements - experts
     assert whole.parameters == 4 * mixture.parameter_elements + mixture.buffer_bytes
     assert spread.parameters == 4 * (rest + experts / 8) + mixture.buffer_bytes
+
+
+ON_HOSTS = [
+    {"replicate": {"zero": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}},
+    {"split": {"dim": "experts"}},
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_experts_on_hosts_are_on_a_device_a_stack_at_a_time(
+    precision: str, mixture: ModelProfile
+) -> None:
+    asked = replace(training(32), precision=precision)
+    kept, streamed = (
+        resolve(strategy_of({"graph": graph}), cluster(*[1] * 8), mixture, asked)
+        for graph in (EXPERTS, ON_HOSTS)
+    )
+    _, experts = streamed.task_graphs
+    assert experts.streams
+    assert streamed.ranks[0].deepspeed[str(experts.id)] is None
+    narrow = set(experts.parameters) if precision == "bf16" else set()
+    assert set(experts.narrow) == narrow
+    stack = 32 * 2048  # elements of one expert
+    width = 4 if precision == "fp32" else 2
+    need = streamed.ranks[0].memory_bytes
+    assert need.gradients == width * stack
+    assert need.parameters == 0.0
+    assert need.total < kept.ranks[0].memory_bytes.total
+    # fp32 values, gradients and moments, and what is sent of 16 bits.
+    there = host_bytes(0, ("optimizer", "parameters"), asked)
+    assert there == 4 * (2 + asked.optimizer_states) + (width == 2) * 2
+    parts = streamed.predicted
+    assert parts.step_time_s == pytest.approx(
+        parts.compute_s + parts.communication_s + parts.optimizer_s + parts.idle_s
+    )
+
+
+def test_experts_in_several_copies_are_not_streamed(mixture: ModelProfile) -> None:
+    graph = {"replicate": {"degree": 2, "of": ON_HOSTS}}
+    plan = planned(graph, mixture, cluster(1, 1, 1, 1))
+    _, experts = plan.task_graphs
+    assert not experts.streams
+    assert (experts.zero, experts.offload) == (1, {"optimizer": "cpu", "parameters": "none"})
 
 
 def test_the_search_knows_of_it(mixture: ModelProfile) -> None:
