@@ -184,6 +184,9 @@ class _Unfolding:
         self.first, self.second, self.last = blocks
         self.in_second = {operation.name: i for i, operation in enumerate(self.second)}
         self.in_last = {operation.name: i for i, operation in enumerate(self.last)}
+        # Weights that all blocks read go by their last place.
+        weights = {operation.name for operation in self.last if operation.path}
+        self.shared = weights.intersection(x for op in self.second for x in references(op))
         self.check()
 
     def number_of(self, operation: Operation) -> int | None:
@@ -209,7 +212,9 @@ class _Unfolding:
             if not alike or len(ours) != len(theirs):
                 raise CannotUnfold(f"{where}: {b.name} and {c.name} differ")
             for mine, other in zip(ours, theirs, strict=True):
-                if other in self.in_last:
+                if other in self.shared:
+                    alike = mine == other
+                elif other in self.in_last:
                     alike = self.in_second.get(mine) == self.in_last[other]
                 elif other in self.in_second:  # handed on from block to block
                     alike = targets.get(mine) == self.second[self.in_second[other]].target
@@ -257,6 +262,8 @@ class _Unfolding:
     def name_for(self, name: str, copy: int) -> str:
         """Return what the last block calls `name`, as the `copy`-th block after the second calls
         it."""
+        if name in self.shared:
+            return name
         if name in self.in_last:
             return self.copy_name(self.in_last[name], copy)
         if name in self.in_second:

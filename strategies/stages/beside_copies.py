@@ -45,7 +45,7 @@ def routed_experts(
     key, value = f"{split.path}.modules", ", ".join(split.modules)
     axis = "experts" if job.chunk_count == 1 else f"stage_{stage}.experts"
     try:
-        found = route_experts(job.graph, part.operations, part.gives, named, form.shards, axis)
+        found = _routed(job, part, named, form.shards, axis)
     except RoutingRefused as refusal:
         rule = f"are experts, which cannot be split beside copies of the rest: {refusal}"
         raise PlanError([Fault(key, value, rule, "use a split of the whole stage")]) from None
@@ -65,6 +65,20 @@ def routed_experts(
         )
         raise PlanError([Fault(key, value, f"{rule}first", "use a split of the whole stage")])
     return found
+
+
+def _routed(
+    job: Staging, part: Slice, named: Mapping[str, str], members: int, axis: str
+) -> RoutedExperts | None:
+    """Return the experts of `part` among the parameters `named` over so many `members`: the same
+    for all that there are enough experts for. Raises RoutingRefused."""
+    everywhere = job.findings.experts
+    if everywhere is not None and members <= min(everywhere.sharded.axes.values()):
+        members = 2
+    key = ("routed", part.operations, part.gives, tuple(named), members, axis)
+    return job.findings.once(
+        key, lambda: route_experts(job.graph, part.operations, part.gives, named, members, axis)
+    )
 
 
 def _not_by_sample(job: Staging, names: Sequence[str]) -> str:

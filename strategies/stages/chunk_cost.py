@@ -37,6 +37,7 @@ class ChunkTimes:
         self.job, self.chunks, self.axes, self.recomputed = job, chunks, axes, recomputed
         self.limits = limits
         self._members = [alike_members(chunk.axes, axes) for chunk in chunks]
+        self._parts = [_parts(chunk) if chunk.shares_samples else () for chunk in chunks]
 
     def of(self, number: int, copy: int, position: int, samples: int) -> tuple[Times, Times]:
         """Return the times of a micro-batch of chunk `number`, and the part of them that is
@@ -92,7 +93,7 @@ class ChunkTimes:
                 (chunk.key, part, ()), segment.operations, device, samples,
                 added_to=partial(named_in_place, self.job, chunk),
             ).total
-            for part, segment in enumerate(_parts(chunk))
+            for part, segment in enumerate(self._parts[number])
             if segment.assignment is None
         )  # fmt: skip
 
@@ -146,7 +147,7 @@ class ChunkTimes:
         chunk, total = self.chunks[number], Times()
         axes = {**self.axes, BATCH: tile(sum(shares), shares)}
         device = self.job.cluster.devices[rank]
-        for part, segment in enumerate(_parts(chunk)):
+        for part, segment in enumerate(self._parts[number]):
             shared = segment.assignment is not None
             samples = sum(shares) if shared else shares[index]
             cut = [axes[axis] for axis in (*chunk.axes, BATCH)] if shared else []

@@ -11,7 +11,12 @@ from functools import partial
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.layouts.propagation import Layout, Shard
 from whale_train.strategies.memory.engine_memory import frozen_bytes
-from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
+from whale_train.strategies.stages.placement import (
+    AxisIntervals,
+    StageChunk,
+    Staging,
+    alike_members,
+)
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,21 @@ def engines_of_stages(
     engines_by_stage = []
     for stage, form in enumerate(job.form.stages):
         stage_chunks = [chunk for chunk in chunks if chunk.stage == stage]
-        members = [_held(job, stage_chunks, axes, member) for member in range(form.shards)]
+        cut = [axis for chunk in stage_chunks for axis in chunk.axes]
+        alike = alike_members(cut, axes) or [0] * form.shards
+        held_by = {member: _held(job, stage_chunks, axes, member) for member in set(alike)}
         split = {x for chunk in stage_chunks if chunk.shares_samples for x in chunk.shards}
-        rest = [sum(n for path, n in held.items() if path not in split) for held in members]
+        in_rest, beside = (
+            {
+                m: sum(n for x, n in held.items() if (x in split) is own)
+                for m, held in held_by.items()
+            }
+            for own in (False, True)
+        )
+        rest = [in_rest[member] for member in alike]
         engines = [StageEngine(tuple(rest), job.copies_of_rest[stage], job.form.keeper)]
         if form.body:
-            own = [sum(n for path, n in held.items() if path in split) for held in members]
+            own = [beside[member] for member in alike]
             routed = any(chunk.routed for chunk in stage_chunks)
             keeper = job.keeper_of_experts(stage) if routed else None
             engines.append(StageEngine(tuple(own), job.data_parallel[stage], keeper))

@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 
 from whale_train.models.export.export import export, export_model, module_path
 from whale_train.models.options import HUGGING_FACE, ModelOptions
-from whale_train.models.profile import folded_export
-from whale_train.models.profile.block_folding import folds_of
+from whale_train.models.profile import folded_export, measure
+from whale_train.models.profile.block_folding import folds_of, unfold
 from whale_train.models.profile.measure import profile_model
 from whale_train.strategies.graph.operation_graph import InputField, ModelProfile
 
@@ -52,6 +52,24 @@ def test_a_folded_profile_is_that_of_the_whole_model(name: str) -> None:
         }
     )
     folded, whole = both(options, TOKENS)
+    assert whole.graph is not None
+    assert folded == whole
+
+
+@pytest.mark.parametrize("model", ["gpt.GPT", "moe_gpt.MoEGPT"])
+def test_layers_that_share_their_weights_are_folded(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"ffn": 24, "experts": 2} if model == "moe_gpt.MoEGPT" else {"heads": 2}
+    size = {"vocab_size": 31, "sequence_length": 12, "width": 16, "depth": BLOCKS, **more}
+    taken = {"_target_": f"whale_train.models.{model}", **size, "loss": "model"}
+    options = ModelOptions.from_mapping({**taken, "share_layers": True})
+    unfolded = []
+    monkeypatch.setattr(
+        measure, "unfold", lambda *args: unfolded.append(unfold(*args)) or unfolded[0]
+    )
+    folded, whole = both(options, TOKENS)
+    assert unfolded
     assert whole.graph is not None
     assert folded == whole
 
