@@ -201,11 +201,11 @@ def _told_to_recompute(job: Staging) -> set[int]:
 
 def _fitted(job: Staging, cut: Chunked, micro_batches: int) -> tuple[Chunked, Decided]:
     """Return the cut and all that is decided of it, with shares that fit every device where there
-    are such: first a split head's classes give way, then samples."""
+    are such: first a split head's classes give way, or experts, then samples."""
     decided = _decided(job, cut, micro_batches)
-    if decided.room.short_bytes > 0 and (caps := decided.room.classes()):
+    if decided.room.short_bytes > 0 and (caps := decided.room.caps):
         try:
-            fewer = chunked(job, cut.places, caps)
+            fewer = chunked(job, cut.places, tuple(caps.items()))
         except PlanError:
             return cut, decided
         if fewer.axes != cut.axes:

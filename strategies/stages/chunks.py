@@ -47,12 +47,14 @@ class Chunked:
     decisions: tuple[Decision, ...]
 
 
-def chunked(
-    job: Staging, places: tuple[int, ...] | None = None, class_caps: tuple[int, ...] = ()
-) -> Chunked:
+Caps = tuple[tuple[int, tuple[int, ...]], ...]
+"""By stage, how many classes of a split head, or experts, each member may have at most."""
+
+
+def chunked(job: Staging, places: tuple[int, ...] | None = None, caps: Caps = ()) -> Chunked:
     """Return the model of `job` in chunks, cut at `places`, or by default so that the slowest stage
-    takes least. The members beside a split head take at most `class_caps` of its classes (empty: no
-    limit). Raises PlanError."""
+    takes least. The members of a stage that `caps` has take at most so much of what it splits
+    beside copies. Raises PlanError."""
     if job.as_is:
         return Chunked((), (StageChunk(0, _whole(job.profile), "the whole"),), {}, {}, {}, ())
     stages = range(len(job.form.stages))
@@ -63,9 +65,9 @@ def chunked(
         tuple((stage.path, stage.modules, stage.split, stage.body) for stage in job.form.stages),
         job.strategy.balance,
         places,
-        class_caps,
+        caps,
     )
-    return job.findings.once(("chunked", key), lambda: _chunked(job, speeds, places, class_caps))
+    return job.findings.once(("chunked", key), lambda: _chunked(job, speeds, places, caps))
 
 
 def _whole(profile: ModelProfile) -> Slice:
@@ -88,7 +90,7 @@ def _chunked(
     job: Staging,
     speeds: tuple[float, ...],
     moved: tuple[int, ...] | None,
-    class_caps: tuple[int, ...],
+    caps: Caps,
 ) -> Chunked:
     findings, stages = job.findings, len(job.form.stages)
     places = moved or _balanced(job, speeds)
@@ -100,7 +102,7 @@ def _chunked(
         _chunk(job, i % stages, part, ends[i : i + 2], shared) for i, part in enumerate(slices)
     )
     edges = findings.once(("edges", ends), lambda: _edges(job, slices))
-    axes = _axes(job, chunks, class_caps)
+    axes = _axes(job, chunks, dict(caps))
     _check_shapes(job, chunks, axes)
     _refuse_sums_in_parts(job, chunks)
     trained = {path: at for path, at in shared.items() if path in job.profile.parameter_by_path}
@@ -281,10 +283,13 @@ def _refuse_whole(
     raise PlanError([Fault(form.split.path, "", rule, remedy)])
 
 
-def _axes(job: Staging, chunks: Sequence[StageChunk], class_caps: Sequence[int]) -> AxisIntervals:
+def _axes(
+    job: Staging, chunks: Sequence[StageChunk], caps_of: Mapping[int, Sequence[int]]
+) -> AxisIntervals:
     """Return the intervals of every axis over its shard group, in proportion to the members' speed
-    over all copies, so that copies hold the same shards. Those of a split head are within
-    `class_caps` (empty: no limit). Raises PlanError where a member would get none."""
+    over all copies, so that copies hold the same shards. Those of a split head, or of experts, are
+    within the caps of their stage, if it has some. Raises PlanError where a member would get
+    none."""
     axes: dict[str, tuple[tuple[int, int], ...]] = {}
     for chunk in chunks:
         units = dict(chunk.sharded.axes) if chunk.sharded else {}
@@ -295,8 +300,8 @@ def _axes(job: Staging, chunks: Sequence[StageChunk], class_caps: Sequence[int])
         members = len(speeds)
         for axis, count in units.items():
             caps = [count] * members
-            if chunk.head is not None and class_caps:
-                caps = [min(cap, count) for cap in class_caps]
+            if chunk.shares_samples and chunk.stage in caps_of:
+                caps = [min(cap, count) for cap in caps_of[chunk.stage]]
             shares = apportion(job.strategy.balance, count, speeds, caps, 1)
             if shares is None:
                 asked = job.form.stages[chunk.stage]

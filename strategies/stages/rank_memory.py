@@ -4,7 +4,7 @@ What one member of a shard group needs for its chunks is `member_memory.py`'s.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import cached_property
+from functools import cached_property, partial
 
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.instructions import Instruction, Kind
@@ -42,6 +42,7 @@ class RankMemory:
         ]
         self._held: dict[tuple[int, int, bool, float], MemberMemory] = {}
         self._estimates: dict[object, MemoryEstimate] = {}
+        self._most_experts: dict[object, int] = {}
 
     def of(self, rank: int, samples: int, own: int) -> MemoryEstimate:
         """Return the need of `rank` for micro-batches of `samples`, of which it takes `own` itself
@@ -82,14 +83,48 @@ class RankMemory:
             return 0
         return min(classes, int(room / each)) if each > 0 else classes
 
+    def most_experts(self, rank: int, batches: Batches) -> int:
+        """Return how many experts `rank` has room for beside the rest and the samples that it takes
+        of `batches`; at most all of them, and 0 where it has none for the rest."""
+        copy, position = self._job.place_of(rank)
+        stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
+        sizes, room = self._sizes(batches, rank), self._job.cluster.devices[rank].room_bytes
+        key = (stage, self._alike_orders[id(order)], sizes, room)
+        if key not in self._most_experts:
+            self._most_experts[key] = self._experts_within(stage, order, sizes, room)
+        return self._most_experts[key]
+
+    def _experts_within(
+        self, stage: int, order: Sequence[Instruction], sizes: tuple[int, int], room: float
+    ) -> int:
+        count = min(self._axes[axis][-1][1] for axis in self._cut_along(stage))
+        if not sizes[1]:
+            return count
+        return max(most_within(partial(self._with_experts, stage, order, sizes), count, room), 0)
+
+    def _with_experts(
+        self, stage: int, order: Sequence[Instruction], sizes: tuple[int, int], experts: int
+    ) -> float:
+        """Return the bytes that a member of a stage needs that has so many experts."""
+        (samples, own), axes = sizes, dict(self._axes)
+        for axis in self._cut_along(stage):
+            axes[axis] = ((0, experts), (experts, axes[axis][-1][1]))
+        held = self._holding(stage, axes, 0, order, samples / own)
+        return held.needs(order, samples, own).total
+
+    def _cut_along(self, stage: int) -> Sequence[str]:
+        return [axis for number in self._held_by[stage] for axis in self._chunks[number].axes]
+
     def for_one(self, rank: int, batches: Batches) -> float:
         """Return the bytes that `rank` needs for one sample at a time, and one class of a split
-        head where there is one, which sees all samples of `batches`."""
+        head, or expert, where there are such, which see all samples of `batches`."""
         stage = self._job.stage_of_rank(rank)
         if self._job.form.stages[stage].body is None:
             return self.of(rank, 1, 1).total
         if not self._has_head(stage):
-            return self.of(rank, self._sizes(batches, rank)[0], 1).total
+            copy, position = self._job.place_of(rank)
+            sizes = (self._sizes(batches, rank)[0], 1)
+            return self._with_experts(stage, self._orders[copy][position], sizes, 1)
         return self._beside_classes(rank, batches) + self.class_bytes(rank, batches)
 
     def sample_bytes(self, rank: int, batches: Batches) -> float:
@@ -156,12 +191,20 @@ class RankMemory:
             gathered = 1.0
         key = (stage, member, joins, gathered)
         if key not in self._held:
-            chunks = {number: self._chunks[number] for number in self._held_by[stage]}
-            again = stage in self._recomputed
-            self._held[key] = MemberMemory(
-                self._job, chunks, self._axes, member, again, joins, gathered
-            )
+            self._held[key] = self._holding(stage, self._axes, member, order, gathered)
         return self._held[key]
+
+    def _holding(
+        self,
+        stage: int,
+        axes: AxisIntervals,
+        member: int,
+        order: Sequence[Instruction],
+        gathered: float,
+    ) -> MemberMemory:
+        chunks = {number: self._chunks[number] for number in self._held_by[stage]}
+        joins, again = not self._job.as_is and _accumulates(order), stage in self._recomputed
+        return MemberMemory(self._job, chunks, axes, member, again, joins, gathered)
 
 
 def most_within(need: Callable[[int], float], limit: int, room: float) -> int:

@@ -1,9 +1,9 @@
-"""The samples and classes that fit the memory of every device, and the refusal where none do.
+"""The samples, classes and experts that fit the memory of every device, or that none do.
 
 `rank_memory.py` owns the bytes of each rank; this file what follows from them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from whale_train.strategies.schedule.instructions import Instruction, Kind
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.chunks import Chunked, chunked
 from whale_train.strategies.stages.micro_batches import Batches, BatchTooLargeError, share_batch
-from whale_train.strategies.stages.placement import Staging, form_of
+from whale_train.strategies.stages.placement import StageChunk, Staging, form_of
 from whale_train.strategies.stages.rank_memory import RankMemory
 
 
@@ -59,17 +59,31 @@ class Room:
             samples.append(by_key[key])
         return tuple(samples)
 
-    def classes(self) -> tuple[int, ...]:
-        """Return how many classes of a split head each member of its shard group has room for, in
-        every copy, beside the rest and one sample; nothing where there is no split head."""
-        stages = [chunk.stage for chunk in self.cut.chunks if chunk.head]
-        if not stages:
-            return ()
-        groups = self.job.replicas[stages[0]]
-        return tuple(
-            min(self.memory.most_classes(rank, self.batches) for rank in ranks)
-            for ranks in zip(*groups, strict=True)
-        )
+    @cached_property
+    def caps(self) -> Mapping[int, tuple[int, ...]]:
+        """How many classes of a split head each member of its shard group has room for, in every
+        copy, beside the rest and one sample; or how many experts beside the rest and the samples
+        that it takes: by stage, of those that split either beside copies. Not where members have
+        as much memory, and as many experts: none could give another some."""
+        found = {}
+        for chunk in self.cut.chunks:
+            if not chunk.shares_samples or (chunk.routed and self._are_alike(chunk)):
+                continue
+            most = self.memory.most_classes if chunk.head else self.memory.most_experts
+            found[chunk.stage] = tuple(
+                min(most(rank, self.batches) for rank in ranks)
+                for ranks in zip(*self.job.replicas[chunk.stage], strict=True)
+            )
+        return found
+
+    def _are_alike(self, chunk: StageChunk) -> bool:
+        """Return whether all members of a chunk's shard groups have as much memory and as many
+        experts, but for one more."""
+        devices, axes = self.job.cluster.devices, [self.cut.axes[axis] for axis in chunk.axes]
+        ranks = (rank for group in self.job.replicas[chunk.stage] for rank in group)
+        held = [[b - a for a, b in intervals] for intervals in axes]
+        as_many = all(max(sizes) - min(sizes) <= 1 for sizes in held)
+        return as_many and len({devices[rank].room_bytes for rank in ranks}) == 1
 
 
 def refuse_memory(room: Room, times: ChunkTimes, micro_batches: int, work: int) -> None:
@@ -83,9 +97,10 @@ def refuse_memory(room: Room, times: ChunkTimes, micro_batches: int, work: int) 
     fault = None
     if job.as_is or (job.form.pipeline is None and job.form.members > 1):
         fault = _no_room_for_one(room)
-    classes = room.classes()
-    if fault is None and classes and sum(classes) < _class_count(room):
-        fault = _no_room_for_head(room, classes)
+    for chunk in room.cut.chunks if fault is None else ():
+        if chunk.stage in room.caps and sum(room.caps[chunk.stage]) < _count(room, chunk):
+            fault = _no_room_beside(room, chunk)
+            break
     if fault is None and shares and min(samples) >= 1:
         try:
             share_batch(job, times, micro_batches, samples)
@@ -113,38 +128,44 @@ def _no_room(room: Room) -> Fault:
 
 def _no_room_for_one(room: Room) -> Fault | None:
     """Return the fault of a device that cannot even hold its copy, one sample and one class of a
-    split head; None where all can."""
+    split head, or one expert; None where all can."""
     job, devices = room.job, room.job.cluster.devices
     tight = min(range(len(devices)), key=lambda rank: devices[rank].room_bytes)
     need, has = room.memory.for_one(tight, room.batches), devices[tight].room_bytes
+    beside = "class" if any(chunk.head for chunk in room.cut.chunks) else "expert"
     if need <= has:
         return None
     rule = (
         f"needs {in_bytes(need)} on rank {tight} ({devices[tight].name}) for one sample"
-        f"{' and one class' if job.form.members > 1 else ''}, "
+        f"{f' and one {beside}' if job.form.members > 1 else ''}, "
         f"{in_bytes(need - has)} more than its {in_bytes(has)}"
     )
     return Fault("strategy", job.strategy.name, rule, _fitting_zero(job))
 
 
-def _class_count(room: Room) -> int:
-    (shards,) = (chunk.shards for chunk in room.cut.chunks if chunk.head)
-    axis = next(iter(shards.values())).axis
+def _count(room: Room, chunk: StageChunk) -> int:
+    """Return of how many classes, or experts, a chunk splits a head, or a mixture."""
+    axis = next(iter(chunk.shards.values())).axis
     return room.cut.axes[axis][-1][1]
 
 
-def _no_room_for_head(room: Room, caps: Sequence[int]) -> Fault:
-    job, classes = room.job, _class_count(room)
-    most = most_shared(job.strategy.balance, caps)
-    missing = classes - most
-    each = room.memory.class_bytes(0, room.batches)
+def _no_room_beside(room: Room, chunk: StageChunk) -> Fault:
+    """Return the fault of classes, or experts, that the members of a stage have no room for."""
+    job, count = room.job, _count(room, chunk)
+    most = most_shared(job.strategy.balance, [max(cap, 0) for cap in room.caps[chunk.stage]])
+    missing, what, size = count - most, "experts", ""
+    if chunk.head is not None:
+        what = "classes"
+        short = missing * room.memory.class_bytes(0, room.batches)
+        size = f" ({in_bytes(short)} short)"
     rule = (
-        f"has {classes} classes, {missing} more than the devices of hardware={job.cluster.name} "
-        f"have memory for ({in_bytes(missing * each)} short)"
+        f"has {count} {what}, {missing} more than the devices of hardware={job.cluster.name} "
+        f"have memory for{size}"
     )
-    remedy = f"use more devices, a smaller train.global_batch, or at most {most} classes"
-    (split,) = (stage.split for stage in job.form.stages if stage.body)
-    return Fault(f"{split.path if split else 'strategy'}.modules", "head", rule, remedy)
+    remedy = f"use more devices, a smaller train.global_batch, or at most {most} {what}"
+    split = job.form.stages[chunk.stage].split
+    assert split is not None
+    return Fault(f"{split.path}.modules", "head" if chunk.head else "", rule, remedy)
 
 
 def _no_room_for_batch(room: Room, most: int) -> Fault:

@@ -149,6 +149,43 @@ def test_the_search_knows_of_it(mixture: ModelProfile) -> None:
     assert found.written["graph"] == [{"replicate": {}}, {"split": {"dim": "experts"}}]
 
 
+def with_memory(*sizes: float) -> Cluster:
+    devices = [Device(f"device_{x:g}", {"fp32": 1e12}, x, 1e11) for x in sizes]
+    return Cluster("cluster", (Node(tuple(devices), FAST),), FAST)
+
+
+def test_experts_follow_memory_where_speed_alone_does_not_fit(mixture: ModelProfile) -> None:
+    def experts(plan: Plan) -> tuple[int, ...]:
+        return tuple(b - a for a, b in next(iter(plan.task_graphs[1].shards.values())))
+
+    assert experts(planned(EXPERTS, mixture, with_memory(1e11, 1e11, 1e11))) == (3, 3, 2)
+    tight = planned(EXPERTS, mixture, with_memory(1e11, 1e11, 10e6))
+    assert experts(tight) == (4, 3, 1)
+    assert tight.ranks[2].memory_bytes.total <= 10e6
+    assert tight.task_graphs[0].shares == (11, 11, 10)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (
+            (14e6, 14e6, 8e6),
+            "strategy.graph[1].split.modules has 8 experts, 5 more than the devices of "
+            "hardware=cluster have memory for; use more devices, a smaller train.global_batch, or "
+            "at most 3 experts",
+        ),
+        ((14e6, 14e6, 14e6), "needs 20.9 MB on rank 0 (device_1.4e+07), 6.87 MB more than its"),
+        ((1e11, 1e11, 4e6), "for one sample and one expert, "),
+    ],
+)
+def test_too_little_memory_for_experts_is_said(
+    sizes: tuple[float, ...], said: str, mixture: ModelProfile
+) -> None:
+    with pytest.raises(PlanError) as refused:
+        planned(EXPERTS, mixture, with_memory(*sizes))
+    assert said in str(refused.value.faults[0])
+
+
 def test_there_are_as_many_experts_as_devices(mixture: ModelProfile) -> None:
     assert planned(EXPERTS, mixture, cluster(*[1] * 8)).world_size == 8
     with pytest.raises(PlanError) as refused:
