@@ -200,6 +200,8 @@ class StreamedEngine(TorchEngine):
         self._streamed = streamed
 
     def step(self, norm: Tensor | None, clip: float, found_inf: Tensor | None = None) -> None:
+        # What the host goes by has to be there: torch would not wait for it.
+        norm, found_inf = (None if x is None else x.cpu() for x in (norm, found_inf))
         super().step(norm, clip, found_inf)
         self._streamed.changed()
 
