@@ -129,6 +129,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     except PlanError as error:
         raise PlanError([*faults, *error.faults]) from None
     refuse_uncounted(request, made.plan, profile, faults)
+    _refuse_biases(request, made.plan, faults)
     on_cards = device == "cuda" and request.mode == "train"
     if on_cards:
         faults += refused_architectures(cards_of(made.used, hosts))
@@ -161,6 +162,22 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
     made_of = (plan, used, profile, device, emulated, dataset.num_samples)
     return Resolved(*made_of, paces, links, timeline, made.written)
+
+
+def _refuse_biases(request: Request, plan: Plan, faults: list[Fault]) -> None:
+    """Refuse to move biases that routers have not, or by loads that nobody sees."""
+    rate = request.train.router_bias_rate
+    if rate is None:
+        return
+    rule, remedy = "", "use null"
+    if not plan.router_biases:
+        rule = "moves the biases by which routers choose experts, and the model has no such buffers"
+        remedy = "use null, or a model that has, as DeepseekV3ForCausalLM"
+    elif plan.rewrite is None and request.train.compile:
+        rule = "goes by loads that train.compile=true hides in a model that runs as it is"
+        remedy = "use train.compile=false, or strategy=experts_dp"
+    if rule:
+        faults.append(Fault("train.router_bias_rate", f"{rate:g}", rule, remedy))
 
 
 def _weights(request: Request, faults: list[Fault]) -> list[Decision]:

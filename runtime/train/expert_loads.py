@@ -95,14 +95,15 @@ class ExpertLoads:
             parts += [rows, torch.full_like(rows[:1], self._slots[mixture])]
         found = torch.cat(parts)
         work = dist.all_reduce(found, async_op=True) if dist.get_world_size() > 1 else None
-        return PendingLoads(found, work, tuple(self._mixtures.values()))
+        return PendingLoads(found, work, self._mixtures)
 
 
 class PendingLoads:
     """Loads on their way to the host, which reads them a step later (as `ToHost`)."""
 
-    def __init__(self, found: Tensor, work: dist.Work | None, experts: Sequence[int]) -> None:
-        self._found, self._work, self._experts = found, work, experts
+    def __init__(self, found: Tensor, work: dist.Work | None, mixtures: Mapping[str, int]) -> None:
+        self._found, self._work, self._mixtures = found, work, mixtures
+        self._there = found
         self._event: torch.cuda.Event | None = None
         if found.device.type == "cuda":
             self._wait()
@@ -122,10 +123,19 @@ class PendingLoads:
         self._wait()
         if self._event is not None:
             self._event.synchronize()
-        parts = torch.split(self._found, [1 + experts for experts in self._experts])
-        lists = (part.tolist() for part in parts)
+        lists = (part.tolist() for part in self._parts(self._found))
         found = [MixtureLoad(tuple(rows), slots) for *rows, slots in lists]
         return found if all(mixture.slots for mixture in found) else []
+
+    def rows(self) -> dict[str, Tensor]:
+        """Return the rows of every expert ([experts], int64), by mixture, on the device."""
+        self._wait()
+        return dict(
+            zip(self._mixtures, (part[:-1] for part in self._parts(self._there)), strict=True)
+        )
+
+    def _parts(self, found: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(found, [1 + experts for experts in self._mixtures.values()])
 
 
 class _Watch(TorchFunctionMode):

@@ -29,6 +29,7 @@ from whale_train.runtime.train.metrics import Metrics, StepMetrics
 from whale_train.runtime.train.optimizer_step import update
 from whale_train.runtime.train.plateau import Plateau
 from whale_train.runtime.train.profile import StepProfiler
+from whale_train.runtime.train.router_biases import RouterBiases
 from whale_train.runtime.train.step_programs import PendingLoss, Program
 from whale_train.runtime.train.timeline import Trace, span
 from whale_train.runtime.train.to_host import ToHost
@@ -56,6 +57,10 @@ class Loop:
         self.loss_scale: LossScale | None = None
         wants = request.is_pseudo and request.train.delink_at == PLATEAU
         self.plateau = Plateau() if wants else None
+        rate = request.train.router_bias_rate
+        self._biases: RouterBiases | None = None
+        if rate is not None:
+            self._biases = RouterBiases(plan.router_biases, program.engines, rate)
         if plan.precision == "fp16":
             start = request.train.loss_scale or START
             self.loss_scale = LossScale(start, device=batches.device)
@@ -73,6 +78,8 @@ class Loop:
             self._request, self._plan, program, batch, self.loss_scale, batches.device
         )
         loads = program.loads.of_all_ranks() if program.loads is not None else None
+        if loads is not None and self._biases is not None:
+            self._biases.move(loads)
         with self._span("metrics"):
             self.settle()
         seconds = time.perf_counter() - started

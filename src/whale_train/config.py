@@ -53,7 +53,8 @@ class TrainOptions(_Section):
     step that torch's profiler records. `resume` is the checkpoint that training goes on from, a
     run directory (its newest), or `auto` (the newest of this run's own directory). After
     `delink_at` steps, or where the loss has stopped falling (`plateau`), layers that shared their
-    weights (`model.share_layers`) go on by themselves."""
+    weights (`model.share_layers`) go on by themselves. After every step the biases by which routers
+    choose experts move by `router_bias_rate` towards equal loads."""
 
     steps: _Count
     global_batch: _Count
@@ -73,6 +74,7 @@ class TrainOptions(_Section):
     on_nan: Literal["stop", "skip"] | None = "stop"
     resume: str | None = Field(None, min_length=1)
     delink_at: _Count | Literal["plateau"] | None = None
+    router_bias_rate: float | None = Field(None, gt=0)
 
 
 class OptimizerOptions(_Section):

@@ -96,6 +96,27 @@ def mixtures_of(graph: OperationGraph) -> dict[str, int]:
     return found
 
 
+def router_biases_of(graph: OperationGraph, mixtures: Mapping[str, int]) -> dict[str, str]:
+    """Return the paths of the buffers that routers choose experts by, by mixture: of each the one
+    that has a number for every expert, that decides where experts' rows end, and that the model
+    leaves as it is."""
+    found: dict[str, str] = {}
+    moved = {name for operation in graph for name in operation.writes}
+    before = set[str]()
+    for ends, experts in mixtures.items():
+        decides = graph.ancestors({ends})
+        biases = [
+            name
+            for name in decides - before
+            if graph[name].target == "buffer" and graph[name].shape == (Size(experts, 0),)
+            if moved.isdisjoint((name, graph[name].path))
+        ]
+        if len(biases) == 1:
+            found[ends] = graph[biases[0]].path
+        before |= decides
+    return found
+
+
 def _rows_of(typed: Assignment, inside: set[str]) -> Iterator[tuple[str, Shard]]:
     """Yield the layouts of the values `inside` that are rows, with their names."""
     for name in inside:

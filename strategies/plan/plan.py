@@ -138,7 +138,8 @@ class Plan:
     `loss_over` is what a batch's loss is of the losses of its samples: their `mean` or `sum`.
     `peak_flops_s` is what all devices together compute at most, in FLOP/s of `precision`.
     `reduce_dtype` is what copies send gradients in. `mixtures` have so many experts, by the value
-    of the graph that says where the rows of each end."""
+    of the graph that says where the rows of each end; `router_biases` are the buffers by which
+    routers choose among these."""
 
     cluster: str
     world_size: int
@@ -158,6 +159,7 @@ class Plan:
     peak_flops_s: Number = 0
     reduce_dtype: str = "fp32"
     mixtures: Mapping[str, int] = field(default_factory=dict, metadata=OMITTED)
+    router_biases: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
 
     @property
     def model_flops(self) -> float:

@@ -101,6 +101,7 @@ def written(
         peak_flops_s=sum(d.flops[job.training.precision] for d in job.cluster.devices),
         reduce_dtype=job.training.reduce_dtype,
         mixtures=dict(job.findings.mixtures),
+        router_biases=dict(job.findings.router_biases),
     )
     if job.as_is:
         return plan

@@ -25,6 +25,7 @@ from whale_train.strategies.partition.routed_experts import (
     RoutingRefused,
     mixtures_of,
     route_experts,
+    router_biases_of,
 )
 from whale_train.strategies.tensor_parallel.choose import Sharded
 
@@ -159,6 +160,11 @@ class Findings:
     def mixtures(self) -> Mapping[str, int]:
         """The experts of every mixture, by the value that says where their rows end."""
         return mixtures_of(self.graph) if self.profile.graph is not None else {}
+
+    @cached_property
+    def router_biases(self) -> Mapping[str, str]:
+        """The buffers that the routers of mixtures choose experts by, as `mixtures` names these."""
+        return router_biases_of(self.graph, self.mixtures) if self.mixtures else {}
 
     @cached_property
     def experts(self) -> RoutedExperts | None:

@@ -128,7 +128,7 @@ class Computed:
         return cls(losses, norms, rates, evaluations, values, plan, lines)
 
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "e_score_correction_bias")
 
 
 def _copies(

@@ -6,6 +6,7 @@ nobody adapted, whose tokens go to their experts and come back.
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.distributed import test_parallel_strategies as strategies
@@ -188,6 +189,48 @@ def test_what_is_made_of_the_whole_batch_is(
     assert (sum(one["dropped"]) > 0) == (model == "moe_gpt")
 
 
+@pytest.mark.parametrize("strategy", ["over2", "streamed", "copies", "copies_of_stages"])
+def test_biases_of_routers_follow_the_loads(strategy: str, jobs: Jobs, arrays: Path) -> None:
+    rate = 0.001
+    more = f"train.router_bias_rate={rate}"
+    spread, single = overrides(arrays, "deepseek_v3", strategy, "sgd", more)
+    found, expected = jobs.run(spread), jobs.run(single)
+    assert_equal(found, expected, TOLERANCE)
+    loads = [np.array(line["experts"]["load"][0]) for line in found.lines]
+    assert [line["experts"] for line in found.lines] == [x["experts"] for x in expected.lines]
+    (path,) = found.plan["router_biases"].values()
+    moved = sum(rate * np.sign(load.mean() - load) for load in loads)
+    assert np.abs(moved).max() > 0
+    for held in found.values[path]:
+        np.testing.assert_allclose(held, moved, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "said"),
+    [
+        (
+            "mixtral",
+            (),
+            "train.router_bias_rate=0.1 moves the biases by which routers choose experts, and the "
+            "model has no such buffers; use null, or a model that has, as DeepseekV3ForCausalLM",
+        ),
+        (
+            "deepseek_v3",
+            ("train.compile=true",),
+            "train.router_bias_rate=0.1 goes by loads that train.compile=true hides in a model "
+            "that runs as it is; use train.compile=false, or strategy=experts_dp",
+        ),
+    ],
+)
+def test_biases_that_cannot_be_moved(
+    model: str, more: tuple[str, ...], said: str, jobs: Jobs, arrays: Path
+) -> None:
+    spread, _ = overrides(arrays, model, "copies", "sgd", "train.router_bias_rate=0.1", *more)
+    with pytest.raises(JobFailed) as refused:
+        jobs.run(spread)
+    assert said in str(refused.value)
+
+
 def limited(model: str, job: list[str]) -> list[str]:
     """Return a job whose mixture is `LIMITED`."""
     more = LIMITED[model]
@@ -207,8 +250,8 @@ def test_a_head_is_not_split_beside_a_loss_over_the_batch(jobs: Jobs, arrays: Pa
 def test_loads_that_nobody_saw_are_not_told() -> None:
     """As of a model whose products are called in a way of its own."""
     seen = torch.tensor([2, 1, 4, 0, 0, 0])
-    assert PendingLoads(seen, None, (2, 2)).read() == []
-    assert PendingLoads(seen[:3], None, (2,)).read() == [MixtureLoad((2, 1), 4)]
+    assert PendingLoads(seen, None, {"a": 2, "b": 2}).read() == []
+    assert PendingLoads(seen[:3], None, {"a": 2}).read() == [MixtureLoad((2, 1), 4)]
 
 
 @pytest.mark.parametrize("strategy", ["over3_unlike", "zero3", "copies_of_stages", "copies_split"])

@@ -140,6 +140,18 @@ def test_experts_in_several_copies_are_not_streamed(mixture: ModelProfile) -> No
     assert (experts.zero, experts.offload) == (1, {"optimizer": "cpu", "parameters": "none"})
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_bias_that_the_model_moves_is_its_own(rate: float) -> None:
+    options = {
+        "_target_": "whale_train.models.moe_gpt.MoEGPT",
+        **{"vocab_size": 31, "sequence_length": 16, "width": 32, "ffn": 48, "depth": 2},
+        **{"experts": 8, "loss": "model", "bias_rate": rate},
+    }
+    found = Findings(profile_model(ModelOptions.from_mapping(options), "m", TOKENS), "fp32")
+    assert len(found.mixtures) == 2
+    assert found.router_biases == {}
+
+
 def test_the_search_knows_of_it(mixture: ModelProfile) -> None:
     faults: list[Any] = []
     auto = read_strategy({"graph": "auto"}, "auto", faults)

@@ -1,0 +1,40 @@
+"""Routers' biases, moved so that experts are asked for alike, without a loss that says so.
+
+After a step the bias by which a router chooses an expert falls by `rate` where that got more rows
+than the mean, and rises where it got fewer (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3,
+arXiv 2412.19437, section 2.1.2). Models have the bias as a buffer, and leave moving it to whoever
+trains them.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.state.held import paths_of
+from whale_train.runtime.train.expert_loads import PendingLoads
+
+
+class RouterBiases:
+    """The biases that a rank has, of `router_biases` by mixture (as a plan has them)."""
+
+    def __init__(
+        self, router_biases: Mapping[str, str], engines: Iterable[Engine], rate: float
+    ) -> None:
+        self._rate = rate
+        here: dict[str, Tensor] = {}
+        for engine in engines:
+            paths = paths_of(engine)
+            here |= {paths[id(x)]: x for x in engine.module.buffers() if id(x) in paths}
+        self._biases = {
+            mixture: here[path] for mixture, path in router_biases.items() if path in here
+        }
+
+    @torch.no_grad()
+    def move(self, loads: PendingLoads) -> None:
+        """Move them by the loads of the step that was, of all ranks."""
+        rows = loads.rows()
+        for mixture, bias in self._biases.items():
+            got = rows[mixture].to(bias.dtype)
+            bias.add_((got.mean() - got).sign(), alpha=self._rate)
