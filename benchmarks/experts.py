@@ -66,7 +66,7 @@ def compare(
         [
             *("model=moe_gpt", *(f"model.{key}={value}" for key, value in shape.items())),
             *("data=text", f"data.sequence_length={options.sequence}", "strategy=experts_dp"),
-            *("+model.samples_are_independent=true", "optimizer=sgd"),
+            "optimizer=sgd",
             *(f"optimizer.lr={LEARNING_RATE}", "optimizer.schedule=constant"),
             *("hardware=cpu", f"hardware.devices={options.hosts}"),
             f"train.global_batch={options.batch * options.hosts}",

@@ -189,7 +189,7 @@ def _train(job: Job, rank: int, world_size: int, store: Store, key: JobKey) -> i
         from whale_train.runtime.process import rank_main as worker
 
         request = Request.from_json(job.texts["request.json"])
-        prepared = worker.compile_kernels(run_dir, worker.prepare(request))
+        prepared = worker.complete(run_dir, worker.prepare(request))
         asked = _StopRequest()
         if rank and request.checkpoint.every is not None:  # rank 0's launcher sees to its own
             for number in (signal.SIGTERM, signal.SIGUSR1):

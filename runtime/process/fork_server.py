@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return serve(
             run_dir,
             world_size,
-            lambda: worker.compile_kernels(run_dir, prepared),
+            lambda: worker.complete(run_dir, prepared),
             worker.run_rank,
             options.parent,
             worker.forget,

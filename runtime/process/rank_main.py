@@ -95,9 +95,9 @@ def _exported(prepared: Prepared) -> fx.GraphModule | None:
     return None if graph is None else with_constants(graph, prepared.module, fields)
 
 
-def compile_kernels(run_dir: Path, prepared: Prepared) -> Prepared:
-    """Compile what DeepSpeed would compile at first use: once, here, instead of in every rank. And
-    export a model that turns out to be run by its graph."""
+def complete(run_dir: Path, prepared: Prepared) -> Prepared:
+    """Make what only the plan told of, once for all ranks: the graph of a model that is run by it,
+    and the optimizer that DeepSpeed compiles at first use."""
     plan = Plan.from_json((run_dir / "plan.json").read_text())
     if plan.rewrite is not None and prepared.graph is None:
         prepared = replace(prepared, graph=_exported(prepared))

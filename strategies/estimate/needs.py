@@ -78,10 +78,12 @@ class Needs:
         return findings.once(("bytes of an element", zero, apart), found)
 
     def short_on_hosts(self, candidate: Candidate) -> float:
-        """Return how many bytes hosts have too little for what is offloaded to them."""
+        """Return how many bytes hosts have too little for what a device offloads to its own, were
+        they shared among all."""
         if candidate.offload == "none":
             return 0.0
         elements = self.findings.copied_elements(candidate.split_head)
         kept = host_bytes(candidate.zero, _OFFLOADED[candidate.offload], self.training) * elements
         hosts = [node.host for node in self.cluster.nodes]
-        return kept - sum(inf if host is None else host.memory_bytes for host in hosts)
+        has = sum(inf if host is None else host.memory_bytes for host in hosts)
+        return (kept - has) / len(self.cluster.devices)

@@ -241,7 +241,7 @@ def run_host(run_dir: Path, entry: Entry) -> str:
     status = host.serve(
         run_dir,
         world_size,
-        lambda: worker.compile_kernels(run_dir, prepared),
+        lambda: worker.complete(run_dir, prepared),
         entry,
         os.getppid(),
     )
