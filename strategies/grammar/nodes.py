@@ -38,6 +38,11 @@ class Replicate:
         """Whether copies keep anything on their hosts."""
         return (self.offload_optimizer, self.offload_parameters) != ("none", "none")
 
+    @property
+    def streams(self) -> bool:
+        """Whether weights come from the host when they are read, without ZeRO (docs/adr/051)."""
+        return not self.zero and self.offload_parameters == "cpu"
+
 
 @dataclass(frozen=True)
 class Split:

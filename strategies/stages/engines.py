@@ -31,9 +31,8 @@ class StageEngine:
 
     @property
     def streams(self) -> bool:
-        """Whether its weights come from the host when they are read, which ZeRO does not see to."""
-        keeper = self.keeper
-        return keeper is not None and not keeper.zero and keeper.offload_parameters == "cpu"
+        """Whether its weights come from the host when they are read."""
+        return self.keeper is not None and self.keeper.streams
 
 
 def engines_of_stages(

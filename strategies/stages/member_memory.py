@@ -18,7 +18,6 @@ from whale_train.strategies.graph.operation_graph import (
 from whale_train.strategies.graph.saved_tensors import View, whole
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
 from whale_train.strategies.memory.engine_memory import (
-    REDUCE_BUCKET_ELEMENTS,
     Gradients,
     Weights,
     added,
@@ -33,6 +32,7 @@ from whale_train.strategies.memory.liveness import Passing, passing, passing_aga
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind, in_flight
 from whale_train.strategies.stages.engines import fraction, frozen_of_member, held_elements
+from whale_train.strategies.stages.expert_memory import with_experts
 from whale_train.strategies.stages.fused_accumulation import added_in_place, named_in_place
 from whale_train.strategies.stages.placement import (
     AxisIntervals,
@@ -176,55 +176,10 @@ class MemberMemory:
         beside a split head it takes `own` of them, and holds a shard of the head."""
         rest = self.rest(order, own)
         if self._experts:
-            beside = added(rest, self._apart())
-            rest = max(beside, self._at_update(beside), key=lambda need: need.total)
+            rest = with_experts(self._job, self._stage, rest, self._elements, self._experts)
         if not any(chunk.head for chunk in self._chunks.values()):
             return rest
         return added(rest, self.shard(self._head_part, order, samples))
-
-    def _apart(self) -> MemoryEstimate:
-        """Return the need of experts beside a rest. Where copies partition its gradients, all those
-        of the experts are taken to be there together; else they come as the backward makes them.
-        Of those that are streamed there is a stack at a time, and its gradient."""
-        job, elements = self._job, sum(self._experts.values())
-        keeper = job.keeper_of_experts(self._stage)
-        if self._streams:
-            largest = max(self._experts, key=self._experts.__getitem__)
-            there = {largest: self._experts[largest]}
-            sizes = weights_bytes(there, job.profile, job.training.precision, 1, False)
-            read = sizes.weights + sizes.casts
-            return MemoryEstimate(0.0, read, 0.0, 0.0, read)
-        zero = keeper.zero if keeper else 0
-        sizes = weights_bytes(self._experts, job.profile, job.training.precision, zero, False)
-        optimizer = 4 * job.training.optimizer_states * elements + sizes.master
-        if keeper:
-            offloads = keeper.offload_optimizer == "cpu" and not job.cluster.on_cpu
-            optimizer = 0.0 if offloads else optimizer / len(job.data_parallel[self._stage][0])
-        return MemoryEstimate(
-            parameters=sizes.weights + sizes.casts,
-            gradients=4 * elements if job.zero > 1 else 0.0,
-            optimizer=optimizer,
-            activations=0.0,
-            communication=0.0,
-        )
-
-    @property
-    def _streams(self) -> bool:
-        keeper = self._job.keeper_of_experts(self._stage)
-        there = keeper is not None and not keeper.zero and keeper.offload_parameters == "cpu"
-        return there and not self._job.cluster.on_cpu
-
-    def _at_update(self, need: MemoryEstimate) -> MemoryEstimate:
-        """Return what of a `need` there is at the update: no values, all gradients, and what ZeRO 1
-        makes of them: a bucket, twice while it is summed, and, of experts whose copies partition
-        their optimizer, a flat copy of the part that is updated here."""
-        copies, zero = len(self._job.data_parallel[self._stage][0]), self._job.zero
-        experts = 0.0 if self._streams else sum(self._experts.values())
-        rest = 0.0 if zero > 1 else sum(self._elements.values())
-        moving = 2 * min(rest, REDUCE_BUCKET_ELEMENTS) if zero else 0.0
-        moving += experts / copies if zero and copies > 1 else 0.0
-        gradients = 4 * (experts + rest)
-        return replace(need, gradients=gradients, activations=0.0, communication=4 * moving)
 
     def shard(self, part: float, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
         """Return the need of a shard with a `part` of a split head's classes. Its gradients stay

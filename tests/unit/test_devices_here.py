@@ -30,8 +30,6 @@ from whale_train.launcher.planning.devices_here import (
     where,
 )
 from whale_train.launcher.planning.machine import facts_of
-from whale_train.launcher.planning.plan_request import Resolved
-from whale_train.launcher.verify import on_one_process
 from whale_train.nvml import visible_gpus
 from whale_train.runtime.process.rank_main import _device
 from whale_train.strategies.hardware.cluster import Cluster
@@ -195,17 +193,6 @@ def two_of(card: Card) -> list[list[Card]]:
 
 
 P100S, V100_32S = two_of(machines.P100), two_of(machines.V100_32)
-
-
-def test_one_process_of_a_verification_has_the_first_card() -> None:
-    asked = request("mode=verify", "strategy=dp")
-    there = [machine(machines.V100_32, machines.V100_32)]
-    place = where(asked, inventory((2, "v100_sxm2_32gb")), there)
-    plan = planned(place, there)
-    resolved = Resolved(plan, place.cluster, gpt(), place.device, False, 48)
-    _, alone = on_one_process(asked, resolved)
-    assert [rank.uuid for rank in alone.plan.ranks] == [plan.ranks[0].uuid]
-    assert plan.ranks[0].uuid is not None
 
 
 def test_nodes_are_the_hosts_that_have_their_devices() -> None:

@@ -1,0 +1,75 @@
+"""The bytes of experts beside a rest, of a member of a shard group."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from whale_train.strategies.memory.engine_memory import (
+    REDUCE_BUCKET_ELEMENTS,
+    added,
+    weights_bytes,
+)
+from whale_train.strategies.plan.plan import MemoryEstimate
+from whale_train.strategies.stages.placement import Staging
+
+
+def with_experts(
+    job: Staging,
+    stage: int,
+    rest: MemoryEstimate,
+    elements: Mapping[str, float],
+    experts: Mapping[str, float],
+) -> MemoryEstimate:
+    """Return the need of a member of `stage` that needs `rest` without its `experts`. These and
+    `elements`, of the rest, are elements by the parameters' paths."""
+    keeper = job.keeper_of_experts(stage)
+    streamed = keeper is not None and keeper.streams and not job.cluster.on_cpu
+    if streamed:
+        beside = added(rest, _a_stack(job, experts))
+    else:
+        beside = added(rest, _apart(job, stage, experts))
+    there = 0.0 if streamed else sum(experts.values())
+    updating = _at_update(job, stage, beside, sum(elements.values()), there)
+    return max(beside, updating, key=lambda need: need.total)
+
+
+def _a_stack(job: Staging, experts: Mapping[str, float]) -> MemoryEstimate:
+    """Return the need of experts that are streamed: one stack at a time, and its gradient."""
+    largest = max(experts, key=experts.__getitem__)
+    there = {largest: experts[largest]}
+    sizes = weights_bytes(there, job.profile, job.training.precision, 1, False)
+    read = sizes.weights + sizes.casts
+    return MemoryEstimate(0.0, read, 0.0, 0.0, read)
+
+
+def _apart(job: Staging, stage: int, experts: Mapping[str, float]) -> MemoryEstimate:
+    """Return the need of experts that are on the device. Where copies partition the gradients of
+    the rest, all those of the experts are taken to be there together; else they come as the
+    backward makes them."""
+    elements, keeper = sum(experts.values()), job.keeper_of_experts(stage)
+    zero = keeper.zero if keeper else 0
+    sizes = weights_bytes(experts, job.profile, job.training.precision, zero, False)
+    optimizer = 4 * job.training.optimizer_states * elements + sizes.master
+    if keeper:
+        offloads = keeper.offload_optimizer == "cpu" and not job.cluster.on_cpu
+        optimizer = 0.0 if offloads else optimizer / len(job.data_parallel[stage][0])
+    return MemoryEstimate(
+        parameters=sizes.weights + sizes.casts,
+        gradients=4 * elements if job.zero > 1 else 0.0,
+        optimizer=optimizer,
+        activations=0.0,
+        communication=0.0,
+    )
+
+
+def _at_update(
+    job: Staging, stage: int, need: MemoryEstimate, rest: float, experts: float
+) -> MemoryEstimate:
+    """Return what of a `need` there is at the update of so many elements: no values, all gradients,
+    and what ZeRO 1 makes of them: a bucket, twice while it is summed, and, of experts whose copies
+    partition their optimizer, a flat copy of the part that is updated here."""
+    copies, zero = len(job.data_parallel[stage][0]), job.zero
+    rest = 0.0 if zero > 1 else rest
+    moving = 2 * min(rest, REDUCE_BUCKET_ELEMENTS) if zero else 0.0
+    moving += experts / copies if zero and copies > 1 else 0.0
+    gradients = 4 * (experts + rest)
+    return replace(need, gradients=gradients, activations=0.0, communication=4 * moving)
