@@ -3,7 +3,9 @@
 Which graph, `shard_graph.py` decides; this file owns how it is called, and what evaluation counts.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 from torch import Tensor, fx, nn
@@ -108,10 +110,8 @@ class SegmentModule(nn.Module):
             return
         self._streamed = weights
         for graph, names in self._graphs.values():
-            arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
             order = {node: number for number, node in enumerate(graph.graph.nodes)}
-            tensors = zip(arguments[len(arguments) - len(names) :], names, strict=True)
-            for argument, name in tensors:
+            for argument, name in _tensor_arguments(graph, names):
                 parameter = self._lent.get(name)
                 if parameter is None or parameter not in weights or not argument.users:
                     continue
@@ -120,7 +120,7 @@ class SegmentModule(nn.Module):
                 with graph.graph.inserting_before(first):
                     fetched = graph.graph.call_module(f"fetched_{name}", (argument,))
                 fetched.meta = dict(first.meta)
-                argument.replace_all_uses_with(fetched, lambda user, own=fetched: user is not own)
+                argument.replace_all_uses_with(fetched, partial(operator.is_not, fetched))
             graph.recompile()
 
     def compile(self, compiler: Compiler) -> None:
@@ -129,10 +129,8 @@ class SegmentModule(nn.Module):
 
     def _parameter_arguments(self) -> frozenset[str]:
         """Return the training graph's placeholders that get parameters."""
-        graph, names = self._graphs[True]
-        arguments = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-        tensors = zip(arguments[len(arguments) - len(names) :], names, strict=True)
-        return frozenset(n for n, attribute in tensors if self._is_parameter(attribute))
+        tensors = _tensor_arguments(*self._graphs[True])
+        return frozenset(node.name for node, name in tensors if self._is_parameter(name))
 
     def _is_parameter(self, name: str) -> bool:
         return name in self._parameters or name in self._lent
@@ -160,3 +158,9 @@ class SegmentModule(nn.Module):
         graph, names = self._graphs[self.training]
         result: tuple[Tensor, ...] = graph(*values, *(self._tensor(name) for name in names))
         return result
+
+
+def _tensor_arguments(graph: fx.GraphModule, names: Sequence[str]) -> Iterator[tuple[fx.Node, str]]:
+    """Return the placeholders of `graph` that get the tensors `names`, its last ones, by these."""
+    arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return zip(arguments[len(arguments) - len(names) :], names, strict=True)
