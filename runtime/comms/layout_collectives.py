@@ -13,6 +13,7 @@ differentiate; which cast goes where is decided elsewhere.
 | gather_enter   | S to an operand of other sharded work | all-gather | reduce-scatter |
 | reduce_scatter | P to S                       | reduce-scatter | all-gather     |
 | once           | R to P                       | zeros but on the first | identity |
+| repeated       | what copies have alike to R  | identity       | zeros but on the first |
 
 Shards may be uneven and empty. A sharded dimension is `outer` repetitions of one or more pieces
 laid end to end, each piece sharded: a fused QKV weight is sharded by heads with outer = 3, one of
@@ -109,6 +110,14 @@ def once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1 or group.rank() == 0:
         return x
     return linear(x, torch.zeros_like, _unchanged)
+
+
+def repeated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x`, which all members have, for work that every member repeats. They sum its gradients, of
+    which the first member's is the one that counts."""
+    if group.size() == 1 or group.rank() == 0:
+        return x
+    return linear(x, _view, torch.zeros_like)
 
 
 def gather_enter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> Tensor:

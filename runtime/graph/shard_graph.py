@@ -11,10 +11,10 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import SymInt, Tensor, fx, nn
 from torch import distributed as dist
 
-from whale_train.models.export.export import model_path, module_path
+from whale_train.models.export.export import model_path, module_path, size_of
 from whale_train.models.export.op_schemas import in_evaluation
 from whale_train.runtime.comms.batch_sums import BatchShare, batch_sum
 from whale_train.runtime.comms.expert_rows import combine, dispatch, exchange
@@ -26,6 +26,7 @@ from whale_train.runtime.comms.layout_collectives import (
     once,
     reduce,
     reduce_scatter,
+    repeated,
     slice_,
 )
 from whale_train.runtime.graph.block_modules import BLOCK, MODULE
@@ -52,7 +53,7 @@ from whale_train.runtime.loss.graph_losses import (
 )
 from whale_train.runtime.train.expert_loads import ExpertLoads
 from whale_train.strategies.graph.operation_graph import block_of
-from whale_train.strategies.layouts.types import COMBINE, DISPATCH, EXCHANGE
+from whale_train.strategies.layouts.types import BATCH, COMBINE, DISPATCH, EXCHANGE
 from whale_train.strategies.plan.program import PlannedCast, PlannedSegment
 
 
@@ -95,9 +96,12 @@ class ShardPlace:
         """Return my part of each piece."""
         return tuple(sizes[self.index] for sizes in self.pieces(laid))
 
-    def along(self, laid: Laid) -> ShardGroup:
-        """Return who holds how much of a dimension that is cut so."""
+    def along(self, laid: Laid, rows: int = 1) -> ShardGroup:
+        """Return who holds how much of a dimension that is cut so; of one that is cut by samples,
+        so many `rows` for each."""
         pieces = self.pieces(laid)
+        if rows > 1:
+            pieces = tuple(tuple(rows * size for size in sizes) for sizes in pieces)
         sizes = tuple(sum(each) for each in zip(*pieces, strict=True))
         return ShardGroup(self.group, sizes, self.index, pieces if len(pieces) > 1 else ())
 
@@ -136,6 +140,7 @@ class _Writer:
     ) -> None:
         self.written, self.source, self.canonical = written, source, canonical
         self.place, self.counts = place, counts
+        self.values = {node.name: node.meta.get("val") for node in source.graph.nodes}
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.made: dict[str, fx.Node] = {}
@@ -257,7 +262,15 @@ class _Writer:
         cast = self.casts.get((node.name, value.name))
         if cast is None:
             return self.written.layouts.get(value.name)
-        return cast.shard if cast.kind in _CUTTING else None
+        if cast.kind not in _CUTTING or self.is_of_own_samples(node.name, cast):
+            return None
+        return cast.shard
+
+    def is_of_own_samples(self, user: str, cast: PlannedCast) -> bool:
+        """Return whether a cast brings rows of all members' samples to where a member has its own:
+        all that there are, then."""
+        by_samples = cast.shard is not None and cast.shard.axis == BATCH
+        return by_samples and user not in self.written.layouts
 
     def wrapped(self, node: fx.Node) -> fx.Node:
         """Return a graph inside the graph, run under another mode: without gradients, or not under
@@ -271,12 +284,14 @@ class _Writer:
             run = partial(self.place.random, run)
         return self.call(node, run, [self.cast(node.name, x.name) for x in args[number + 1 :]])
 
-    def cast(self, user: str, value: str) -> fx.Node:
+    def cast(self, user: str, value: str) -> fx.Node | int:
         """`value` in the layout `user` wants; equal casts of a value are made once."""
         cast = self.casts.get((user, value))
         if cast is None:
             return self.made[value]
         node = self.made[value]
+        if isinstance(self.values[value], SymInt):
+            return self.number(cast)
         if cast.kind in (DISPATCH, COMBINE):
             return self.rows_elsewhere(cast, node)
         if cast.kind == EXCHANGE:
@@ -285,10 +300,18 @@ class _Writer:
         for kind, laid in _steps(cast):
             key = (*key, kind, laid)
             if key not in self.cast_nodes:
-                function = self.collective(kind, laid)
+                function = self.collective(kind, laid, value)
                 self.cast_nodes[key] = self.call(None, function, [node], kind)
             node = self.cast_nodes[key]
         return node
+
+    def number(self, cast: PlannedCast) -> int:
+        """Return a number that follows the batch: the own samples', or all that are gathered."""
+        size = size_of(self.values[cast.value])
+        assert size is not None, cast  # the plan refuses others
+        assert cast.shard is not None
+        samples = self.place.along(cast.shard)
+        return size.at(samples.total if cast.kind == "gather" else samples.size)
 
     def rows_elsewhere(self, cast: PlannedCast, rows: fx.Node) -> fx.Node:
         """`rows` where their experts are, or back where they came from; once a value."""
@@ -318,12 +341,15 @@ class _Writer:
         for key in [key for key in self.cast_nodes if key[0] == value]:
             del self.cast_nodes[key]
 
-    def collective(self, kind: str, laid: Laid | None) -> Callable[..., Tensor]:
+    def collective(self, kind: str, laid: Laid | None, value: str) -> Callable[..., Tensor]:
         if laid is None:
-            simple: dict[str, Callable[..., Tensor]]
-            simple = {"enter": enter, "reduce": reduce, "once": once}
-            return partial(simple[kind], group=self.place.group)
-        dim, outer, shards = laid.dim, laid.outer, self.place.along(laid)
+            return partial(_WITHOUT_CUT[kind], group=self.place.group)
+        rows = 1
+        if laid.axis == BATCH:
+            size = size_of(self.values[value].shape[laid.dim])
+            assert size is not None
+            rows = size.per_sample
+        dim, outer, shards = laid.dim, laid.outer, self.place.along(laid, rows)
         cutting: dict[str, Callable[..., Tensor]] = {
             "gather": gather,
             "slice": slice_,
@@ -389,8 +415,16 @@ class _Writer:
 
 
 # Casts that are two collectives, of which the first may be shared with others of the value.
-_TWO_STEPS = {"reduce_enter": ("reduce", "enter"), "reduce_slice": ("reduce", "slice")}
-_CUTTING = ("slice", "reduce_scatter", "reduce_slice", "reshard", DISPATCH)
+_TWO_STEPS = {
+    "reduce_enter": ("reduce", "enter"),
+    "reduce_slice": ("reduce", "slice"),
+    "repeated_slice": ("repeated", "slice"),
+    "repeated_once": ("repeated", "once"),
+}
+_WITHOUT_CUT: Mapping[str, Callable[..., Tensor]] = {
+    "enter": enter, "reduce": reduce, "once": once, "repeated": repeated,
+}  # fmt: skip
+_CUTTING = ("slice", "reduce_scatter", "reduce_slice", "repeated_slice", "reshard", DISPATCH)
 
 
 def _steps(cast: PlannedCast) -> list[tuple[str, Laid | None]]:
@@ -398,7 +432,7 @@ def _steps(cast: PlannedCast) -> list[tuple[str, Laid | None]]:
     if cast.kind == "reshard":
         return [("gather", cast.source), ("slice", cast.shard)]
     return [
-        (step, cast.shard if step not in ("enter", "reduce", "once") else None)
+        (step, cast.shard if step not in _WITHOUT_CUT else None)
         for step in _TWO_STEPS.get(cast.kind, (cast.kind,))
     ]
 

@@ -11,13 +11,13 @@ from whale_train.strategies.cost.roofline import Times
 from whale_train.strategies.graph.operation_graph import OperationGraph
 from whale_train.strategies.graph.saved_tensors import View
 from whale_train.strategies.hardware.cluster import Cluster, Link
-from whale_train.strategies.layouts.propagation import Assignment
-from whale_train.strategies.layouts.types import EXCHANGE
+from whale_train.strategies.layouts.propagation import Cast
+from whale_train.strategies.layouts.types import COMBINE, DISPATCH, EXCHANGE
 
 
 def cast_times(
     graph: OperationGraph,
-    assignment: Assignment,
+    casts: Iterable[Cast],
     precision: str,
     members: int,
     samples: float,
@@ -26,7 +26,9 @@ def cast_times(
     """Return the seconds of the collectives of a shard group of so many members, each once a value,
     for `samples`."""
     total = Times()
-    for value, kind, _ in dict.fromkeys((c.value, c.kind, c.target) for c in assignment.casts):
+    for value, kind, _ in dict.fromkeys((c.value, c.kind, c.target) for c in casts):
+        if graph[value].shape is None:
+            continue  # a number, which everyone can tell
         num_bytes = moved_bytes(graph, value, samples, precision)
         gather = gather_time_s(num_bytes, members, link)
         reduce = all_reduce_time_s(num_bytes, members, link)
@@ -38,7 +40,7 @@ def cast_times(
 
 def routing_times(
     graph: OperationGraph,
-    assignment: Assignment,
+    casts: Iterable[Cast],
     precision: str,
     cluster: Cluster,
     ranks: Sequence[int],
@@ -48,7 +50,7 @@ def routing_times(
     back, each value once, and their gradients the same ways. Experts are taken to be asked for
     alike."""
     total = Times()
-    for value, kind in dict.fromkeys((c.value, c.kind) for c in assignment.casts):
+    for value, kind in dict.fromkeys((c.value, c.kind) for c in casts):
         if kind == EXCHANGE:  # each member tells all others a number for each expert
             (experts,) = graph[value].shape or ()
             told = _COUNT_BYTES * experts.fixed * len(ranks)
@@ -62,6 +64,7 @@ def routing_times(
     return total
 
 
+ROUTES = (DISPATCH, COMBINE, EXCHANGE)  # kinds of casts that are not between layouts
 _COUNT_BYTES = 8  # int64 (runtime/comms/expert_rows.py)
 
 
@@ -95,4 +98,7 @@ _COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "reduce_slice": ("r", "g"),
     "reshard": ("g", "g"),
     "once": ("-", "-"),
+    "repeated": ("-", "-"),
+    "repeated_slice": ("-", "g"),
+    "repeated_once": ("-", "-"),
 }

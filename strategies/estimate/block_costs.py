@@ -205,7 +205,7 @@ class BlockCosts:
         if piece.assignment is None or link is None:
             return times
         graph, precision = self.findings.graph, self.findings.precision
-        return times + cast_times(graph, piece.assignment, precision, shards, samples, link)
+        return times + cast_times(graph, piece.assignment.casts, precision, shards, samples, link)
 
     def _piece(self, first: int, last: int, shards: int, dim: str) -> _Piece:
         key = (first, last, shards, dim)

@@ -82,7 +82,7 @@ def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
         need += of.needs.element_bytes(_of_experts(candidate), count // spread) * held
     routing = routing_times(
         findings.graph,
-        findings.experts.sharded.assignment,
+        findings.experts.sharded.assignment.casts,
         of.training.precision,
         of.cluster,
         range(spread),
@@ -107,7 +107,7 @@ def _streams(candidate: Candidate) -> bool:
 
 
 def _of_experts(candidate: Candidate) -> Candidate:
-    """Return how experts beside a candidate's rest are kept (`Staging.keeper_of_experts`)."""
+    """Return how experts beside a candidate's rest are kept (`Staging.keeper_beside`)."""
     alone = candidate.mesh.copies == candidate.experts and candidate.offload == "none"
     zero = 0 if alone else min(candidate.zero, 1)
     offload = "none" if candidate.offload == "none" else "optimizer"

@@ -27,6 +27,7 @@ class OpenStage:
     body: Replicate | None = None
     device: str | None = None
     sized: str | None = None  # the path of the node that says how wide its shard group is
+    more: tuple[Split, ...] = ()  # that are beside the body as `split` is
 
     @property
     def width(self) -> int | None:
@@ -122,6 +123,7 @@ def _as_numbers(stages: Iterable[OpenStage]) -> tuple[StageForm, ...]:
         StageForm(
             *(s.path, s.copies or 1, s.shards or 1, s.split, s.body, s.modules, s.recompute),
             device=s.device,
+            more=s.more,
         )
         for s in stages
     )

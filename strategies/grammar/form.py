@@ -14,8 +14,8 @@ from whale_train.strategies.grammar.nodes import Pipeline, Replicate, Split, Str
 class StageForm:
     """One stage: `copies` of a group of `shards` devices, of the kind `device` (None: whichever
     come next). `modules` are those it must hold (None: a balanced cut decides). `body` is the
-    replicate beside a `split` of the head: each member of the group then holds what the split
-    leaves, for its part of the samples."""
+    replicate beside a `split`, and perhaps `more` of them, of the head, experts or other modules:
+    each member of the group then holds what they leave, for its part of the samples."""
 
     path: str
     copies: int
@@ -25,6 +25,12 @@ class StageForm:
     modules: tuple[str, ...] | None = None
     recompute: str = "none"
     device: str | None = None
+    more: tuple[Split, ...] = ()
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """All that are made of the stage."""
+        return (self.split, *self.more) if self.split else ()
 
     @property
     def width(self) -> int:
@@ -55,7 +61,7 @@ class Form:
 
     @property
     def members(self) -> int:
-        """How many share the samples of a micro-batch: those beside a split head, or one."""
+        """How many share the samples of a micro-batch: those beside what is split, or one."""
         return max((stage.shards for stage in self.stages if stage.body), default=1)
 
 

@@ -14,7 +14,7 @@ from whale_train.errors import Fault, nearest
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
-BESIDE_DIMS = ("auto", "vocabulary", "experts")  # of a split beside a replicate: head or experts
+BESIDE_DIMS = ("auto", "tensor", "vocabulary", "experts")  # of a split beside a replicate
 PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
 RECOMPUTE = ("none", "full", "auto")
 OFFLOAD = ("none", "cpu")
@@ -226,10 +226,10 @@ class _Reader:
         return replace(self.any_split(given, path, SPLIT_DIMS), patterns=self.patterns(given, path))
 
     def split_beside(self, body: Mapping[str, Any], path: str) -> Split:
-        """Return a split beside a replicate: its head's classes are what there is to cut, or its
-        experts."""
-        given = self.keys(body, path, ("degree", "dim", "modules", "of"))
-        return self.any_split(given, path, BESIDE_DIMS)
+        """Return a split beside a replicate: of the head's classes, experts, or other modules."""
+        given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of"))
+        found = self.any_split(given, path, BESIDE_DIMS)
+        return replace(found, patterns=self.patterns(given, path))
 
     def any_split(self, given: Mapping[str, Any], path: str, dims: tuple[str, ...]) -> Split:
         return Split(

@@ -85,8 +85,8 @@ def _filled_node(outer: Sequence[Replicate], stage: OpenStage) -> str | None:
 
 
 def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
-    """Return the form of one stage: (stage of) (replicate of) split, or a replicate beside a
-    split of the head; each of which may be missing."""
+    """Return the form of one stage: (stage of) (replicate of) split, or a replicate beside
+    splits of modules; each of which may be missing."""
     path, around = nodes[0].path, Stage("")
     if isinstance(nodes[0], Stage):
         around, nodes = nodes[0], nodes[0].of
@@ -102,6 +102,7 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
         copy, nodes = inner, inner.of
     split: Split | None = None
     body: Replicate | None = None
+    more: tuple[Split, ...] = ()
     shards: int | None = 1
     sized: str | None = None
     match nodes:
@@ -113,25 +114,33 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
             rule = "cuts again what a split has cut"
             faults.append(Fault(f"{inside.path}.of", "", rule, "multiply the degrees into one"))
             return None
-        case (Replicate() as body, Split() as split):
-            said = next((node for node in (body, split) if node.degree), body)
+        case (Replicate() as body, Split() as split, *others) if _are_splits(others):
+            more = tuple(node for node in others if isinstance(node, Split))
+            listed: tuple[Replicate | Split, ...] = (body, split, *more)
+            said = next((node for node in listed if node.degree), body)
             shards, sized = said.degree, said.path
-            if not _is_head_beside_copies(body, split, path, faults):
+            if not all(_is_beside_copies(body, x, said, path, faults) for x in (split, *more)):
                 return None
         case _:
             faults.append(_colocated(nodes))
             return None
     return OpenStage(
         path, copies, shards, split, copy, around.modules, around.recompute, body, around.device,
-        sized,
+        sized, more,
     )  # fmt: skip
 
 
-def _is_head_beside_copies(body: Replicate, split: Split, path: str, faults: list[Fault]) -> bool:
-    """Return whether the list is one that is executed inside another node; else a fault says why
-    not."""
+def _are_splits(nodes: Sequence[Node]) -> bool:
+    return all(isinstance(node, Split) for node in nodes)
+
+
+def _is_beside_copies(
+    body: Replicate, split: Split, said: Replicate | Split, path: str, faults: list[Fault]
+) -> bool:
+    """Return whether a split beside `body` is one that is executed, on as many devices as `said`
+    says; else a fault says why not."""
     if body.of or split.of:
-        rule = "is not a replicate of all beside a split of the head, over the same devices"
+        rule = "is not a replicate of all beside splits of modules, over the same devices"
         remedy = "use [{replicate: {}}, {split: {modules: head}}]"
         faults.append(Fault(path.rpartition("[")[0], "", rule, remedy))
         return False
@@ -140,8 +149,8 @@ def _is_head_beside_copies(body: Replicate, split: Split, path: str, faults: lis
         rule = "must cover what the split leaves"
         faults.append(Fault(f"{body.path}.modules", named, rule, 'use "*"'))
         return False
-    if body.degree and split.degree and body.degree != split.degree:
-        rule = f"differs from {body.path}.degree={body.degree}, though nodes of a list share their "
+    if said.degree and split.degree and said.degree != split.degree:
+        rule = f"differs from {said.path}.degree={said.degree}, though nodes of a list share their "
         key, value = f"{split.path}.degree", str(split.degree)
         faults.append(Fault(key, value, f"{rule}devices", "give both the same, or auto"))
         return False
@@ -150,7 +159,7 @@ def _is_head_beside_copies(body: Replicate, split: Split, path: str, faults: lis
 
 def _colocated(nodes: tuple[Node, ...]) -> Fault:
     path = nodes[0].path.rpartition("[")[0]
-    rule = "has parts that share devices, which are executed as a replicate and a split of the head"
+    rule = "has parts that share devices, which are executed as a replicate, then splits of modules"
     remedy = "use strategy=hybrid_split_dp, or one node"
     return Fault(path, f"{len(nodes)} nodes", rule, remedy)
 
@@ -189,7 +198,7 @@ def _keeper(
 def _refuse_without_effect(form: Form, keeper: Replicate | None, faults: list[Fault]) -> None:
     devices = form.copies * form.width
     for stage in form.stages[:-1]:
-        if stage.body and stage.split and "head" in stage.split.modules:
+        if stage.body and any("head" in split.modules for split in stage.splits):
             rule = "splits the head in a stage that is not the last, where the loss is"
             faults.append(Fault(stage.path, "", rule, "move the list to the last stage"))
     for stage in form.stages:

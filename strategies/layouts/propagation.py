@@ -282,4 +282,10 @@ def cast_kind(source: Layout, target: Layout) -> str:
             return "reduce_enter"
         case Shard(), Shard():
             return "reshard"
+        case Entered(), Replicated():
+            return "repeated"
+        case Entered(), Shard():
+            return "repeated_slice"
+        case Entered(), PartialSum():
+            return "repeated_once"
     raise AssertionError(f"no cast from {source} to {target}")

@@ -36,7 +36,8 @@ def shape_check(
     if found:
         return tuple(found)
     arrives = {(cast.user, cast.value): cast.target for cast in assignment.casts}
-    laid = (*assignment.layouts.values(), *arrives.values())
+    read = (to for (user, _), to in arrives.items() if user in assignment.layouts)
+    laid = (*assignment.layouts.values(), *read)
     cuts = {layout.axis for layout in laid if isinstance(layout, Shard)}
     members = _unlike([axes[axis] for axis in sorted(cuts)])
     for operation in graph:

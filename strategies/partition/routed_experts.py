@@ -8,7 +8,7 @@ of a mixture is done to rows where they are. After GShard (arXiv 2006.16668) and
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from whale_train.strategies.graph.operation_graph import OperationGraph, Size
 from whale_train.strategies.layouts.propagation import (
@@ -22,21 +22,9 @@ from whale_train.strategies.layouts.propagation import (
 )
 from whale_train.strategies.layouts.rules.matmul import grouped_mm
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, EXCHANGE, Routed, Typed
-from whale_train.strategies.tensor_parallel.candidates import find_weights, sees_otherwise
+from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused, seen_weights
+from whale_train.strategies.tensor_parallel.candidates import find_weights
 from whale_train.strategies.tensor_parallel.choose import Sharded
-
-
-class RoutingRefused(Exception):
-    """The experts cannot be told apart from the rest; the text is the reason."""
-
-
-@dataclass(frozen=True)
-class RoutedExperts:
-    """Experts over a shard group: `operations` run on the rows sent to a member's experts, all
-    others on what comes of its own samples. `sharded` types the former."""
-
-    operations: frozenset[str]
-    sharded: Sharded
 
 
 def route_experts(
@@ -46,16 +34,16 @@ def route_experts(
     parameters: Mapping[str, str],
     members: int,
     axis: str,
-) -> RoutedExperts | None:
+) -> SplitParts | None:
     """Spread the experts among `parameters` (their operations in `region`, by canonical path) over
     `members`; None where none of them are experts. `gives` are the values of `region` that others
     want; stacks of as many experts are cut along one axis, named after `axis`. Raises
-    RoutingRefused."""
+    SplitRefused."""
     chosen = set(region)
     weights = _experts(graph, chosen, parameters, members, axis)
     if not weights:
         return None
-    seen = _seen(graph, parameters)
+    seen = seen_weights(graph, parameters)
     inside, given = set[str](), dict[str, Layout]()
     casts: list[Cast] = []
     for ends, products in _mixtures(graph, region, seen, weights).items():
@@ -81,7 +69,7 @@ def route_experts(
     axes = {shard.axis: sum(shard.pieces) for shard in weights.values()}
     sizes = range(1, min(axes.values()) + 1)
     patterns = dict.fromkeys(weights, "experts")
-    return RoutedExperts(frozenset(inside), Sharded(assignment, weights, axes, patterns, sizes))
+    return SplitParts(frozenset(inside), Sharded(assignment, weights, axes, patterns, sizes))
 
 
 def mixtures_of(graph: OperationGraph) -> dict[str, int]:
@@ -143,15 +131,6 @@ def _experts(
     return found
 
 
-def _seen(graph: OperationGraph, parameters: Mapping[str, str]) -> dict[str, str]:
-    """Return the paths of parameters by their operations, and by those that see one otherwise."""
-    found = dict(parameters)
-    for operation in graph:
-        if sees_otherwise(operation) and operation.inputs[0] in found:
-            found[operation.name] = found[operation.inputs[0]]
-    return found
-
-
 def _mixtures(
     graph: OperationGraph,
     region: Sequence[str],
@@ -179,7 +158,7 @@ def _entering(
     graph: OperationGraph, hull: set[str], products: Mapping[str, str], ends: str
 ) -> Iterator[tuple[str, str]]:
     """Yield the readers in `hull` of rows from outside of it, with their names. Raises
-    RoutingRefused for a value that holds samples in another way."""
+    SplitRefused for a value that holds samples in another way."""
     rows = {graph[Typed(graph[x], {}, graph).value(0)].shape[:1] for x in products}  # type: ignore[index]
     for user in (op for op in graph if op.name in hull):
         for name in user.inputs:
@@ -189,7 +168,7 @@ def _entering(
                 continue  # a weight, a number: no sample has a part in it
             shape = graph[name].shape or ()
             if shape[:1] not in rows:
-                raise RoutingRefused(f"{user.name} reads {name}, which has no row for each token")
+                raise SplitRefused(f"{user.name} reads {name}, which has no row for each token")
             yield user.name, name
 
 
@@ -208,20 +187,20 @@ def _leaving(
 def _refuse_other_readers(
     graph: OperationGraph, stacks: set[str], region: set[str], inside: set[str]
 ) -> None:
-    """Raise RoutingRefused where a stack of experts is read by more than products: nobody else has
+    """Raise SplitRefused where a stack of experts is read by more than products: nobody else has
     all of it."""
     for name in sorted(stacks):
         for user in graph.users[name]:
             if user in region and user not in inside and user not in stacks:
                 what = f"{user} ({graph[user].target})"
-                raise RoutingRefused(f"{what} reads all of {graph[name].path or name}")
+                raise SplitRefused(f"{what} reads all of {graph[name].path or name}")
 
 
 def _refuse_unrouted(graph: OperationGraph, typed: Assignment, inside: set[str]) -> None:
-    """Raise RoutingRefused where an operation on rows has no rule that keeps them apart."""
+    """Raise SplitRefused where an operation on rows has no rule that keeps them apart."""
     for name in sorted(inside):
         layout = typed.layouts[name]
         if graph[name].shape and not (isinstance(layout, Shard) and layout.dim == 0):
-            raise RoutingRefused(f"nobody knows that {name} ({graph[name].target}) is row by row")
+            raise SplitRefused(f"nobody knows that {name} ({graph[name].target}) is row by row")
     for cast in typed.casts:
-        raise RoutingRefused(f"{cast.user} reads {cast.value} of all rows at once")
+        raise SplitRefused(f"{cast.user} reads {cast.value} of all rows at once")

@@ -135,7 +135,7 @@ def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> Planne
                 segments=tuple(range(first[number], first[number] + segments[number])),
                 recompute="full" if chunk.stage in decided.recomputed else "none",
                 shares_samples=chunk.shares_samples,
-                own_losses=bool(chunk.routed),
+                own_losses=chunk.has_own_losses(job.graph.operations[-1].inputs[0]),
             )
             for number, chunk in enumerate(decided.chunks)
         ),
@@ -238,8 +238,8 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
 
 def _keeper_beside(job: Staging, stage: int, chunks: Sequence[StageChunk]) -> Replicate | None:
     """Return how what is split beside a stage's rest is kept, if not whole: experts are."""
-    routed = any(chunk.routed for chunk in chunks if chunk.stage == stage)
-    return job.keeper_of_experts(stage) if routed else None
+    run_by_rest = any(chunk.beside for chunk in chunks if chunk.stage == stage)
+    return job.keeper_beside(stage) if run_by_rest else None
 
 
 @dataclass(frozen=True)
@@ -259,11 +259,13 @@ def _split_of(job: Staging, chunk: StageChunk) -> _SplitPart:
         modules: tuple[str, ...] = (job.graph[cut.operation].module,)
         rest = frozenset(cut.backbone_parameters)
         return _SplitPart("head", modules, cut.head_flops, cut.backbone_flops, rest)
-    operations = [job.graph[name] for name in chunk.slice.operations if name in chunk.routed]
+    operations = [job.graph[name] for name in chunk.slice.operations if name in chunk.beside]
     modules = tuple(dict.fromkeys(each.module for each in operations))
     flops = sum(each.flops for each in operations)
     rest = frozenset(chunk.slice.parameters).difference(chunk.shards)
-    return _SplitPart("experts", modules, flops, chunk.slice.flops - flops, rest)
+    assert chunk.sharded is not None
+    name = "experts" if set(chunk.axes) == set(chunk.expert_axes) else "split"
+    return _SplitPart(name, modules, flops, chunk.slice.flops - flops, rest)
 
 
 def _primitive(job: Staging) -> str:

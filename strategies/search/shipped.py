@@ -67,6 +67,8 @@ def _candidate(strategy: Strategy, cluster: Cluster, training: Training) -> Cand
     form = form_of(strategy, cluster, training, faults)
     if form is None or faults or form.members not in (1, count):
         return None
+    if any(stage.body and "tensor" in (x.dim for x in stage.splits) for stage in form.stages):
+        return None  # the search knows none with dense parts beside copies
     if not needs_graph(strategy) or form.members > 1:
         mesh = Mesh(devices, count, (Part("", 1, 1, 1),))
         has_experts = any(s.split is not None and s.split.dim == "experts" for s in form.stages)

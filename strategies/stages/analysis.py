@@ -21,12 +21,11 @@ from whale_train.strategies.partition.equal_blocks import Likeness
 from whale_train.strategies.partition.output_head import Head, find_heads
 from whale_train.strategies.partition.pipeline_partition import Sequenced, sequenced
 from whale_train.strategies.partition.routed_experts import (
-    RoutedExperts,
-    RoutingRefused,
     mixtures_of,
     route_experts,
     router_biases_of,
 )
+from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused
 from whale_train.strategies.tensor_parallel.choose import Sharded
 
 _Result = TypeVar("_Result")
@@ -167,7 +166,7 @@ class Findings:
         return router_biases_of(self.graph, self.mixtures) if self.mixtures else {}
 
     @cached_property
-    def experts(self) -> RoutedExperts | None:
+    def experts(self) -> SplitParts | None:
         """The experts of a mixture, as they lie over any devices; None where there are none that
         rows can be sent to."""
         graph = self.profile.graph
@@ -176,7 +175,7 @@ class Findings:
         names = tuple(operation.name for operation in graph)
         try:
             return route_experts(graph, names, (), self.profile.weights_read(names), 2, "experts")
-        except RoutingRefused:
+        except SplitRefused:
             return None
 
     @cached_property

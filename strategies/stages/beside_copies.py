@@ -1,52 +1,141 @@
 """What a stage splits beside copies of its rest, found in its slice of the model: experts of a
-mixture, spread over the devices that share the samples, or an output head.
+mixture, spread over the devices that share the samples, other modules, or an output head.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from whale_train.errors import Fault, PlanError
+from whale_train.strategies.grammar.nodes import Split
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
     OperationGraph,
     Size,
 )
 from whale_train.strategies.independence.states import PerSample
+from whale_train.strategies.partition.dense_parts import dense_parts
 from whale_train.strategies.partition.head_partition import CutRefused, HeadCut, cut_head
 from whale_train.strategies.partition.output_head import find_heads, matching
 from whale_train.strategies.partition.pipeline_partition import (
     Slice,
     is_inside,
 )
-from whale_train.strategies.partition.routed_experts import (
-    RoutedExperts,
-    RoutingRefused,
-    route_experts,
-)
+from whale_train.strategies.partition.routed_experts import route_experts
+from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused, together
+from whale_train.strategies.stages.patterns import sharded
 from whale_train.strategies.stages.placement import Staging
 
 
-def routed_experts(
+def split_parts(
     job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
-) -> RoutedExperts | None:
-    """Return the experts among the modules that a split beside copies names, spread over its
-    devices; None where there are none, and it may be one of the head. Raises PlanError."""
-    form = job.form.stages[stage]
-    assert form.split is not None
-    split = form.split
-    if split.dim == "vocabulary" or "head" in split.modules:
+) -> SplitParts | None:
+    """Return all that the splits beside the copies of a stage's rest name, over its devices; None
+    where that is the head, which `head_cut` cuts off. Raises PlanError."""
+    splits, found = job.form.stages[stage].splits, list[SplitParts]()
+    for split in splits:
+        named = named_weights(job, part, shared, split)
+        parts = _experts(job, stage, part, shared, split, named)
+        if parts is None and (not named or _is_head(job, split)):
+            if len(splits) == 1:
+                return None
+            rule = "is the head, which is split beside copies of all that is left"
+            remedy = "use one split beside the replicate, or name other modules"
+            value = ", ".join(split.modules)
+            raise PlanError([Fault(f"{split.path}.modules", value, rule, remedy)])
+        if parts is not None and split.patterns:
+            rule = "says how weights of modules are cut, and these are experts"
+            raise PlanError([Fault(f"{split.path}.patterns", "", rule, "leave it out")])
+        found.append(parts or _dense(job, stage, part, split, named))
+    split = splits[0]
+    key, value = f"{split.path}.modules", ", ".join(split.modules)
+    remedy = "use a split of the whole stage"
+    if crossing := _not_by_sample(job, (*part.takes, *part.gives)):
+        rule = f"shares the samples, and {crossing}, which enters or leaves its stage, has no "
+        raise PlanError([Fault(key, value, f"{rule}batch first", remedy)])
+    try:
+        return together(found)
+    except SplitRefused as refusal:
+        key = splits[0].path.rpartition("[")[0]
+        raise PlanError([Fault(key, "", f"splits parts that meet: {refusal}", remedy)]) from None
+
+
+def named_weights(
+    job: Staging, part: Slice, shared: Mapping[str, tuple[int, ...]], split: Split
+) -> frozenset[str]:
+    """Return the paths of the weights of `part` that `split` names. Those that several stages hold
+    (`shared`) are none of them: they stay whole, so that their gradients can be added."""
+    named = set(split.modules)
+    if "head" in named:
+        named |= {head.module for head in job.findings.heads}
+    return frozenset(
+        path
+        for path in part.weights
+        if path not in shared and any(is_inside(path.rpartition(".")[0], x) for x in named)
+    )
+
+
+def _is_head(job: Staging, split: Split) -> bool:
+    """Return whether what a split beside copies names is the head, and no experts."""
+    if split.dim == "tensor":
+        return False
+    everything = "head" in split.modules or split.modules == ("*",)
+    return everything or bool(matching(job.findings.heads, split.modules))
+
+
+def _dense(
+    job: Staging,
+    stage: int,
+    part: Slice,
+    split: Split,
+    named: frozenset[str],
+) -> SplitParts:
+    """Return what a split beside copies names, but for the head if it names everything, as layouts
+    of its weights divide it. Raises PlanError."""
+    members = job.form.stages[stage].shards
+    key, value = f"{split.path}.modules", ", ".join(split.modules)
+    if split.modules == ("*",):
+        named -= {head.weight for head in job.findings.heads}
+    what = (part.operations, part.gives, named, split)
+    typed = job.findings.sharded(
+        ("dense", what), members, lambda: sharded(job, part, named, split, members)
+    )
+    typed = replace(typed, patterns={x: how for x, how in typed.patterns.items() if x in named})
+    if not typed.weights:
+        rule = f"finds nothing to cut over {members} devices in {span(part.modules)}"
+        remedy = "use fewer devices, other modules, or patterns for their weights"
+        raise PlanError([Fault(key, value, rule, remedy)])
+    try:
+        return job.findings.once(
+            ("dense parts", what, typed.groups),
+            lambda: dense_parts(
+                job.graph, part.operations, part.gives, job.findings.sample_states, typed
+            ),
+        )
+    except SplitRefused as refusal:
+        rule = f"cannot be split beside copies of the rest: {refusal}"
+        raise PlanError([Fault(key, value, rule, "use a split of the whole stage")]) from None
+
+
+def _experts(
+    job: Staging,
+    stage: int,
+    part: Slice,
+    shared: Mapping[str, tuple[int, ...]],
+    split: Split,
+    named: frozenset[str],
+) -> SplitParts | None:
+    """Return the experts among the weights `named`, spread over a stage's devices; None where there
+    are none, and others are meant. Raises PlanError."""
+    if split.dim not in ("auto", "experts") or "head" in split.modules:
         return None
-    named = {
-        name: path
-        for name, path in job.profile.weights_read(part.operations).items()
-        if path not in shared
-        and any(is_inside(path.rpartition(".")[0], pattern) for pattern in split.modules)
-    }
+    form = job.form.stages[stage]
     key, value = f"{split.path}.modules", ", ".join(split.modules)
     axis = "experts" if job.chunk_count == 1 else f"stage_{stage}.experts"
     try:
-        found = _routed(job, part, named, form.shards, axis)
-    except RoutingRefused as refusal:
+        read = job.profile.weights_read(part.operations).items()
+        among = {name: path for name, path in read if path in named}
+        found = _routed(job, part, among, form.shards, axis)
+    except SplitRefused as refusal:
         rule = f"are experts, which cannot be split beside copies of the rest: {refusal}"
         raise PlanError([Fault(key, value, rule, "use a split of the whole stage")]) from None
     if found is None and split.dim == "experts":
@@ -59,19 +148,14 @@ def routed_experts(
             rule = f"finds experts in {span(part.modules)} that another stage holds as well"
             remedy = "use one stage, or model.share_layers=false"
         raise PlanError([Fault(key, value, rule, remedy)])
-    if found is not None and (crossing := _not_by_sample(job, (*part.takes, *part.gives))):
-        rule = (
-            f"shares the samples, and {crossing}, which enters or leaves its stage, has no batch "
-        )
-        raise PlanError([Fault(key, value, f"{rule}first", "use a split of the whole stage")])
     return found
 
 
 def _routed(
     job: Staging, part: Slice, named: Mapping[str, str], members: int, axis: str
-) -> RoutedExperts | None:
+) -> SplitParts | None:
     """Return the experts of `part` among the parameters `named` over so many `members`: the same
-    for all that there are enough experts for. Raises RoutingRefused."""
+    for all that there are enough experts for. Raises SplitRefused."""
     everywhere = job.findings.experts
     if everywhere is not None and members <= min(everywhere.sharded.axes.values()):
         members = 2
@@ -104,7 +188,8 @@ def head_cut(
     assert form.split is not None
     alone = job.chunk_count == 1
     profile = job.profile if alone else _profile_of(job, part)
-    all_heads = find_heads(profile)
+    gives_loss = job.graph.operations[-1].inputs[0] in part.operations
+    all_heads = find_heads(profile) if gives_loss else ()
     heads = matching(all_heads, form.split.modules)
     key, value = f"{form.split.path}.modules", ", ".join(form.split.modules)
     remedy = "use another stage for it, or a split of the whole stage"

@@ -5,7 +5,7 @@ from functools import partial
 
 from whale_train.strategies.cost.collectives import group_link
 from whale_train.strategies.cost.op_cost import part_of
-from whale_train.strategies.cost.resharding import bridge_time_s, cast_times, routing_times
+from whale_train.strategies.cost.resharding import ROUTES, bridge_time_s, cast_times, routing_times
 from whale_train.strategies.cost.roofline import Times, whole_times
 from whale_train.strategies.hardware.cluster import Device, Link
 from whale_train.strategies.layouts.propagation import BATCH
@@ -47,7 +47,7 @@ class ChunkTimes:
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
         chunk = self.chunks[number]
         recomputes, cut = chunk.stage in self.recomputed, tuple(self.axes[x] for x in chunk.axes)
-        nodes = tuple(self.job.cluster.node_of[x] for x in ranks) if chunk.routed else ()
+        nodes = tuple(self.job.cluster.node_of[x] for x in ranks) if chunk.beside else ()
         shares = self.member_shares(number, ranks, samples) if chunk.shares_samples else ()
         return self.job.findings.once(
             ("times", chunk.key, cut, devices, samples, link, recomputes, shares, nodes),
@@ -168,11 +168,13 @@ class ChunkTimes:
             return Times(bridge_s, bridge_s)
         if chunk.sharded is None:
             return Times()
-        assignment = chunk.sharded.assignment
-        if chunk.routed:
-            graph, cluster = self.job.graph, self.job.cluster
-            return routing_times(graph, assignment, precision, cluster, ranks, samples)
-        return cast_times(self.job.graph, assignment, precision, members, samples, link)
+        graph, casts = self.job.graph, chunk.sharded.assignment.casts
+        routes = [cast for cast in casts if cast.kind in ROUTES]
+        between = [cast for cast in casts if cast.kind not in ROUTES]
+        moved = cast_times(graph, between, precision, members, samples, link)
+        if routes:
+            moved += routing_times(graph, routes, precision, self.job.cluster, ranks, samples)
+        return moved
 
 
 def _parts(chunk: StageChunk) -> Sequence[Segment]:
@@ -183,8 +185,8 @@ def _parts(chunk: StageChunk) -> Sequence[Segment]:
     assert chunk.sharded is not None
     operations = chunk.slice.operations
     return (
-        Segment(0, tuple(x for x in operations if x not in chunk.routed), (), (), None),
+        Segment(0, tuple(x for x in operations if x not in chunk.beside), (), (), None),
         Segment(
-            1, tuple(x for x in operations if x in chunk.routed), (), (), chunk.sharded.assignment
+            1, tuple(x for x in operations if x in chunk.beside), (), (), chunk.sharded.assignment
         ),
     )

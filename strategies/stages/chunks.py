@@ -5,7 +5,7 @@ A chunk is the part of the model that a stage runs at a time; the whole model wh
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
@@ -15,11 +15,9 @@ from whale_train.strategies.graph.operation_graph import (
 )
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.shape_check import shape_check
-from whale_train.strategies.partition.output_head import find_heads
 from whale_train.strategies.partition.pipeline_partition import (
     Slice,
     balanced,
-    is_inside,
     modules_of,
     sliced,
     stage_of_modules,
@@ -27,9 +25,9 @@ from whale_train.strategies.partition.pipeline_partition import (
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.schedule.apportion import apportion, tile
 from whale_train.strategies.stages.analysis import Findings
-from whale_train.strategies.stages.beside_copies import head_cut, routed_experts, span
+from whale_train.strategies.stages.beside_copies import head_cut, named_weights, span, split_parts
+from whale_train.strategies.stages.patterns import sharded
 from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
-from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def chunked(job: Staging, places: tuple[int, ...] | None = None, caps: Caps = ()
     key = (
         speeds,
         tuple(tuple(job.member_speeds(stage)) for stage in stages),
-        tuple((stage.path, stage.modules, stage.split, stage.body) for stage in job.form.stages),
+        tuple((stage.path, stage.modules, stage.splits, stage.body) for stage in job.form.stages),
         job.strategy.balance,
         places,
         caps,
@@ -220,54 +218,28 @@ def _chunk(
         return StageChunk(stage, part, alike)
     split = form.split
     if form.body is not None:
-        key: Hashable = (interval, form.shards, split.modules, split.dim, held_elsewhere)
-        routed = findings.once(("experts", key), lambda: routed_experts(job, stage, part, shared))
-        if routed is not None:
-            return StageChunk(stage, part, key, routed.sharded, routed=routed.operations)
+        key: Hashable = (interval, form.shards, form.splits, held_elsewhere)
+        parts = findings.once(("beside", key), lambda: split_parts(job, stage, part, shared))
+        if parts is not None:
+            return StageChunk(stage, part, key, parts.sharded, beside=parts.operations)
         cut = findings.once(("head", key), lambda: head_cut(job, stage, part, shared))
         return StageChunk(stage, part, key, head=cut)
     what: tuple[Hashable, ...] = (alike, split.dim)
     if split.patterns or split.modules != ("*",):  # by names, which alike slices do not share
         what = (*what, interval, split)
     key = (what, form.shards)
-    sharded = findings.sharded(what, form.shards, lambda: _sharded(job, stage, part, shared))
-    like = findings.once(("like", what, sharded.groups), lambda: part)  # the slice it was found for
-    if not sharded.weights:
+    typed = findings.sharded(
+        what,
+        form.shards,
+        lambda: sharded(job, part, named_weights(job, part, shared, split), split, form.shards),
+    )
+    like = findings.once(("like", what, typed.groups), lambda: part)  # the slice it was found for
+    if not typed.weights:
         _refuse_whole(job, stage, part, shared)
     renamed = findings.once(
-        ("renamed", interval, key), lambda: findings.likeness.renamed(sharded, like, part)
+        ("renamed", interval, key), lambda: findings.likeness.renamed(typed, like, part)
     )
     return StageChunk(stage, part, key, renamed)
-
-
-def _sharded(
-    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
-) -> Sharded:
-    """Return the layouts of a stage's slice, which takes and gives whole values."""
-    form = job.form.stages[stage]
-    assert form.split is not None
-    named = set(form.split.modules)
-    if "head" in named:
-        named |= {head.module for head in find_heads(job.profile)}
-    # Weights that several stages hold stay whole, so that their gradients can be added, and so do
-    # those that the strategy does not name.
-    whole = [
-        (path, "replicate")
-        for path in part.weights
-        if path in shared or not any(is_inside(path.rpartition(".")[0], p) for p in named)
-    ]
-    return choose_patterns(
-        job.graph,
-        part.operations,
-        parameters=job.profile.weights_read(part.operations),
-        held=job.profile.weight_elements,
-        group_size=form.shards,
-        given=dict.fromkeys(part.takes, R),
-        wanted=dict.fromkeys(part.gives, R),
-        by_hand=(*whole, *form.split.patterns),
-        dim=form.split.dim,
-        key=form.split.path,
-    )
 
 
 def _refuse_whole(
@@ -300,7 +272,8 @@ def _axes(
         members = len(speeds)
         for axis, count in units.items():
             caps = [count] * members
-            if chunk.shares_samples and chunk.stage in caps_of:
+            capped = chunk.head is not None or axis in chunk.expert_axes
+            if capped and chunk.stage in caps_of:
                 caps = [min(cap, count) for cap in caps_of[chunk.stage]]
             shares = apportion(job.strategy.balance, count, speeds, caps, 1)
             if shares is None:
@@ -319,9 +292,13 @@ def _axes(
 def _check_shapes(job: Staging, chunks: Sequence[StageChunk], axes: AxisIntervals) -> None:
     """Refuse a split whose local shapes do not agree on some member of the shard group."""
     for chunk in chunks:
-        if chunk.sharded is None or chunk.routed:  # whose rows are as many as the router sends
+        if chunk.sharded is None:
             continue
         assignment, cut = chunk.sharded.assignment, tuple(axes[axis] for axis in chunk.axes)
+        if routed := chunk.expert_axes:  # whose rows are as many as the router sends
+            laid = assignment.layouts.items()
+            dense = {x: to for x, to in laid if getattr(to, "axis", "") not in routed}
+            assignment = replace(assignment, layouts=dense)
         wrong = job.findings.once(
             ("shapes", chunk.key, cut),
             lambda assignment=assignment: shape_check(job.graph, assignment, axes),  # type: ignore[misc]

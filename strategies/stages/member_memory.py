@@ -31,8 +31,8 @@ from whale_train.strategies.memory.engine_memory import (
 from whale_train.strategies.memory.liveness import Passing, passing, passing_again
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind, in_flight
+from whale_train.strategies.stages.beside_memory import with_beside
 from whale_train.strategies.stages.engines import fraction, frozen_of_member, held_elements
-from whale_train.strategies.stages.expert_memory import with_experts
 from whale_train.strategies.stages.fused_accumulation import added_in_place, named_in_place
 from whale_train.strategies.stages.placement import (
     AxisIntervals,
@@ -70,7 +70,7 @@ class MemberMemory:
                 self._head_part = fraction(next(iter(chunk.shards.values())), axes, member)
                 local = {path: n for path, n in local.items() if path not in chunk.shards}
             experts = {
-                path: n for path, n in local.items() if path in chunk.shards and chunk.routed
+                path: n for path, n in local.items() if path in chunk.shards and chunk.beside
             }
             rest = {path: n for path, n in local.items() if path not in experts}
             self._experts |= experts
@@ -176,7 +176,7 @@ class MemberMemory:
         beside a split head it takes `own` of them, and holds a shard of the head."""
         rest = self.rest(order, own)
         if self._experts:
-            rest = with_experts(self._job, self._stage, rest, self._elements, self._experts)
+            rest = with_beside(self._job, self._stage, rest, self._elements, self._experts)
         if not any(chunk.head for chunk in self._chunks.values()):
             return rest
         return added(rest, self.shard(self._head_part, order, samples))
@@ -335,11 +335,11 @@ def _part_of(
     `gathered` times as many."""
     if chunk.sharded is None:  # nor beside a split head, whose shard is estimated separately
         return whole
-    layouts, routed = chunk.sharded.assignment.layouts, chunk.routed
-    if not routed:
+    layouts, beside = chunk.sharded.assignment.layouts, chunk.beside
+    if not beside:
         return lambda name: fraction(layouts.get(name), axes, member)
     return lambda name: (
-        fraction(layouts.get(name), axes, member) * (gathered if name in routed else 1.0)
+        fraction(layouts.get(name), axes, member) * (gathered if name in beside else 1.0)
     )
 
 
@@ -358,7 +358,7 @@ def _read_as(
         (cast.user, cast.value): fraction(
             cast.target if isinstance(cast.target, Shard) else None, axes, member
         )
-        * (gathered if cast.kind == DISPATCH else 1.0)
+        * (gathered if cast.user in chunk.beside else 1.0)
         for cast in chunk.sharded.assignment.casts
         if cast.user and cast.value in trained and (cast.kind in _CHANGE_SIZE)
     }

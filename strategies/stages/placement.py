@@ -75,21 +75,24 @@ def seats(
 class StageChunk:
     """A slice of the model and the stage that runs it, with its layouts where the stage is a split
     (`sharded`) or splits the head beside copies of the rest (`head`). Beside copies of the rest,
-    operations `routed` run on rows that are sent to the member with their expert, and `sharded`
-    lays those out alone. Chunks of one `key` differ only in names and in the number of their
-    stage."""
+    operations `beside` run on rows of other members as well, and `sharded` lays those out alone.
+    Chunks of one `key` differ only in names and in the number of their stage."""
 
     stage: int
     slice: Slice
     key: Hashable
     sharded: Sharded | None = None
     head: HeadCut | None = None
-    routed: frozenset[str] = frozenset()
+    beside: frozenset[str] = frozenset()
 
     @property
     def shares_samples(self) -> bool:
         """Whether the members of the shard group take different samples of a micro-batch."""
-        return self.head is not None or bool(self.routed)
+        return self.head is not None or bool(self.beside)
+
+    def has_own_losses(self, loss: str) -> bool:
+        """Return whether members that share samples each have a `loss` of their own."""
+        return bool(self.beside) and loss not in self.beside
 
     @property
     def shards(self) -> Mapping[str, Shard]:
@@ -97,6 +100,15 @@ class StageChunk:
         if self.sharded is not None:
             return self.sharded.weights
         return self.head.shards if self.head is not None else {}
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes along which experts are spread beside copies."""
+        if self.sharded is None or not self.beside:
+            return ()
+        patterns = self.sharded.patterns
+        cuts = (cut for path, cut in self.shards.items() if patterns.get(path) == "experts")
+        return tuple(dict.fromkeys(cut.axis for cut in cuts))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -236,7 +248,7 @@ class Staging:
         """Return the stage that a rank holds a part of."""
         return self.seats.stage_of[self._places[rank][1]]
 
-    def keeper_of_experts(self, stage: int) -> Replicate | None:
+    def keeper_beside(self, stage: int) -> Replicate | None:
         """Return how the experts beside a stage's rest are kept, which some other engine runs: as
         the rest is, but that no more than their optimizer is partitioned, over their own copies,
         or offloaded; None where neither is. Weights of their only copy are streamed (docs/adr/051)

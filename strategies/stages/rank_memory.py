@@ -97,7 +97,7 @@ class RankMemory:
     def _experts_within(
         self, stage: int, order: Sequence[Instruction], sizes: tuple[int, int], room: float
     ) -> int:
-        count = min(self._axes[axis][-1][1] for axis in self._cut_along(stage))
+        count = min(self._axes[axis][-1][1] for axis in self._expert_axes(stage))
         if not sizes[1]:
             return count
         return max(most_within(partial(self._with_experts, stage, order, sizes), count, room), 0)
@@ -107,23 +107,27 @@ class RankMemory:
     ) -> float:
         """Return the bytes that a member of a stage needs that has so many experts."""
         (samples, own), axes = sizes, dict(self._axes)
-        for axis in self._cut_along(stage):
+        for axis in self._expert_axes(stage):
             axes[axis] = ((0, experts), (experts, axes[axis][-1][1]))
         held = self._holding(stage, axes, 0, order, samples / own)
         return held.needs(order, samples, own).total
 
-    def _cut_along(self, stage: int) -> Sequence[str]:
-        return [axis for number in self._held_by[stage] for axis in self._chunks[number].axes]
+    def _expert_axes(self, stage: int) -> Sequence[str]:
+        chunks = (self._chunks[number] for number in self._held_by[stage])
+        return [axis for chunk in chunks for axis in chunk.expert_axes]
 
     def for_one(self, rank: int, batches: Batches) -> float:
         """Return the bytes that `rank` needs for one sample at a time, and one class of a split
-        head, or expert, where there are such, which see all samples of `batches`."""
+        head, or expert, or its shards of other modules, where there are such, which see all samples
+        of `batches`."""
         stage = self._job.stage_of_rank(rank)
         if self._job.form.stages[stage].body is None:
             return self.of(rank, 1, 1).total
         if not self._has_head(stage):
             copy, position = self._job.place_of(rank)
             sizes = (self._sizes(batches, rank)[0], 1)
+            if not self._expert_axes(stage):
+                return self.of(rank, *sizes).total
             return self._with_experts(stage, self._orders[copy][position], sizes, 1)
         return self._beside_classes(rank, batches) + self.class_bytes(rank, batches)
 
@@ -187,7 +191,7 @@ class RankMemory:
         self, stage: int, member: int, order: Sequence[Instruction], gathered: float = 1.0
     ) -> MemberMemory:
         joins = not self._job.as_is and _accumulates(order)
-        if not any(self._chunks[number].routed for number in self._held_by[stage]):
+        if not any(self._chunks[number].beside for number in self._held_by[stage]):
             gathered = 1.0
         key = (stage, member, joins, gathered)
         if key not in self._held:

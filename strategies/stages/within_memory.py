@@ -67,7 +67,7 @@ class Room:
         as much memory, and as many experts: none could give another some."""
         found = {}
         for chunk in self.cut.chunks:
-            if not chunk.shares_samples or (chunk.routed and self._are_alike(chunk)):
+            if chunk.head is None and (not chunk.expert_axes or self._are_alike(chunk)):
                 continue
             most = self.memory.most_classes if chunk.head else self.memory.most_experts
             found[chunk.stage] = tuple(
@@ -79,7 +79,7 @@ class Room:
     def _are_alike(self, chunk: StageChunk) -> bool:
         """Return whether all members of a chunk's shard groups have as much memory and as many
         experts, but for one more."""
-        devices, axes = self.job.cluster.devices, [self.cut.axes[axis] for axis in chunk.axes]
+        devices, axes = self.job.cluster.devices, [self.cut.axes[x] for x in chunk.expert_axes]
         ranks = (rank for group in self.job.replicas[chunk.stage] for rank in group)
         held = [[b - a for a, b in intervals] for intervals in axes]
         as_many = all(max(sizes) - min(sizes) <= 1 for sizes in held)
@@ -132,12 +132,14 @@ def _no_room_for_one(room: Room) -> Fault | None:
     job, devices = room.job, room.job.cluster.devices
     tight = min(range(len(devices)), key=lambda rank: devices[rank].room_bytes)
     need, has = room.memory.for_one(tight, room.batches), devices[tight].room_bytes
-    beside = "class" if any(chunk.head for chunk in room.cut.chunks) else "expert"
+    beside = "one class" if any(chunk.head for chunk in room.cut.chunks) else "its shards"
+    if any(chunk.expert_axes for chunk in room.cut.chunks):
+        beside = "one expert"
     if need <= has:
         return None
     rule = (
         f"needs {in_bytes(need)} on rank {tight} ({devices[tight].name}) for one sample"
-        f"{f' and one {beside}' if job.form.members > 1 else ''}, "
+        f"{f' and {beside}' if job.form.members > 1 else ''}, "
         f"{in_bytes(need - has)} more than its {in_bytes(has)}"
     )
     return Fault("strategy", job.strategy.name, rule, _fitting_zero(job))
@@ -145,7 +147,7 @@ def _no_room_for_one(room: Room) -> Fault | None:
 
 def _count(room: Room, chunk: StageChunk) -> int:
     """Return of how many classes, or experts, a chunk splits a head, or a mixture."""
-    axis = next(iter(chunk.shards.values())).axis
+    axis = next(iter(chunk.expert_axes or chunk.axes))
     return room.cut.axes[axis][-1][1]
 
 

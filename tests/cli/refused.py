@@ -78,7 +78,7 @@ class Headless(nn.Module):
 FILES = {
     "my/strategy/mine.yaml": "graph:\n  replicate: {zero: 1\nbalance: even\n",
     "my/strategy/listed.yaml": "- replicate\n",
-    "my/strategy/beside.yaml": "graph: [replicate, split: {dim: tensor, patterns: {x: row}}]\n",
+    "my/strategy/beside.yaml": "graph: [replicate, split: {dim: sequence, zero: 1}]\n",
     "my/strategy/two.yaml": "graph:\n  replicate: {}\n  split: {}\n",
     "my/strategy/odd.yaml": "graph:\n  - replicat: {}\n  - split: {modules: head, dim: vocab}\n",
     "my/strategy/nested.yaml": "graph:\n  split:\n    of: {pipeline: {stages: 2}}\n",

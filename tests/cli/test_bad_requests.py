@@ -37,8 +37,10 @@ STRATEGY = (
     Case(
         "split_beside_copies",
         "--config-dir my strategy=beside",
-        "strategy.graph[1].split.patterns is not a key here; use one of: degree, dim, modules, of",
-        "strategy.graph[1].split.dim=tensor is unknown; use one of: auto, experts, vocabulary",
+        "strategy.graph[1].split.zero is not a key here; use one of: degree, dim, modules, of, "
+        "patterns",
+        "strategy.graph[1].split.dim=sequence is unknown; use one of: auto, experts, tensor, "
+        "vocabulary",
     ),
     Case(
         "nonsense_nesting",

@@ -22,6 +22,7 @@ from whale_train.strategies.layouts.propagation import (
     Shard,
 )
 from whale_train.strategies.partition.head_partition import HeadCut, Segment
+from whale_train.strategies.partition.split_parts import SplitParts
 from whale_train.strategies.schedule.apportion import tile
 
 Array = NDArray[Any]
@@ -128,7 +129,8 @@ class Ranks:
         """Which indices of a dimension of `extent` each rank holds."""
         counts = self.axes[layout.axis]
         units = sum(counts)
-        pieces = layout.pieces or (units,)
+        # Rows of samples, of which each may have several, are next to each other.
+        pieces = layout.pieces or (extent if layout.axis == "batch" else units,)
         owner = [rank for rank, count in enumerate(counts) for _ in range(count)]
         held: list[list[int]] = [[] for _ in counts]
         position = 0
@@ -234,6 +236,44 @@ def _on_ranks(
 def _intervals(ranks: Ranks, layout: Shard) -> tuple[tuple[int, int], ...]:
     counts = ranks.axes[layout.axis]
     return tile(sum(counts), counts)
+
+
+def run_parts(
+    graph: OperationGraph, parts: SplitParts, given: Mapping[str, Array], ranks: Ranks
+) -> dict[str, Array]:
+    """Every value that there is of all samples, put together: those of `parts` as their layouts
+    say, of all others what the ranks make of their own samples. Sums over a rank's samples are
+    left out."""
+    typed = parts.sharded.assignment
+    layouts: dict[str, Layout] = {op.name: typed.layouts.get(op.name, Replicated()) for op in graph}
+    casts = {(cast.user, cast.value): cast for cast in typed.casts}
+    values: dict[str, list[Array]] = {}
+    joined: dict[str, Array] = {}
+
+    def read(user: str, name: str) -> list[Array]:
+        cast = casts.get((user, name))
+        if cast is None:
+            return values[name]
+        source = Replicated() if isinstance(cast.source, Entered) else cast.source
+        return ranks.lay(ranks.join(values[name], source), cast.target)
+
+    for operation in graph:
+        name, shape = operation.name, operation.shape or ()
+        own = Shard(0, "batch") if shape and shape[0].per_sample else Replicated()
+        if operation.target == "input":
+            values[name] = ranks.lay(given[name], own)
+        elif operation.target in ("parameter", "buffer"):
+            values[name] = ranks.lay(given[name], layouts[name])
+        elif operation.target.startswith("aten."):
+            inputs = {value: read(name, value) for value in operation.inputs}
+            mine = [{value: x[r] for value, x in inputs.items()} for r in range(len(ranks))]
+            inside = name in parts.operations
+            becomes = typed.becomes.get(name, "") if inside else ""
+            values[name] = _on_ranks(operation, becomes, layouts, mine, ranks)
+            layout = layouts[name] if inside or name in typed.layouts else own
+            if inside or own != Replicated():
+                joined[name] = ranks.join(values[name], layout)
+    return joined
 
 
 def run_cut(

@@ -310,7 +310,7 @@ def test_a_split_needs_two_devices() -> None:
             4,
             [
                 "strategy.graph=2 nodes has parts that share devices, which are executed as a "
-                "replicate and a split of the head; use strategy=hybrid_split_dp, or one node"
+                "replicate, then splits of modules; use strategy=hybrid_split_dp, or one node"
             ],
         ),
     ],

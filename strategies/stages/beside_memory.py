@@ -12,7 +12,7 @@ from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.stages.placement import Staging
 
 
-def with_experts(
+def with_beside(
     job: Staging,
     stage: int,
     rest: MemoryEstimate,
@@ -21,7 +21,7 @@ def with_experts(
 ) -> MemoryEstimate:
     """Return the need of a member of `stage` that needs `rest` without its `experts`. These and
     `elements`, of the rest, are elements by the parameters' paths."""
-    keeper = job.keeper_of_experts(stage)
+    keeper = job.keeper_beside(stage)
     streamed = keeper is not None and keeper.streams and not job.cluster.on_cpu
     if streamed:
         beside = added(rest, _a_stack(job, experts))
@@ -45,7 +45,7 @@ def _apart(job: Staging, stage: int, experts: Mapping[str, float]) -> MemoryEsti
     """Return the need of experts that are on the device. Where copies partition the gradients of
     the rest, all those of the experts are taken to be there together; else they come as the
     backward makes them."""
-    elements, keeper = sum(experts.values()), job.keeper_of_experts(stage)
+    elements, keeper = sum(experts.values()), job.keeper_beside(stage)
     zero = keeper.zero if keeper else 0
     sizes = weights_bytes(experts, job.profile, job.training.precision, zero, False)
     optimizer = 4 * job.training.optimizer_states * elements + sizes.master

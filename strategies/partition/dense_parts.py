@@ -1,0 +1,288 @@
+"""Dense parts beside copies: MLPs, attention, tables, whose weights a shard group divides.
+
+Every member of a shard group runs the model for samples of its own. What a split would lay over the
+group (`choose_patterns`) runs on the samples of all of them, and all that a split would repeat on
+every member, on a member's own: where that one takes a whole value, rows are gathered (all-gather,
+and a reduce-scatter back), and where it gives one, parts are summed where their samples are
+(reduce-scatter, and an all-gather back). These are the bytes of sequence parallelism (Korthikanti
+et al. 2022, arXiv 2205.05198, section 4.2.2), along another dimension.
+
+What the layouts call whole (R) is, outside of the parts, a member's own rows (`Shard(dim, BATCH)`),
+or, of weights and what is made of them alone, a copy's (`ENTERED`): equal on all members, with a
+gradient that copies sum.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from whale_train.strategies.graph.operation_graph import (
+    HELD,
+    Operation,
+    OperationGraph,
+    Ref,
+    Size,
+)
+from whale_train.strategies.independence.states import (
+    Fixed,
+    Permutation,
+    PerSample,
+    RowPosition,
+    State,
+    batch_dims,
+)
+from whale_train.strategies.layouts.propagation import (
+    BATCH,
+    ENTERED,
+    RULES,
+    Cast,
+    Layout,
+    R,
+    Shard,
+    cast_kind,
+    differentiable,
+    written_value,
+)
+from whale_train.strategies.layouts.rules.reductions import batch_norm
+from whale_train.strategies.layouts.rules.views import fresh
+from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused
+from whale_train.strategies.tensor_parallel.choose import Sharded
+
+
+def dense_parts(
+    graph: OperationGraph,
+    operations: Sequence[str],
+    gives: Sequence[str],
+    states: Mapping[str, State],
+    typed: Sharded,
+) -> SplitParts:
+    """Return the parts of `operations` that `typed`, a split of all of them, lays over the group.
+    `gives` are the values that others want; `states` say how the graph's values hold samples.
+    Raises SplitRefused."""
+    return _Parts(graph, operations, gives, states, typed).found()
+
+
+def number_of(graph: OperationGraph, name: str) -> Size | None:
+    """Return a number of the graph that follows the batch, as `sym_size` reads it and products and
+    sums make it of others; None for any other value."""
+    operation = graph[name]
+    if operation.shape is not None:
+        return None
+    if operation.target == "aten.sym_size.int":
+        of, dim = operation.args
+        shape = graph[of.name].shape if isinstance(of, Ref) else None
+        return shape[dim] if shape is not None and isinstance(dim, int) else None
+    combine = _NUMBERS.get(operation.target)
+    if combine is None or len(operation.args) != 2:
+        return None
+    terms = [number_of(graph, x.name) if isinstance(x, Ref) else x for x in operation.args]
+    sizes = [Size(x) if isinstance(x, int) else x for x in terms]
+    first, second = sizes
+    if not isinstance(first, Size) or not isinstance(second, Size):
+        return None
+    return combine(first, second)
+
+
+def _product(a: Size, b: Size) -> Size | None:
+    if a.per_sample and b.per_sample:
+        return None
+    mixed = a.fixed * b.per_sample + a.per_sample * b.fixed
+    return Size(a.fixed * b.fixed, mixed)
+
+
+def _sum(a: Size, b: Size) -> Size:
+    return Size(a.fixed + b.fixed, a.per_sample + b.per_sample)
+
+
+_NUMBERS = {"<built-in function mul>": _product, "<built-in function add>": _sum}
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What of `operations` is `inside` the parts, and the casts on the way in and out."""
+
+    graph: OperationGraph
+    operations: Sequence[str]
+    gives: Sequence[str]
+    states: Mapping[str, State]
+    typed: Sharded
+
+    def found(self) -> SplitParts:
+        self._refuse_meetings()
+        laid = self.typed.assignment
+        assignment = replace(
+            laid,
+            layouts={name: laid.layouts[name] for name in laid.layouts if name in self._together},
+            casts=tuple(self._casts()),
+            random={name: whose for name, whose in laid.random.items() if name in self.inside},
+        )
+        return SplitParts(self.inside, replace(self.typed, assignment=assignment))
+
+    @cached_property
+    def inside(self) -> frozenset[str]:
+        """The operations that run on the samples of all members: what `typed` cuts, and, of what it
+        does not, what is made of numbers that are of all samples, or makes such, and has no rows
+        to pass between."""
+        laid, inside = self.typed.assignment, set[str]()
+        for operation in self._listed:
+            name = operation.name
+            cut = laid.layouts.get(name, R) != R or name in laid.becomes
+            if cut and name in self._samples:
+                inside.add(name)
+        before = -1
+        while before < len(inside):
+            before = len(inside)
+            inside |= {op.name for op in self._listed if self._joins(op, inside)}
+        return frozenset(inside)
+
+    def _joins(self, operation: Operation, inside: Collection[str]) -> bool:
+        """Return whether an operation has to be inside for those that are."""
+        name = operation.name
+        if self._is_number(name):
+            return any(x in inside for x in operation.inputs)
+        if operation.shape is None or name not in self._samples:
+            return False
+        whole = self.typed.assignment.layouts
+        reads = any(
+            x in inside and whole.get(x, R) == R and not self._is_number(x) and not self._cut(x)
+            for x in operation.inputs
+        )
+        return reads or (not self._cut(name) and any(x in inside for x in self.graph.users[name]))
+
+    @cached_property
+    def _together(self) -> Collection[str]:
+        """The values that are what a split makes of them: those inside, and shards of weights and
+        what is made of these alone. Of all others every member has a copy, or its own rows."""
+        laid = self.typed.assignment.layouts.items()
+        return self.inside | {x for x, layout in laid if layout != R and x not in self._samples}
+
+    @cached_property
+    def _listed(self) -> Sequence[Operation]:
+        chosen = set(self.operations)
+        held = ("input", "graph", "output", *HELD)
+        return [op for op in self.graph if op.name in chosen and op.target not in held]
+
+    @cached_property
+    def _samples(self) -> Collection[str]:
+        """The values that are made of the batch: all others are the same whatever it is."""
+        made = self.graph.descendants({op.name for op in self.graph if op.target == "input"})
+        return {
+            name
+            for name in made
+            if not isinstance(self.states.get(name), Fixed)
+            or batch_dims(self.graph[name].shape or ())
+        }
+
+    @property
+    def _loss(self) -> str:
+        return self.graph.operations[-1].inputs[0]
+
+    @cached_property
+    def _gradients(self) -> frozenset[str]:
+        return differentiable(self.graph)
+
+    def _is_number(self, name: str) -> bool:
+        operation = self.graph[name]
+        return operation.target == "aten.sym_size.int" or operation.target in _NUMBERS
+
+    def _refuse_meetings(self) -> None:
+        """Raise SplitRefused where a part would do to the samples of all members what is done to
+        those of a copy."""
+        for operation in self._listed:
+            name, changed = operation.name, written_value(operation)
+            if changed and (name in self.inside) != (changed in self.inside):
+                raise SplitRefused(f"{name} ({operation.target}) changes {changed} in place")
+            if name in self.inside and RULES.get(operation.target) is batch_norm:
+                raise SplitRefused(f"{name} ({operation.target}) normalises over the batch")
+
+    # --- Casts ---
+
+    def _casts(self) -> Iterator[Cast]:
+        known = {(cast.user, cast.value): cast for cast in self.typed.assignment.casts}
+        readers = [(op.name, op.inputs) for op in self._listed]
+        for user, values in (*readers, ("", tuple(self.gives))):
+            for value in values:
+                cast = known.get((user, value))
+                if (user in self._together) == (value in self._together):
+                    yield from (cast,) if cast is not None else ()
+                elif user in self._together:
+                    yield from self._entering(user, value, cast)
+                else:
+                    yield from self._leaving(user, value, cast)
+
+    def _entering(self, user: str, value: str, cast: Cast | None) -> Iterator[Cast]:
+        if self._is_number(value):
+            self._refuse_unknown_number(user, value)
+            yield Cast(user, value, "gather", Shard(0, BATCH), R)
+            return
+        target = cast.target if cast is not None else R
+        source: Layout | None = self._rows(user, value)
+        if source is None:
+            source = ENTERED if value in self._gradients else R
+        if source != target and (source, target) != (R, ENTERED):
+            yield Cast(user, value, cast_kind(source, target), source, target)
+
+    def _leaving(self, user: str, value: str, cast: Cast | None) -> Iterator[Cast]:
+        if self._is_number(value):
+            self._refuse_unknown_number(user, value)
+            yield Cast(user, value, "slice", R, Shard(0, BATCH))
+            return
+        if value == self._loss and not user:  # of all samples, it is every member's
+            yield from (cast,) if cast is not None else ()
+            return
+        if cast is None and self._reads_no_element(user, value):
+            return
+        source = cast.source if cast is not None else self.typed.assignment.layouts[value]
+        target: Layout = self._rows(user, value) or ENTERED
+        kind = cast_kind(source, target)
+        if kind == "reduce_scatter" and value in self._summed:
+            kind = "reduce_slice"
+        yield Cast(user, value, kind, source, target)
+
+    @cached_property
+    def _summed(self) -> Collection[str]:
+        """Values whose sum is there for who reads it inside."""
+        sums = ("reduce", "reduce_enter", "reduce_slice")
+        casts = self.typed.assignment.casts
+        return {x.value for x in casts if x.user in self._together and x.kind in sums}
+
+    def _reads_no_element(self, user: str, value: str) -> bool:
+        """Return whether `value` only says what a new tensor is like."""
+        operation = self.graph[user] if user else None
+        if operation is None:
+            return False
+        return RULES.get(operation.target) is fresh or (
+            operation.target == "aten.type_as.default" and operation.inputs[0] != value
+        )
+
+    def _rows(self, user: str, value: str) -> Shard | None:
+        """Return how the members' own rows make up a value that passes between all samples and
+        theirs; None for one that holds no sample's rows."""
+        if value not in self._samples:
+            return None
+        cut = self._cut(value)
+        if cut is None:
+            what = f"{value} ({self.graph[value].target})"
+            reader = f"{user} reads" if user else "another stage takes"
+            rule = "has no rows for each sample next to each other"
+            raise SplitRefused(f"{reader} {what}, which {rule}")
+        return cut
+
+    def _cut(self, value: str) -> Shard | None:
+        """Return the dimension of a value that has the rows of each sample next to each other, in
+        the batch's order; None if there is none."""
+        shape, state = self.graph[value].shape, self.states.get(value)
+        dims = batch_dims(shape) if shape is not None else []
+        if shape is None or len(dims) != 1 or shape[dims[0]].fixed:
+            return None
+        (dim,) = dims
+        in_order = isinstance(state, PerSample) and not state.order and state.before == 1
+        if in_order or (
+            shape[dim] == Size(0, 1) and not isinstance(state, RowPosition | Permutation)
+        ):
+            return Shard(dim, BATCH)
+        return None
+
+    def _refuse_unknown_number(self, user: str, value: str) -> None:
+        if number_of(self.graph, value) is None:
+            raise SplitRefused(f"{user} reads {value}, a number that follows the batch")

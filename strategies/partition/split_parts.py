@@ -1,0 +1,87 @@
+"""Parts of a model that are split beside copies of the rest, whatever they are made of.
+
+Members of a shard group run the model for samples of their own; a split part runs on rows of other
+members as well, with a shard of its weights. Which rows, and how they get there, its own module
+says: `routed_experts.py`, `dense_parts.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from whale_train.strategies.graph.operation_graph import OperationGraph
+from whale_train.strategies.layouts.propagation import BATCH, Assignment, Cast, Shard, cast_kind
+from whale_train.strategies.tensor_parallel.candidates import sees_otherwise
+from whale_train.strategies.tensor_parallel.choose import Sharded
+
+
+class SplitRefused(Exception):
+    """The parts cannot be told apart from the rest; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class SplitParts:
+    """Parts over a shard group: `operations` run on rows of other members as well, all others on
+    what comes of a member's own samples. `sharded` types the former."""
+
+    operations: frozenset[str]
+    sharded: Sharded
+
+
+def together(parts: Sequence[SplitParts]) -> SplitParts:
+    """Return several parts as one. What one gives and the next takes goes the shortest way. Raises
+    SplitRefused where two have the same weight, or the same operation."""
+    if len(parts) == 1:
+        return parts[0]
+    operations, weights = set[str](), set[str]()
+    casts: dict[tuple[str, str], Cast] = {}
+    for part in parts:
+        if both := sorted(weights & part.sharded.weights.keys()):
+            raise SplitRefused(f"two parts have {both[0]}")
+        if twice := sorted(operations & part.operations):
+            raise SplitRefused(f"two parts run {twice[0]}")
+        operations |= part.operations
+        weights |= part.sharded.weights.keys()
+        for cast in part.sharded.assignment.casts:
+            key = (cast.user, cast.value)
+            casts[key] = _through(casts[key], cast) if key in casts else cast
+    all_typed = [part.sharded.assignment for part in parts]
+    groups = [part.sharded.groups for part in parts]
+    joined = Assignment(
+        {name: layout for typed in all_typed for name, layout in typed.layouts.items()},
+        tuple(cast for cast in casts.values() if cast.source != cast.target),
+        {name: target for typed in all_typed for name, target in typed.becomes.items()},
+        tuple(name for typed in all_typed for name in typed.gathered),
+        {name: whose for typed in all_typed for name, whose in typed.random.items()},
+    )
+    sharded = Sharded(
+        joined,
+        {path: cut for part in parts for path, cut in part.sharded.weights.items()},
+        {axis: units for part in parts for axis, units in part.sharded.axes.items()},
+        {path: pattern for part in parts for path, pattern in part.sharded.patterns.items()},
+        range(max(x.start for x in groups), min(x.stop for x in groups)),
+    )
+    return SplitParts(frozenset(operations), sharded)
+
+
+def _through(first: Cast, second: Cast) -> Cast:
+    """Return the cast of a value from one part to another, of which one brings it to a member's own
+    rows, and the other takes it from there. Raises SplitRefused."""
+    for out, into in ((first, second), (second, first)):
+        cuts = (out.target, into.source)
+        if out.target == into.source and all(
+            isinstance(x, Shard) and x.axis == BATCH for x in cuts
+        ):
+            if out.source == into.target:
+                return Cast(out.user, out.value, out.kind, out.source, out.source)
+            kind = cast_kind(out.source, into.target)
+            return Cast(out.user, out.value, kind, out.source, into.target)
+    raise SplitRefused(f"{first.user} reads {first.value} of one part in another")
+
+
+def seen_weights(graph: OperationGraph, parameters: Mapping[str, str]) -> dict[str, str]:
+    """Return the paths of `parameters` by their operations, and by those that see one otherwise."""
+    found = dict(parameters)
+    for operation in graph:
+        if sees_otherwise(operation) and operation.inputs[0] in found:
+            found[operation.name] = found[operation.inputs[0]]
+    return found
