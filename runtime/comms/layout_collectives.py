@@ -12,6 +12,7 @@ differentiate; which cast goes where is decided elsewhere.
 | slice_         | R to S                       | slice          | all-gather     |
 | gather_enter   | S to an operand of other sharded work | all-gather | reduce-scatter |
 | reduce_scatter | P to S                       | reduce-scatter | all-gather     |
+| reshard        | S to S along another dimension | all-to-all   | all-to-all     |
 | once           | R to P                       | zeros but on the first | identity |
 | repeated       | what copies have alike to R  | identity       | zeros but on the first |
 
@@ -139,6 +140,23 @@ def reduce_scatter(x: Tensor, dim: int, shards: ShardGroup, outer: int = 1) -> T
     return linear(x, partial(_sum_slice, place=place), partial(_all_gather, place=place))
 
 
+def reshard(
+    x: Tensor, from_dim: int, from_outer: int, source: ShardGroup,
+    dim: int, outer: int, shards: ShardGroup,
+) -> Tensor:  # fmt: skip
+    """Return my shard of `dim` of an `x` that is sharded along `from_dim` over the same members:
+    each sends every other what it has of that one's shard."""
+    if len(shards.sizes) == 1:
+        return x
+    have = _ShardedDim(from_dim % x.dim(), from_outer, source)
+    want = _ShardedDim(dim % x.dim(), outer, shards)
+    if have.dim == want.dim:
+        return slice_(gather(x, from_dim, from_outer, source), dim, outer, shards)
+    return linear(
+        x, partial(_exchanged, have=have, want=want), partial(_exchanged, have=want, want=have)
+    )
+
+
 def shard_of(
     tensor: Tensor, layout: PlannedShard, intervals: Sequence[tuple[int, int]], index: int
 ) -> Tensor:
@@ -244,15 +262,40 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _my_slice(x: Tensor, place: _ShardedDim) -> Tensor:
-    """Return my slice as a copy: a view would keep the whole of `x` alive for as long as the shard
-    is."""
-    shards = place.shards
-    whole, shape = place.folded(x, shards.total), place.unfolded(x, shards.total, shards.size)
+    return _slice(x, place, place.shards.rank)
+
+
+def _slice(x: Tensor, place: _ShardedDim, member: int) -> Tensor:
+    """Return the slice of a member as a copy: a view would keep the whole of `x` alive for as long
+    as the shard is."""
+    shards, size = place.shards, place.shards.sizes[member]
+    whole, shape = place.folded(x, shards.total), place.unfolded(x, shards.total, size)
     if len(shards.pieces) > 1:
-        parts = [whole.narrow(1, start, size) for start, size in place.ranges(shards.rank)]
+        parts = [whole.narrow(1, start, length) for start, length in place.ranges(member)]
         return torch.cat(parts, 1).view(shape)
-    mine = whole.narrow(1, shards.start, shards.size)
-    return mine.clone(memory_format=torch.contiguous_format).view(shape)
+    its = whole.narrow(1, sum(shards.sizes[:member]), size)
+    return its.clone(memory_format=torch.contiguous_format).view(shape)
+
+
+def _exchanged(x: Tensor, have: _ShardedDim, want: _ShardedDim) -> Tensor:
+    """Return my shard of the dimension of `want` of an `x` of which I have that of `have`."""
+    if x.dtype == torch.bool:  # gloo has no bool
+        return _exchanged(x.view(torch.uint8), have, want).view(torch.bool)
+    mine, members = have.shards.size, range(len(have.shards.sizes))
+    parts = [_slice(x, want, member) for member in members]
+    own = parts[have.shards.rank]
+    shapes = [have.unfolded(own, mine, size) for size in have.shards.sizes]
+    sizes = [math.prod(shape) for shape in shapes]
+    came = x.new_empty(sum(sizes))
+    sent = [part.numel() for part in parts]
+    dist.all_to_all_single(
+        came, torch.cat([part.view(-1) for part in parts]), sizes, sent, group=have.shards.group
+    )
+    received = zip(torch.split(came, sizes), shapes, have.shards.sizes, strict=True)
+    folded = [have.folded(each.view(shape), size) for each, shape, size in received]
+    if len(have.shards.pieces) > 1:
+        folded = _in_order(folded, have)
+    return torch.cat(folded, 1).view(have.unfolded(own, mine, have.shards.total))
 
 
 def _all_gather(x: Tensor, place: _ShardedDim) -> Tensor:
@@ -279,7 +322,7 @@ def _all_gather(x: Tensor, place: _ShardedDim) -> Tensor:
     return torch.cat(pieces, dim=1).view(shape)
 
 
-def _in_order(gathered: Tensor, place: _ShardedDim) -> list[Tensor]:
+def _in_order(gathered: Sequence[Tensor] | Tensor, place: _ShardedDim) -> list[Tensor]:
     """Return every member's part of every piece, piece by piece."""
     members = range(len(place.shards.sizes))
     offsets = [0 for _ in members]

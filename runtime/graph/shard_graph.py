@@ -27,6 +27,7 @@ from whale_train.runtime.comms.layout_collectives import (
     reduce,
     reduce_scatter,
     repeated,
+    reshard,
     slice_,
 )
 from whale_train.runtime.graph.block_modules import BLOCK, MODULE
@@ -296,6 +297,8 @@ class _Writer:
             return self.rows_elsewhere(cast, node)
         if cast.kind == EXCHANGE:
             return self.exchanged(cast, "ends")
+        if cast.kind == "reshard":
+            return self.resharded(cast, node)
         key: tuple[Any, ...] = (value,)
         for kind, laid in _steps(cast):
             key = (*key, kind, laid)
@@ -304,6 +307,34 @@ class _Writer:
                 self.cast_nodes[key] = self.call(None, function, [node], kind)
             node = self.cast_nodes[key]
         return node
+
+    def resharded(self, cast: PlannedCast, node: fx.Node) -> fx.Node:
+        """`node` cut along another dimension; once a value and cut."""
+        assert cast.source is not None
+        assert cast.shard is not None
+        key = (cast.value, cast.kind, cast.source, cast.shard)
+        if key not in self.cast_nodes:
+            have, want = cast.source, cast.shard
+            function = partial(
+                reshard,
+                from_dim=have.dim,
+                from_outer=have.outer,
+                source=self.shards(have, cast.value),
+                dim=want.dim,
+                outer=want.outer,
+                shards=self.shards(want, cast.value),
+            )
+            self.cast_nodes[key] = self.call(None, function, [node], cast.kind)
+        return self.cast_nodes[key]
+
+    def shards(self, laid: Laid, value: str) -> ShardGroup:
+        """Return who holds how much of the dimension of a value that is cut so."""
+        rows = 1
+        if laid.axis == BATCH:
+            size = size_of(self.values[value].shape[laid.dim])
+            assert size is not None
+            rows = size.per_sample
+        return self.place.along(laid, rows)
 
     def number(self, cast: PlannedCast) -> int:
         """Return a number that follows the batch: the own samples', or all that are gathered."""
@@ -344,12 +375,7 @@ class _Writer:
     def collective(self, kind: str, laid: Laid | None, value: str) -> Callable[..., Tensor]:
         if laid is None:
             return partial(_WITHOUT_CUT[kind], group=self.place.group)
-        rows = 1
-        if laid.axis == BATCH:
-            size = size_of(self.values[value].shape[laid.dim])
-            assert size is not None
-            rows = size.per_sample
-        dim, outer, shards = laid.dim, laid.outer, self.place.along(laid, rows)
+        dim, outer, shards = laid.dim, laid.outer, self.shards(laid, value)
         cutting: dict[str, Callable[..., Tensor]] = {
             "gather": gather,
             "slice": slice_,
@@ -429,8 +455,6 @@ _CUTTING = ("slice", "reduce_scatter", "reduce_slice", "repeated_slice", "reshar
 
 def _steps(cast: PlannedCast) -> list[tuple[str, Laid | None]]:
     """Return the collectives of a cast, each with the cut that it makes or undoes."""
-    if cast.kind == "reshard":
-        return [("gather", cast.source), ("slice", cast.shard)]
     return [
         (step, cast.shard if step not in _WITHOUT_CUT else None)
         for step in _TWO_STEPS.get(cast.kind, (cast.kind,))

@@ -32,7 +32,9 @@ def cast_times(
         num_bytes = moved_bytes(graph, value, samples, precision)
         gather = gather_time_s(num_bytes, members, link)
         reduce = all_reduce_time_s(num_bytes, members, link)
-        price = {"g": gather, "r": reduce, "-": 0.0}
+        # Of an all-to-all every member sends what it has, and a gather passes on what all have.
+        exchange = gather_time_s(num_bytes / members, members, link)
+        price = {"g": gather, "r": reduce, "x": exchange, "-": 0.0}
         forward, backward = _COLLECTIVES[kind]
         total += Times(price[forward], price[backward])
     return total
@@ -86,7 +88,7 @@ def bridge_time_s(
 
 
 # Design §7's table: what each cast is forward and backward; an all-reduce, a gather (or a
-# reduce-scatter, which moves as much), nothing.
+# reduce-scatter, which moves as much), an all-to-all, nothing.
 _COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "enter": ("-", "r"),
     "reduce": ("r", "-"),
@@ -96,7 +98,7 @@ _COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "reduce_scatter": ("g", "g"),
     "reduce_enter": ("r", "r"),
     "reduce_slice": ("r", "g"),
-    "reshard": ("g", "g"),
+    "reshard": ("x", "x"),
     "once": ("-", "-"),
     "repeated": ("-", "-"),
     "repeated_slice": ("-", "g"),

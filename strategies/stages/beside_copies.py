@@ -15,7 +15,7 @@ from whale_train.strategies.graph.operation_graph import (
 from whale_train.strategies.independence.states import PerSample
 from whale_train.strategies.partition.dense_parts import dense_parts
 from whale_train.strategies.partition.head_partition import CutRefused, HeadCut, cut_head
-from whale_train.strategies.partition.output_head import find_heads, matching
+from whale_train.strategies.partition.output_head import Head, find_heads, matching
 from whale_train.strategies.partition.pipeline_partition import (
     Slice,
     is_inside,
@@ -30,7 +30,7 @@ def split_parts(
     job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
 ) -> SplitParts | None:
     """Return all that the splits beside the copies of a stage's rest name, over its devices; None
-    where that is the head, which `head_cut` cuts off. Raises PlanError."""
+    where that is the head alone, which `head_cut` cuts off. Raises PlanError."""
     splits, found = job.form.stages[stage].splits, list[SplitParts]()
     for split in splits:
         named = named_weights(job, part, shared, split)
@@ -38,10 +38,9 @@ def split_parts(
         if parts is None and (not named or _is_head(job, split)):
             if len(splits) == 1:
                 return None
-            rule = "is the head, which is split beside copies of all that is left"
-            remedy = "use one split beside the replicate, or name other modules"
-            value = ", ".join(split.modules)
-            raise PlanError([Fault(f"{split.path}.modules", value, rule, remedy)])
+            profile = job.profile if job.chunk_count == 1 else _profile_of(job, part)
+            named = frozenset({_head_of(job, part, shared, split, profile).weight})
+            split = replace(split, dim="auto")  # the one the head has, whatever is called so
         if parts is not None and split.patterns:
             rule = "says how weights of modules are cut, and these are experts"
             raise PlanError([Fault(f"{split.path}.patterns", "", rule, "leave it out")])
@@ -186,21 +185,39 @@ def head_cut(
     has no such head, or one that cannot be split."""
     form = job.form.stages[stage]
     assert form.split is not None
-    alone = job.chunk_count == 1
-    profile = job.profile if alone else _profile_of(job, part)
+    profile = job.profile if job.chunk_count == 1 else _profile_of(job, part)
+    head = _head_of(job, part, shared, form.split, profile)
+    key, value = f"{form.split.path}.modules", ", ".join(form.split.modules)
+    try:
+        cut = cut_head(profile, head)
+    except CutRefused as refusal:
+        rule = f"is {head.module or 'the output'}, which cannot be split from the rest: {refusal}"
+        raise PlanError([Fault(key, value, rule, _instead_of_head(job))]) from None
+    if profile.batch_norm_modules and len(cut.segments) > 2:
+        rule = "is tied to an embedding, in a model with BatchNorm: not executed yet"
+        raise PlanError([Fault(form.split.path, "", rule, "use strategy=dp")])
+    return cut
+
+
+def _head_of(
+    job: Staging,
+    part: Slice,
+    shared: Mapping[str, tuple[int, ...]],
+    split: Split,
+    profile: ModelProfile,
+) -> Head:
+    """Return the head that a split beside copies names, in a slice with its `profile`. Raises
+    PlanError where there is none."""
     gives_loss = job.graph.operations[-1].inputs[0] in part.operations
     all_heads = find_heads(profile) if gives_loss else ()
-    heads = matching(all_heads, form.split.modules)
-    key, value = f"{form.split.path}.modules", ", ".join(form.split.modules)
-    remedy = "use another stage for it, or a split of the whole stage"
-    if alone:
-        remedy = "use strategy=dp or a zero strategy"
-    faults = []
+    heads = matching(all_heads, split.modules)
+    key, value = f"{split.path}.modules", ", ".join(split.modules)
+    faults, remedy = [], _instead_of_head(job)
     if name := _not_by_sample(job, part.takes):
         rule = f"shares the samples, and {name}, which enters its stage, has no batch first"
         faults.append(Fault(key, value, rule, remedy))
     if not heads:
-        where = profile.name if alone else span(part.modules)
+        where = profile.name if job.chunk_count == 1 else span(part.modules)
         rule = f"finds no output projection in {where}"
         if all_heads:
             rule = f"names no output projection of {where}"
@@ -212,15 +229,13 @@ def head_cut(
         faults.append(Fault(key, value, rule, "untie it, or split whole stages"))
     if faults:
         raise PlanError(faults)
-    try:
-        cut = cut_head(profile, heads[0])
-    except CutRefused as refusal:
-        rule = f"is {heads[0].module or 'the output'}, which cannot be split from the rest: "
-        raise PlanError([Fault(key, value, f"{rule}{refusal}", remedy)]) from None
-    if profile.batch_norm_modules and len(cut.segments) > 2:
-        rule = "is tied to an embedding, in a model with BatchNorm: not executed yet"
-        raise PlanError([Fault(form.split.path, "", rule, "use strategy=dp")])
-    return cut
+    return heads[0]
+
+
+def _instead_of_head(job: Staging) -> str:
+    if job.chunk_count == 1:
+        return "use strategy=dp or a zero strategy"
+    return "use another stage for it, or a split of the whole stage"
 
 
 def _profile_of(job: Staging, part: Slice) -> ModelProfile:

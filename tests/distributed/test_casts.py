@@ -109,6 +109,12 @@ def in_pieces(dim: int, outer: int, pieces: tuple[tuple[int, ...], ...]) -> tupl
     (piece.pow(3) * part(drawn(5, *y.shape), dim, outer, pieces, rank)).sum().backward()
     scattered = casts.reduce_scatter(whole * (rank + 1), dim, shards, outer)
     assert torch.equal(casts.gather_enter(mine, dim, shards, outer), y)
+    other, last = (dim + 1) % 3, [0] * (len(sizes) - 2)
+    rows = (1, whole.shape[(dim + 1) % 3] - 1, *last)
+    there = casts.reshard(mine.detach(), dim, outer, shards, other, 1, shard_group(rows))
+    assert torch.equal(there, shard(whole, other, 1, rows, rank))
+    back = casts.reshard(there, other, 1, shard_group(rows), dim, outer, shards)
+    assert torch.equal(back, mine.detach())
     return y.detach(), mine.grad, piece.detach(), replicated.grad, scattered
 
 
@@ -218,6 +224,43 @@ def test_gather_enter_and_reduce_scatter(dim: int, sizes: tuple[int, ...], nativ
     for rank, (found, grad) in enumerate(run_ranks(resharded, len(sizes), dim, sizes, natively)):
         torch.testing.assert_close(found, shard(y, dim, 1, sizes, rank))
         torch.testing.assert_close(grad, shard(whole.grad, dim, 1, sizes, rank))
+
+
+def exchanged(
+    ends: tuple[tuple[int, int], tuple[int, int]], sizes: tuple[tuple[int, ...], ...]
+) -> tuple[Tensor, ...]:
+    """S along one dimension to S along another, of a value that each member does other work on."""
+    rank = dist.get_rank()
+    (from_dim, from_outer), (dim, outer) = ends
+    shape = [3, 4, 5]
+    shape[from_dim], shape[dim] = from_outer * sum(sizes[0]), outer * sum(sizes[1])
+    mine = shard(drawn(6, *shape), from_dim, from_outer, sizes[0], rank).requires_grad_()
+    groups = [shard_group(each) for each in sizes]
+    y = casts.reshard(mine, from_dim, from_outer, groups[0], dim, outer, groups[1])
+    (y.pow(2) * shard(drawn(7, *shape), dim, outer, sizes[1], rank)).sum().backward()
+    flags = casts.reshard(mine.detach() > 0, from_dim, from_outer, groups[0], dim, outer, groups[1])
+    assert torch.equal(flags, y.detach() > 0)
+    return y.detach(), mine.grad
+
+
+@pytest.mark.parametrize("sizes", [((2, 1), (1, 3)), ((2, 2), (3, 3)), ((1, 3, 2), (2, 0, 1))])
+@pytest.mark.parametrize(
+    "ends",
+    [((0, 1), (2, 1)), ((2, 1), (0, 1)), ((2, 3), (0, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 1))],
+)
+def test_reshard(
+    ends: tuple[tuple[int, int], tuple[int, int]], sizes: tuple[tuple[int, ...], ...]
+) -> None:
+    if ends[0][0] == ends[1][0]:  # along one dimension, in other parts
+        sizes = (sizes[0], tuple(reversed(sizes[0])))
+    (from_dim, from_outer), (dim, outer) = ends
+    shape = [3, 4, 5]
+    shape[from_dim], shape[dim] = from_outer * sum(sizes[0]), outer * sum(sizes[1])
+    whole = drawn(6, *shape).requires_grad_()
+    (whole.pow(2) * drawn(7, *shape)).sum().backward()
+    for rank, (found, grad) in enumerate(run_ranks(exchanged, len(sizes[0]), ends, sizes)):
+        torch.testing.assert_close(found, shard(whole, dim, outer, sizes[1], rank))
+        torch.testing.assert_close(grad, shard(whole.grad, from_dim, from_outer, sizes[0], rank))
 
 
 def other_dtypes(sizes: tuple[int, ...]) -> list[Tensor]:

@@ -11,6 +11,10 @@ from tests.distributed import test_parallel_strategies as strategies
 from tests.distributed import test_routed_experts as mixtures
 from tests.distributed.cases import OPTIMIZERS, TOLERANCE, hardware
 from tests.distributed.equality import Jobs, assert_equal
+from tests.distributed.served import Served
+from tests.distributed.test_rehearse import rehearsed
+
+from whale_train.rehearsal import Rehearsal
 
 MODELS = strategies.MODELS | {name: ("tokens", x) for name, x in mixtures.MODELS.items()}
 # What of a model is split, one entry a split.
@@ -21,13 +25,14 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "both": ('modules: "*.mlp"', 'modules: "*.attn"'),
         "table": ("modules: transformer.wte",),  # which is the head as well
         "all": ("dim: tensor",),
+        "all_but": ("modules: head, dim: vocabulary", 'modules: ["*.mlp", "*.attn"]'),
     },
     "llama": {
         "mlp": ('modules: "*.mlp"',),
         "both": ('modules: ["*.mlp", "*.self_attn"]',),
         "table": ("modules: model.embed_tokens, dim: vocabulary",),
         "all": ("dim: tensor",),
-        "head": ("modules: lm_head, dim: tensor", 'modules: "*.mlp"'),
+        "head": ("modules: head", 'modules: "*.mlp"'),
         "by_hand": (
             'modules: "*.mlp", patterns: {model.layers.1.mlp.down_proj.weight: replicate}',
         ),
@@ -84,6 +89,7 @@ def graph(strategy: str, parts: tuple[str, ...]) -> tuple[int, str, tuple[float,
             strategies.pipeline(f"[{stage}, {stage}]", micro_batches=2),
             (3, 2, 1, 1),
         ),
+        "last_stage": (3, strategies.pipeline(f"[{{stage: {{}}}}, {stage}]", micro_batches=2), ()),
         "one_stage": (3, strategies.pipeline(f"[{stage}, {{stage: {{}}}}]", micro_batches=2), ()),
         "zero_bubble": (4, strategies.pipeline(f"[{stage}, {stage}]", "zero_bubble", 2), ()),
         "recompute": (
@@ -107,6 +113,8 @@ CASES = [
     ("llama", "all", "two_of_2_zero1", "momentum"),
     ("llama", "table", "over3_unlike", "momentum"),
     ("llama", "mlp", "offload", "sgd"),
+    ("llama", "head", "last_stage", "sgd"),
+    ("gpt2", "all_but", "two_of_2_zero1", "sgd"),
     ("llama", "mlp", "on_hosts", "sgd"),
     ("llama", "both", "pipeline_unlike", "sgd"),
     ("llama", "mlp", "zero_bubble", "sgd"),
@@ -161,3 +169,35 @@ def test_steps_in_parts_clipped_or_evaluated(
 ) -> None:
     split, single = overrides(arrays, "llama", "both", "over3_unlike", "sgd", *extra)
     assert_equal(jobs.run(split), jobs.run(single), TOLERANCE)
+
+
+MEMORY = 0.05  # how far a plan's memory may be from that of the rehearsed rank
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("copies", "parts"),
+    [
+        ("{}", ('modules: ["*.expand", "*.contract"]',)),
+        ("{zero: 1}", ("dim: tensor",)),
+        ("{zero: 1}", ("modules: token", 'modules: "*.attention"')),
+        ("{}", ("modules: head", 'modules: "*.expand"')),
+    ],
+)
+def test_ranks_need_what_was_planned(
+    copies: str, parts: tuple[str, ...], precision: str, served: Served
+) -> None:
+    found = Rehearsal.from_json(
+        served.ask(
+            rehearsed,
+            overrides=[
+                *("model=gpt", "model.depth=4", "model.width=1024", "model.heads=8"),
+                *("model.vocab_size=8192", "data=text", "data.sequence_length=128"),
+                *("train.global_batch=32", f"train.precision={precision}", "hardware=dgx_a100"),
+                f"strategy.graph={beside(parts, copies)}",
+            ],
+        )
+    )
+    assert found.is_clean
+    for kind in found.kinds:
+        assert kind.peak == pytest.approx(kind.planned, rel=MEMORY)
