@@ -8,10 +8,12 @@ the last expert are nobody's: they stay, and come back as zeros.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from whale_train.runtime.comms.layout_collectives import ShardGroup, linear
@@ -77,6 +79,78 @@ def combine(rows: Tensor, where: Exchange) -> Tensor:
     return linear(rows, lambda x: _to_owners(x, where), lambda x: _to_experts(x, where))
 
 
+@dataclass
+class _Way:
+    """An all-to-all that goes on: what comes, and what is sent, which it reads."""
+
+    came: Tensor
+    sent: Tensor
+    work: dist.Work
+
+    def end(self, group: dist.ProcessGroup) -> Tensor:
+        """Return what came. A wait in vain is told by the name `group`
+        (runtime/failures/timeout_frames.py)."""
+        self.work.wait()
+        return self.came
+
+
+@dataclass(frozen=True)
+class Returning:
+    """Rows on their way back from their experts: [rows sent, width], which are there when the
+    `ways` has ended."""
+
+    rows: Tensor
+    where: Exchange
+    ways: list[_Way]
+
+
+def combine_begin(rows: Tensor, where: Exchange) -> Returning:
+    """Send what came back, as `combine` does, without waiting for what others send. Its backward
+    waits for the gradients that that of `combine_end` has begun to send."""
+    ways: list[_Way] = []
+    back: Tensor = _Begin.apply(rows, where, ways)  # type: ignore[no-untyped-call]
+    return Returning(back, where, ways)
+
+
+def combine_end(returning: Returning) -> Tensor:
+    """Return what `combine` would."""
+    where, ways = returning.where, returning.ways
+    ended: Tensor = _End.apply(returning.rows, where, ways)  # type: ignore[no-untyped-call]
+    return ended
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, where: Exchange, ways: list[_Way]) -> Tensor:
+        ctx.where, ctx.ways = where, ways
+        by_sender = rows.index_select(0, where.inverse)
+        ways.append(_begun(by_sender, where.received, where.sent, where.group))
+        return ways[0].came
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # Not `grads`: what comes has another shape than what was sent.
+        came = ctx.ways.pop().end(ctx.where.group)
+        return came.index_select(0, ctx.where.order), None, None
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, back: Tensor, where: Exchange, ways: list[_Way]) -> Tensor:
+        ctx.where, ctx.ways = where, ways
+        ways.pop().end(where.group)
+        return _with_those_that_stayed(back, where)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        where: Exchange = ctx.where
+        sent = grads[0][: sum(where.sent)]
+        ctx.ways.append(_begun(sent, where.sent, where.received, where.group))
+        return sent, None, None
+
+
 def _to_experts(rows: Tensor, where: Exchange) -> Tensor:
     came = _sent(rows[: sum(where.sent)], where.sent, where.received, where.group)
     return came.index_select(0, where.order)
@@ -85,11 +159,22 @@ def _to_experts(rows: Tensor, where: Exchange) -> Tensor:
 def _to_owners(rows: Tensor, where: Exchange) -> Tensor:
     by_sender = rows.index_select(0, where.inverse)
     back = _sent(by_sender, where.received, where.sent, where.group)
+    return _with_those_that_stayed(back, where)
+
+
+def _with_those_that_stayed(back: Tensor, where: Exchange) -> Tensor:
     stayed = where.rows - len(back)
-    return functional.pad(back, (0, 0) * (back.dim() - 1) + (0, stayed)) if stayed else back
+    if not stayed:
+        return back.view_as(back)
+    return functional.pad(back, (0, 0) * (back.dim() - 1) + (0, stayed))
 
 
 def _sent(rows: Tensor, out: list[int], back: list[int], group: dist.ProcessGroup) -> Tensor:
-    came = rows.new_empty(sum(back), *rows.shape[1:])
-    dist.all_to_all_single(came, rows.contiguous(), back, out, group=group)
-    return came
+    return _begun(rows, out, back, group).end(group)
+
+
+def _begun(rows: Tensor, out: list[int], back: list[int], group: dist.ProcessGroup) -> _Way:
+    came, sent = rows.new_empty(sum(back), *rows.shape[1:]), rows.contiguous()
+    work = dist.all_to_all_single(came, sent, back, out, group=group, async_op=True)
+    assert work is not None
+    return _Way(came, sent, work)

@@ -31,6 +31,7 @@ from whale_train.runtime.comms.layout_collectives import (
     slice_,
 )
 from whale_train.runtime.graph.block_modules import BLOCK, MODULE
+from whale_train.runtime.graph.delay_combines import delay_combines
 from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_ops import Laid, local_call
@@ -123,6 +124,7 @@ def write_segment_graph(
     writer = _Writer(written, source, canonical, place, counts)
     graph, paths, inputs = writer.write(segment.takes, segment.gives)
     join_rms_norms(graph)
+    delay_combines(graph)
     if place.device.type != "cpu":
         group_keys(graph)
     segment.set_graph(counts is None, graph, paths, inputs)
