@@ -59,11 +59,21 @@ def routing_times(
             counts_s = all_to_all_time_s(cluster, ranks, told)
             total += Times(counts_s, 0.0)
         else:
-            rows_s = all_to_all_time_s(
-                cluster, ranks, moved_bytes(graph, value, samples, precision)
-            )
+            rows_s = rows_time_s(graph, value, precision, cluster, ranks, samples)
             total += Times(rows_s, rows_s)
     return total
+
+
+def rows_time_s(
+    graph: OperationGraph,
+    value: str,
+    precision: str,
+    cluster: Cluster,
+    ranks: Sequence[int],
+    samples: float,
+) -> float:
+    """Return the seconds in which the rows `value` of `samples` go one way."""
+    return all_to_all_time_s(cluster, ranks, moved_bytes(graph, value, samples, precision))
 
 
 ROUTES = (DISPATCH, COMBINE, EXCHANGE)  # kinds of casts that are not between layouts

@@ -10,7 +10,13 @@ of a mixture is done to rows where they are. After GShard (arXiv 2006.16668) and
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from whale_train.strategies.graph.operation_graph import OperationGraph, Size
+from whale_train.strategies.graph.operation_graph import (
+    LOWERED,
+    Operation,
+    OperationGraph,
+    Size,
+    kind_of,
+)
 from whale_train.strategies.layouts.propagation import (
     RULES,
     Assignment,
@@ -19,6 +25,7 @@ from whale_train.strategies.layouts.propagation import (
     Layout,
     Shard,
     assign,
+    written_value,
 )
 from whale_train.strategies.layouts.rules.matmul import grouped_mm
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, EXCHANGE, Routed, Typed
@@ -82,6 +89,27 @@ def mixtures_of(graph: OperationGraph) -> dict[str, int]:
             (experts,) = graph[ends].shape or (Size(0),)
             found.setdefault(ends, experts.fixed)
     return found
+
+
+def under_rows(graph: OperationGraph, block: Sequence[Operation], value: str) -> tuple[str, ...]:
+    """Return the operations of a `block` that run while the rows `value` come back from their
+    experts (runtime/graph/delay_combines.py): products, and what is made of them, that neither lead
+    to the rows nor are made of them. None where the block changes values in place."""
+    if any(written_value(operation) for operation in block):
+        return ()
+    leads, made = {value}, {value}
+    for operation in reversed(block):
+        if operation.name in leads:
+            leads.update(operation.inputs)
+    worked: dict[str, None] = {}
+    for operation in block:
+        if not made.isdisjoint(operation.inputs):
+            made.add(operation.name)
+        elif operation.name not in leads and (
+            kind_of(operation) in LOWERED or not worked.keys().isdisjoint(operation.inputs)
+        ):
+            worked[operation.name] = None
+    return tuple(worked)
 
 
 def router_biases_of(graph: OperationGraph, mixtures: Mapping[str, int]) -> dict[str, str]:

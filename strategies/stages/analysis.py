@@ -4,7 +4,7 @@ Pipeline cuts, weight shardings and prices of slices are computed once: neighbou
 the same ones.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -12,7 +12,13 @@ from typing import Any, TypeVar
 
 from whale_train.errors import PlanError
 from whale_train.strategies.cost.op_cost import Prices
-from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph, block_of
+from whale_train.strategies.graph.operation_graph import (
+    HELD,
+    ModelProfile,
+    Operation,
+    OperationGraph,
+    block_of,
+)
 from whale_train.strategies.graph.saved_tensors import View
 from whale_train.strategies.independence.judge import Judgement, judge, states_of
 from whale_train.strategies.independence.states import State
@@ -24,6 +30,7 @@ from whale_train.strategies.partition.routed_experts import (
     mixtures_of,
     route_experts,
     router_biases_of,
+    under_rows,
 )
 from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused
 from whale_train.strategies.tensor_parallel.choose import Sharded
@@ -159,6 +166,20 @@ class Findings:
     def mixtures(self) -> Mapping[str, int]:
         """The experts of every mixture, by the value that says where their rows end."""
         return mixtures_of(self.graph) if self.profile.graph is not None else {}
+
+    @cached_property
+    def blocks(self) -> Mapping[str, Sequence[Operation]]:
+        """The operations of every block, in order."""
+        found: dict[str, list[Operation]] = {}
+        for operation in self.graph:
+            if operation.target not in HELD:
+                found.setdefault(block_of(operation.module), []).append(operation)
+        return found
+
+    def under_rows(self, value: str) -> tuple[str, ...]:
+        """Return what runs while the rows `value` come back from their experts."""
+        block = self.blocks[block_of(self.graph[value].module)]
+        return self.once(("under", value), lambda: under_rows(self.graph, block, value))
 
     @cached_property
     def router_biases(self) -> Mapping[str, str]:

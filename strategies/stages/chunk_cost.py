@@ -5,10 +5,17 @@ from functools import partial
 
 from whale_train.strategies.cost.collectives import group_link
 from whale_train.strategies.cost.op_cost import part_of
-from whale_train.strategies.cost.resharding import ROUTES, bridge_time_s, cast_times, routing_times
+from whale_train.strategies.cost.resharding import (
+    ROUTES,
+    bridge_time_s,
+    cast_times,
+    routing_times,
+    rows_time_s,
+)
 from whale_train.strategies.cost.roofline import Times, whole_times
 from whale_train.strategies.hardware.cluster import Device, Link
 from whale_train.strategies.layouts.propagation import BATCH
+from whale_train.strategies.layouts.types import COMBINE
 from whale_train.strategies.partition.head_partition import Segment
 from whale_train.strategies.schedule.apportion import apportion_by_time, most_shared, tile
 from whale_train.strategies.stages.fused_accumulation import named_in_place
@@ -123,6 +130,7 @@ class ChunkTimes:
             members = [self._split(number, i, rank, samples) for i, rank in enumerate(ranks)]
         slowest = max(members, key=lambda times: times.total)
         moved = self._casts(chunk, ranks, samples, link)
+        moved += self._under_products(chunk, ranks, samples, shares)
         if chunk.stage in self.recomputed:
             recomputation = Times(backward_input=slowest.forward + moved.forward)
             slowest, moved = slowest + recomputation, moved + Times(backward_input=moved.forward)
@@ -158,6 +166,34 @@ class ChunkTimes:
                 partial(named_in_place, self.job, chunk),
             )  # fmt: skip
         return total
+
+    def _under_products(
+        self, chunk: StageChunk, ranks: Sequence[int], samples: int, shares: Sequence[int]
+    ) -> Times:
+        """Return, less than nothing, the times of rows that come back from experts while all of
+        `ranks` have products to run."""
+        job, hidden = self.job, Times()
+        nodes = {job.cluster.node_of[rank] for rank in ranks}
+        by_memory = job.cluster.shared_memory is not None and len(nodes) == 1
+        if chunk.sharded is None or not chunk.expert_axes or by_memory:  # who copies does no else
+            return hidden
+        casts = chunk.sharded.assignment.casts
+        for value in dict.fromkeys(cast.value for cast in casts if cast.kind == COMBINE):
+            under = job.findings.under_rows(value)
+            if not under:
+                continue
+            rows_s = rows_time_s(
+                job.graph, value, job.training.precision, job.cluster, ranks, samples
+            )
+            runs = [
+                job.findings.prices.times(
+                    ("under", value), under, job.cluster.devices[rank], shares[index]
+                )
+                for index, rank in enumerate(ranks)
+            ]
+            back = min(run.backward_input + run.backward_weight for run in runs)
+            hidden += Times(-min(rows_s, *(run.forward for run in runs)), -min(rows_s, back))
+        return hidden
 
     def _casts(self, chunk: StageChunk, ranks: Sequence[int], samples: int, link: Link) -> Times:
         """Return the times of a shard group's collectives."""

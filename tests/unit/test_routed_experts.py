@@ -64,6 +64,52 @@ def test_what_runs_where_experts_are(mixture: ModelProfile) -> None:
     assert casts == {"dispatch": 2, "exchange": 4, "combine": 2}
 
 
+@pytest.fixture(scope="module")
+def with_shared() -> ModelProfile:
+    config = {
+        **{"vocab_size": 31, "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16},
+        **{"intermediate_size": 64, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
+        **{"shared_expert_intermediate_size": 256, "decoder_sparse_step": 1},
+    }
+    options = {
+        "_target_": "whale_train.models.build.hugging_face",
+        **{"architecture": "Qwen2MoeForCausalLM", "config": config, "loss": "model"},
+    }
+    return profile_model(ModelOptions.from_mapping(options), "qwen2_moe", TOKENS)
+
+
+def test_a_shared_experts_products_run_while_rows_come(with_shared: ModelProfile) -> None:
+    findings = Findings(with_shared, "fp32")
+    assert findings.experts is not None
+    casts = findings.experts.sharded.assignment.casts
+    back = dict.fromkeys(cast.value for cast in casts if cast.kind == "combine")
+    graph = findings.graph
+    for layer, value in enumerate(back):
+        products = [x for x in findings.under_rows(value) if graph[x].flops]
+        modules = {graph[x].module.removeprefix(f"model.layers.{layer}.mlp.") for x in products}
+        assert modules == {
+            *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+            "shared_expert_gate",
+        }
+
+
+def test_rows_that_come_under_products_take_no_time_of_their_own(
+    with_shared: ModelProfile,
+) -> None:
+    """On a link that is nearly as slow as the products are, but not where processes copy."""
+    steps = {}
+    for memory in (None, SLOW):
+        on = replace(cluster(0.01, 0.01, link=SLOW), shared_memory=memory)
+        steps[memory] = planned(EXPERTS, with_shared, on).predicted
+    apart, copied = steps[None], steps[SLOW]
+    assert apart.step_time_s < copied.step_time_s
+    assert apart.compute_s == copied.compute_s
+
+
+SLOW = Link("slow", 1e9, 1e-6)
+
+
 def test_the_rest_is_copied_and_experts_follow_speed(mixture: ModelProfile) -> None:
     plan = planned(EXPERTS, mixture, cluster(5, 2, 1))
     backbone, experts = plan.task_graphs
