@@ -446,6 +446,7 @@ class _Writer:
 _TWO_STEPS = {
     "reduce_enter": ("reduce", "enter"),
     "reduce_slice": ("reduce", "slice"),
+    "gather_once": ("gather", "once"),
     "repeated_slice": ("repeated", "slice"),
     "repeated_once": ("repeated", "once"),
 }

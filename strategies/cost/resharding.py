@@ -110,6 +110,7 @@ _COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "reduce_slice": ("r", "g"),
     "reshard": ("x", "x"),
     "once": ("-", "-"),
+    "gather_once": ("g", "-"),
     "repeated": ("-", "-"),
     "repeated_slice": ("-", "g"),
     "repeated_once": ("-", "-"),

@@ -278,6 +278,8 @@ def cast_kind(source: Layout, target: Layout) -> str:
             return "reduce_scatter"
         case Replicated(), PartialSum():
             return "once"
+        case Shard(), PartialSum():
+            return "gather_once"
         case PartialSum(), Entered():
             return "reduce_enter"
         case Shard(), Shard():

@@ -140,7 +140,7 @@ class _Parts:
         name = operation.name
         if self._is_number(name):
             return any(x in inside for x in operation.inputs)
-        if operation.shape is None or name not in self._samples:
+        if name not in self._samples:
             return False
         whole = self.typed.assignment.layouts
         reads = any(

@@ -5,7 +5,7 @@ mixture, spread over the devices that share the samples, other modules, or an ou
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from whale_train.errors import Fault, PlanError
+from whale_train.errors import Fault, PlanError, closest, listed
 from whale_train.strategies.grammar.nodes import Split
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
@@ -219,10 +219,8 @@ def _head_of(
     if not heads:
         where = profile.name if job.chunk_count == 1 else span(part.modules)
         rule = f"finds no output projection in {where}"
-        if all_heads:
-            rule = f"names no output projection of {where}"
-            names = ", ".join(head.module or "(the model)" for head in all_heads)
-            remedy = f"use head, or one of: {names}"
+        if "head" not in split.modules and split.modules != ("*",):
+            rule, remedy = f"names no weights of {where}", _with_weights(part, split.modules[0])
         faults.append(Fault(key, value, rule, remedy))
     elif heads[0].weight in shared:
         rule = f"is {heads[0].module or 'the output'}, whose weight another stage holds as well"
@@ -230,6 +228,14 @@ def _head_of(
     if faults:
         raise PlanError(faults)
     return heads[0]
+
+
+def _with_weights(part: Slice, mistyped: str) -> str:
+    """Return, as a remedy, what a split of `part` may name."""
+    modules = list(dict.fromkeys(path.rpartition(".")[0] for path in part.weights))
+    near = closest(mistyped, [*modules, *(f"*.{x.rpartition('.')[2]}" for x in modules)])
+    remedy = f"use head, or modules with weights, such as {listed(modules)}"
+    return f"did you mean {near}? Else {remedy}" if near else remedy
 
 
 def _instead_of_head(job: Staging) -> str:

@@ -379,5 +379,5 @@ def _reads_as_one(chunk: StageChunk, graph: OperationGraph) -> frozenset[tuple[s
     )
 
 
-_CHANGE_SIZE = ("gather", "gather_enter", "slice", "reduce_slice", "reduce_scatter", "reshard",
-                DISPATCH, COMBINE)  # fmt: skip
+_CHANGE_SIZE = ("gather", "gather_enter", "gather_once", "slice", "reduce_slice", "reduce_scatter",
+                "reshard", DISPATCH, COMBINE)  # fmt: skip

@@ -90,8 +90,8 @@ MODEL = (
         "head_glob",
         "strategy=hybrid_split_dp 'strategy.graph=[{replicate: {}}, {split: {modules: lm_haed}}]' "
         f"{PLAN}",
-        "strategy.graph[1].split.modules=lm_haed names no output projection of GPT; use head, or "
-        "one of: lm_head",
+        "strategy.graph[1].split.modules=lm_haed names no weights of GPT; did you mean lm_head? "
+        "Else use head, or modules with weights, such as {any}",
     ),
     Case(
         "few_classes",

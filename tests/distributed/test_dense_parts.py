@@ -10,9 +10,10 @@ import pytest
 from tests.distributed import test_parallel_strategies as strategies
 from tests.distributed import test_routed_experts as mixtures
 from tests.distributed.cases import OPTIMIZERS, TOLERANCE, hardware
-from tests.distributed.equality import Jobs, assert_equal
+from tests.distributed.equality import JobFailed, Jobs, assert_equal
 from tests.distributed.served import Served
 from tests.distributed.test_rehearse import rehearsed
+from tests.pairs import IS_FULL, covering
 
 from whale_train.rehearsal import Rehearsal
 
@@ -103,7 +104,7 @@ def graph(strategy: str, parts: tuple[str, ...]) -> tuple[int, str, tuple[float,
     }[strategy]
 
 
-CASES = [
+_ALL = [
     *((model, part, "over2", "sgd") for model, parts in PARTS.items() for part in parts),
     *(("gpt2", "both", name, "sgd") for name in ("zero1", "zero2", "zero3", "two_of_2")),
     ("gpt2", "mlp", "pipeline", "momentum"),
@@ -128,6 +129,106 @@ CASES = [
     ("moe_gpt", "with_experts", "pipeline", "sgd"),
     ("moe_gpt", "with_experts", "on_hosts", "sgd"),
 ]
+
+
+# Every part of a model, every strategy, every optimizer.
+CASES = covering(_ALL, lambda case: {case[:2], case[2], case[3]})
+
+# --- Models of other kinds, all of whose weights but the head's are split ---
+
+_WIDTHS = (
+    "vocab_size: 67, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, "
+    "max_position_embeddings: 16, intermediate_size: 48"
+)
+_GROUPED = _WIDTHS + ", num_key_value_heads: 2"
+_OFF = ", hidden_dropout: 0.0, attention_dropout: 0.0"
+SWEPT = {
+    "BloomForCausalLM": ("tokens", "vocab_size: 67, hidden_size: 32, n_layer: 2, n_head: 4" + _OFF),
+    "OPTForCausalLM": (
+        "tokens",
+        "vocab_size: 67, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, "
+        "max_position_embeddings: 16, ffn_dim: 48, word_embed_proj_dim: 32, dropout: "
+        "0.0, pad_token_id: 0",
+    ),
+    "GPTNeoXForCausalLM": ("tokens", _WIDTHS),
+    "GPTJForCausalLM": (
+        "tokens",
+        "vocab_size: 67, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 16, rotary_dim: "
+        "4, resid_pdrop: 0.0, embd_pdrop: 0.0, attn_pdrop: 0.0",
+    ),
+    "PhiForCausalLM": ("tokens", _GROUPED + ", pad_token_id: 0"),
+    "Phi3ForCausalLM": ("tokens", _GROUPED + ", pad_token_id: 0"),
+    "Gemma2ForCausalLM": ("tokens", _GROUPED + ", head_dim: 8, pad_token_id: 0"),
+    "FalconForCausalLM": (
+        "tokens",
+        "vocab_size: 67, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4" + _OFF,
+    ),
+    "StableLmForCausalLM": ("tokens", _GROUPED),
+    "Starcoder2ForCausalLM": (
+        "tokens",
+        _GROUPED + ", residual_dropout: 0.0, embedding_dropout: 0.0, attention_dropout: 0.0",
+    ),
+    "CohereForCausalLM": ("tokens", _GROUPED),
+    "Olmo2ForCausalLM": ("tokens", _GROUPED),
+    "GraniteForCausalLM": ("tokens", _GROUPED),
+    "MptForCausalLM": (
+        "tokens",
+        "vocab_size: 67, d_model: 32, n_layers: 2, n_heads: 4, max_seq_len: 16",
+    ),
+    "MambaForCausalLM": (
+        "tokens",
+        "vocab_size: 67, hidden_size: 32, num_hidden_layers: 2, state_size: 4",
+    ),
+    "BartForConditionalGeneration": (
+        "tokens",
+        "vocab_size: 67, d_model: 32, encoder_layers: 2, decoder_layers: 2, "
+        "encoder_attention_heads: 4, decoder_attention_heads: 4, encoder_ffn_dim: 48, "
+        "decoder_ffn_dim: 48, max_position_embeddings: 16, dropout: 0.0, "
+        "attention_dropout: 0.0, activation_dropout: 0.0, use_cache: false",
+    ),
+    "ElectraForMaskedLM": (
+        "masked",
+        _WIDTHS + ", embedding_size: 32, hidden_dropout_prob: 0, attention_probs_dropout_prob: 0",
+    ),
+    "AlbertForMaskedLM": (
+        "masked",
+        _WIDTHS + ", embedding_size: 32, hidden_dropout_prob: 0, attention_probs_dropout_prob: 0",
+    ),
+    "DistilBertForMaskedLM": (
+        "masked",
+        "vocab_size: 67, dim: 32, n_layers: 2, n_heads: 4, hidden_dim: 48, "
+        "max_position_embeddings: 16, dropout: 0.0, attention_dropout: 0.0",
+    ),
+    "RobertaForMaskedLM": (
+        "masked",
+        _WIDTHS.replace("embeddings: 16", "embeddings: 20")
+        + ", hidden_dropout_prob: 0, attention_probs_dropout_prob: 0, pad_token_id: 0",
+    ),
+    "SwinForImageClassification": (
+        "pictures",
+        "image_size: 16, patch_size: 2, embed_dim: 16, depths: [1, 1], num_heads: [2, "
+        "4], window_size: 4, num_labels: 10, hidden_dropout_prob: 0.0, "
+        "attention_probs_dropout_prob: 0.0, drop_path_rate: 0.0",
+    ),
+    "ConvNextForImageClassification": (
+        "pictures",
+        "patch_size: 2, hidden_sizes: [8, 16], depths: [1, 1], num_stages: 2, num_labels: 10",
+    ),
+    "Qwen2MoeForCausalLM": (
+        "tokens",
+        _GROUPED + ", moe_intermediate_size: 32, num_experts: 8, shared_expert_intermediate_size: "
+        "40, num_experts_per_tok: 2, decoder_sparse_step: 1",
+    ),
+    "DeepseekV3ForCausalLM": (
+        "tokens",
+        _WIDTHS + ", num_key_value_heads: 4, moe_intermediate_size: 32, n_routed_experts: 8, "
+        "num_experts_per_tok: 2, n_group: 2, topk_group: 1, n_shared_experts: 1, "
+        "first_k_dense_replace: 1, q_lora_rank: 16, kv_lora_rank: 16, qk_rope_head_dim: "
+        "8, qk_nope_head_dim: 8, v_head_dim: 16",
+    ),
+}
+# In a run of some of the tests: what is added to a sum, windows, rows in another order.
+_SOME = ("BloomForCausalLM", "SwinForImageClassification", "DeepseekV3ForCausalLM")
 
 
 def overrides(
@@ -169,6 +270,34 @@ def test_steps_in_parts_clipped_or_evaluated(
 ) -> None:
     split, single = overrides(arrays, "llama", "both", "over3_unlike", "sgd", *extra)
     assert_equal(jobs.run(split), jobs.run(single), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SWEPT if IS_FULL else _SOME)
+def test_all_weights_of_any_model(name: str, jobs: Jobs, arrays: Path) -> None:
+    kind, config = SWEPT[name]
+    common = [
+        *strategies.hf(name, config),
+        *("data=arrays", f"data.path={arrays / kind}.npz", "data.shuffle=false"),
+        *OPTIMIZERS["sgd"],
+        *("train.steps=3", f"train.global_batch={strategies.GLOBAL_BATCH}"),
+    ]
+    split = [*common, f"strategy.graph={beside(('dim: tensor',))}", *hardware(2, ())]
+    single = [*common, "strategy=single", *hardware(1, ())]
+    assert_equal(jobs.run(split), jobs.run(single), TOLERANCE)
+
+
+def test_statistics_of_all_samples_are_not_those_of_a_copy(jobs: Jobs, arrays: Path) -> None:
+    kind, resnet = MODELS["resnet"]
+    graph = beside(("dim: tensor",))
+    said = r"cannot be split beside copies of the rest: batch_norm.* normalises over the batch"
+    with pytest.raises(JobFailed, match=said):
+        jobs.run(
+            [
+                *resnet,
+                *("data=arrays", f"data.path={arrays / kind}.npz", f"strategy.graph={graph}"),
+                *hardware(2, ()),
+            ]
+        )
 
 
 MEMORY = 0.05  # how far a plan's memory may be from that of the rehearsed rank

@@ -91,8 +91,8 @@ UNEXPORTED = replace(gpt(), graph=None, export_error="ValueError: it branches")
         (
             ["replicate", {"split": {"modules": ["encoder", "x"]}}],
             two_heads(),
-            "strategy.graph[1].split.modules=encoder, x names no output projection of "
-            "two_heads; use head, or one of: fine, coarse",
+            "strategy.graph[1].split.modules=encoder, x names no weights of two_heads; use head, "
+            "or modules with weights, such as trunk, coarse, fine",
         ),
         (
             HYBRID,
