@@ -30,7 +30,8 @@ from whale_train.runtime.engines.base import NARROW, Copies, Engine
 from whale_train.runtime.engines.make import make_engine
 from whale_train.runtime.graph.autocast import casting_once
 from whale_train.runtime.graph.segment import Counts, SegmentModule
-from whale_train.runtime.graph.shard_graph import ShardPlace, write_segment_graph
+from whale_train.runtime.graph.shard_graph import write_segment_graph
+from whale_train.runtime.graph.shard_place import ShardPlace
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.graph.value_types import ValueTypes
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights

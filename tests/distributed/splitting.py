@@ -22,7 +22,8 @@ from whale_train.models.options import ModelOptions
 from whale_train.runtime.comms.layout_collectives import shard_of
 from whale_train.runtime.graph.nested_graphs import is_tensor
 from whale_train.runtime.graph.segment import Counts, SegmentModule
-from whale_train.runtime.graph.shard_graph import ShardPlace, write_segment_graph
+from whale_train.runtime.graph.shard_graph import write_segment_graph
+from whale_train.runtime.graph.shard_place import ShardPlace
 from whale_train.strategies.layouts.propagation import R
 from whale_train.strategies.layouts.shape_check import shape_check
 from whale_train.strategies.partition.head_partition import Segment

@@ -16,7 +16,7 @@ from whale_train.runtime.comms.expert_rows import (
 from whale_train.runtime.comms.layout_collectives import ShardGroup
 from whale_train.runtime.graph.block_modules import BLOCK
 from whale_train.runtime.graph.delay_combines import delay_combines
-from whale_train.runtime.graph.shard_graph import _Function
+from whale_train.runtime.graph.written_graph import Called
 
 EXPERTS, ROWS, WIDTH = 4, 7, 3
 
@@ -54,7 +54,7 @@ def test_rows_and_gradients_are_those_that_are_waited_for() -> None:
 def traced(first: bool, in_place: bool = False) -> fx.GraphModule:
     """A mixture's rows and a shared expert of one layer, which is computed `first` or last."""
     graph, root = fx.Graph(), nn.Module()
-    root.add_module("combine", _Function(combine))
+    root.add_module("combine", Called(combine))
     x, weight, rows, where = map(graph.placeholder, ("x", "weight", "rows", "where"))
     aten = torch.ops.aten
 

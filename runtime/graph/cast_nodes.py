@@ -1,0 +1,168 @@
+"""The nodes of casts between layouts, in the graph of one rank.
+
+The plan says where a cast stands and what it turns into what; each is one collective of
+`comms/layout_collectives.py` or two, or an exchange of experts' rows (`comms/expert_rows.py`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import SymInt, Tensor, fx
+
+from whale_train.models.export.export import size_of
+from whale_train.runtime.comms.expert_rows import combine, dispatch, exchange
+from whale_train.runtime.comms.layout_collectives import (
+    ShardGroup,
+    enter,
+    gather,
+    gather_enter,
+    once,
+    reduce,
+    reduce_scatter,
+    repeated,
+    reshard,
+    slice_,
+)
+from whale_train.runtime.graph.shard_ops import Laid
+from whale_train.runtime.graph.shard_place import ShardPlace
+from whale_train.runtime.graph.written_graph import WrittenGraph
+from whale_train.strategies.layouts.types import BATCH, COMBINE, DISPATCH, EXCHANGE
+from whale_train.strategies.plan.program import PlannedCast
+
+
+class CastNodes:
+    """The casts of a segment, written into `out` where they are asked for, equal ones of a value
+    once. `values` are those of the exported graph, by name."""
+
+    def __init__(
+        self,
+        casts: Iterable[PlannedCast],
+        out: WrittenGraph,
+        place: ShardPlace,
+        values: Mapping[str, Any],
+    ) -> None:
+        self.casts = {(cast.user, cast.value): cast for cast in casts}
+        self._out, self._place, self._values = out, place, values
+        self._nodes: dict[tuple[Any, ...], fx.Node] = {}
+
+    def of(self, user: str, value: str) -> fx.Node | int:
+        """`value` in the layout `user` wants."""
+        cast = self.casts.get((user, value))
+        node = self._out.made[value]
+        if cast is None:
+            return node
+        if isinstance(self._values[value], SymInt):
+            return self._number(cast)
+        if cast.kind in (DISPATCH, COMBINE):
+            return self._rows_elsewhere(cast, node)
+        if cast.kind == EXCHANGE:
+            return self._exchanged(cast, "ends")
+        if cast.kind == "reshard":
+            return self._resharded(cast, node)
+        key: tuple[Any, ...] = (value,)
+        for kind, laid in _steps(cast):
+            key = (*key, kind, laid)
+            if key not in self._nodes:
+                function = self._collective(kind, laid, value)
+                self._nodes[key] = self._out.call(function, [node], kind)
+            node = self._nodes[key]
+        return node
+
+    def _resharded(self, cast: PlannedCast, node: fx.Node) -> fx.Node:
+        """`node` cut along another dimension; once a value and cut."""
+        assert cast.source is not None
+        assert cast.shard is not None
+        key = (cast.value, cast.kind, cast.source, cast.shard)
+        if key not in self._nodes:
+            have, want = cast.source, cast.shard
+            function = partial(
+                reshard,
+                from_dim=have.dim,
+                from_outer=have.outer,
+                source=self._shards(have, cast.value),
+                dim=want.dim,
+                outer=want.outer,
+                shards=self._shards(want, cast.value),
+            )
+            self._nodes[key] = self._out.call(function, [node], cast.kind)
+        return self._nodes[key]
+
+    def _shards(self, laid: Laid, value: str) -> ShardGroup:
+        """Return who holds how much of the dimension of a value that is cut so."""
+        rows = 1
+        if laid.axis == BATCH:
+            size = size_of(self._values[value].shape[laid.dim])
+            assert size is not None
+            rows = size.per_sample
+        return self._place.along(laid, rows)
+
+    def _number(self, cast: PlannedCast) -> int:
+        """Return a number that follows the batch: the own samples', or all that are gathered."""
+        size = size_of(self._values[cast.value])
+        assert size is not None, cast  # the plan refuses others
+        assert cast.shard is not None
+        samples = self._place.along(cast.shard)
+        return size.at(samples.total if cast.kind == "gather" else samples.size)
+
+    def _rows_elsewhere(self, cast: PlannedCast, rows: fx.Node) -> fx.Node:
+        """`rows` where their experts are, or back where they came from; once a value."""
+        key = (cast.value, cast.kind)
+        if key not in self._nodes:
+            function = dispatch if cast.kind == DISPATCH else combine
+            where = self._exchanged(cast)
+            self._nodes[key] = self._out.call(function, [rows, where], cast.kind)
+        return self._nodes[key]
+
+    def _exchanged(self, cast: PlannedCast, attribute: str = "") -> fx.Node:
+        """Return the exchange that a cast's rows go by, or an `attribute` of it."""
+        key: tuple[Any, ...] = (cast.ends, EXCHANGE)
+        if key not in self._nodes:
+            assert cast.shard is not None
+            meet = partial(exchange, experts=self._place.along(cast.shard))
+            self._nodes[key] = self._out.call(
+                meet, [self._out.made[cast.ends], self._out.made[cast.value]], EXCHANGE
+            )
+        if attribute and (*key, attribute) not in self._nodes:
+            args = (self._nodes[key], attribute)
+            self._nodes[*key, attribute] = self._out.graph.call_function(getattr, args)
+        return self._nodes[*key, attribute] if attribute else self._nodes[key]
+
+    def forget(self, value: str) -> None:
+        """Casts of a value that has been changed in place are of the old one."""
+        for key in [key for key in self._nodes if key[0] == value]:
+            del self._nodes[key]
+
+    def _collective(self, kind: str, laid: Laid | None, value: str) -> Callable[..., Tensor]:
+        if laid is None:
+            return partial(_WITHOUT_CUT[kind], group=self._place.group)
+        dim, outer, shards = laid.dim, laid.outer, self._shards(laid, value)
+        cutting: dict[str, Callable[..., Tensor]] = {
+            "gather": gather,
+            "slice": slice_,
+            "gather_enter": gather_enter,
+            "reduce_scatter": reduce_scatter,
+        }
+        return partial(cutting[kind], dim=dim, outer=outer, shards=shards)
+
+
+# Casts that are two collectives, of which the first may be shared with others of the value.
+_TWO_STEPS = {
+    "reduce_enter": ("reduce", "enter"),
+    "reduce_slice": ("reduce", "slice"),
+    "gather_once": ("gather", "once"),
+    "repeated_slice": ("repeated", "slice"),
+    "repeated_once": ("repeated", "once"),
+}
+_WITHOUT_CUT: Mapping[str, Callable[..., Tensor]] = {
+    "enter": enter, "reduce": reduce, "once": once, "repeated": repeated,
+}  # fmt: skip
+CUTTING = ("slice", "reduce_scatter", "reduce_slice", "repeated_slice", "reshard", DISPATCH)
+
+
+def _steps(cast: PlannedCast) -> list[tuple[str, Laid | None]]:
+    """Return the collectives of a cast, each with the cut that it makes or undoes."""
+    return [
+        (step, cast.shard if step not in _WITHOUT_CUT else None)
+        for step in _TWO_STEPS.get(cast.kind, (cast.kind,))
+    ]
