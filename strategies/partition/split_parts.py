@@ -67,10 +67,8 @@ def _through(first: Cast, second: Cast) -> Cast:
     """Return the cast of a value from one part to another, of which one brings it to a member's own
     rows, and the other takes it from there. Raises SplitRefused."""
     for out, into in ((first, second), (second, first)):
-        cuts = (out.target, into.source)
-        if out.target == into.source and all(
-            isinstance(x, Shard) and x.axis == BATCH for x in cuts
-        ):
+        own = out.target
+        if isinstance(own, Shard) and own.axis == BATCH and own == into.source:
             if out.source == into.target:
                 return Cast(out.user, out.value, out.kind, out.source, out.source)
             kind = cast_kind(out.source, into.target)

@@ -199,9 +199,8 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
     if form.body is None:
         yield _cut(job, whole, shards, decided.axes)
         return
-    (chunk,) = mine
     assert form.split is not None
-    split = _split_of(job, chunk)
+    split = _split_of(job, mine)
     members = [
         sum(stop - start for start, stop in of_member)
         for copy in decided.batches.members
@@ -238,7 +237,7 @@ def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGra
 
 def _keeper_beside(job: Staging, stage: int, chunks: Sequence[StageChunk]) -> Replicate | None:
     """Return how what is split beside a stage's rest is kept, if not whole: experts are."""
-    run_by_rest = any(chunk.beside for chunk in chunks if chunk.stage == stage)
+    run_by_rest = any(chunk.beside is not None for chunk in chunks if chunk.stage == stage)
     return job.keeper_beside(stage) if run_by_rest else None
 
 
@@ -254,18 +253,21 @@ class _SplitPart:
     rest_parameters: Set[str]
 
 
-def _split_of(job: Staging, chunk: StageChunk) -> _SplitPart:
-    if (cut := chunk.head) is not None:
+def _split_of(job: Staging, chunks: Sequence[StageChunk]) -> _SplitPart:
+    """Return what the chunks of a stage split: a head, of which there is one, or parts of each."""
+    if (cut := chunks[0].head) is not None:
         modules: tuple[str, ...] = (job.graph[cut.operation].module,)
         rest = frozenset(cut.backbone_parameters)
         return _SplitPart("head", modules, cut.head_flops, cut.backbone_flops, rest)
-    operations = [job.graph[name] for name in chunk.slice.operations if name in chunk.beside]
+    listed = [(name, x) for x in chunks for name in x.slice.operations]
+    operations = [job.graph[name] for name, chunk in listed if name in (chunk.beside or ())]
     modules = tuple(dict.fromkeys(each.module for each in operations))
     flops = sum(each.flops for each in operations)
-    rest = frozenset(chunk.slice.parameters).difference(chunk.shards)
-    assert chunk.sharded is not None
-    name = "experts" if set(chunk.axes) == set(chunk.expert_axes) else "split"
-    return _SplitPart(name, modules, flops, chunk.slice.flops - flops, rest)
+    cut_here = {path for chunk in chunks for path in chunk.shards}
+    rest = frozenset(path for chunk in chunks for path in chunk.slice.parameters) - cut_here
+    experts = all(set(chunk.axes) == set(chunk.expert_axes) for chunk in chunks)
+    rest_flops = sum(chunk.slice.flops for chunk in chunks) - flops
+    return _SplitPart("experts" if experts else "split", modules, flops, rest_flops, rest)
 
 
 def _primitive(job: Staging) -> str:

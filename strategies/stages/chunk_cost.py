@@ -54,7 +54,7 @@ class ChunkTimes:
         devices = tuple(id(self.job.cluster.devices[rank]) for rank in ranks)
         chunk = self.chunks[number]
         recomputes, cut = chunk.stage in self.recomputed, tuple(self.axes[x] for x in chunk.axes)
-        nodes = tuple(self.job.cluster.node_of[x] for x in ranks) if chunk.beside else ()
+        nodes = tuple(self.job.cluster.node_of[x] for x in ranks) if chunk.expert_axes else ()
         shares = self.member_shares(number, ranks, samples) if chunk.shares_samples else ()
         return self.job.findings.once(
             ("times", chunk.key, cut, devices, samples, link, recomputes, shares, nodes),
@@ -219,10 +219,9 @@ def _parts(chunk: StageChunk) -> Sequence[Segment]:
     if chunk.head is not None:
         return chunk.head.segments
     assert chunk.sharded is not None
-    operations = chunk.slice.operations
+    assert chunk.beside is not None
+    operations, beside = chunk.slice.operations, chunk.beside
     return (
-        Segment(0, tuple(x for x in operations if x not in chunk.beside), (), (), None),
-        Segment(
-            1, tuple(x for x in operations if x in chunk.beside), (), (), chunk.sharded.assignment
-        ),
+        Segment(0, tuple(x for x in operations if x not in beside), (), (), None),
+        Segment(1, tuple(x for x in operations if x in beside), (), (), chunk.sharded.assignment),
     )

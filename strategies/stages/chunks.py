@@ -218,7 +218,8 @@ def _chunk(
         return StageChunk(stage, part, alike)
     split = form.split
     if form.body is not None:
-        key: Hashable = (interval, form.shards, form.splits, held_elsewhere)
+        named = tuple((split.modules, split.dim, split.patterns) for split in form.splits)
+        key: Hashable = (interval, form.shards, named, held_elsewhere)
         parts = findings.once(("beside", key), lambda: split_parts(job, stage, part, shared))
         if parts is not None:
             return StageChunk(stage, part, key, parts.sharded, beside=parts.operations)

@@ -57,7 +57,7 @@ def engines_of_stages(
         engines = [StageEngine(tuple(rest), job.copies_of_rest[stage], job.form.keeper)]
         if form.body:
             own = [beside[member] for member in alike]
-            run_by_rest = any(chunk.beside for chunk in stage_chunks)
+            run_by_rest = any(chunk.beside is not None for chunk in stage_chunks)
             keeper = job.keeper_beside(stage) if run_by_rest else None
             engines.append(StageEngine(tuple(own), job.data_parallel[stage], keeper))
         engines_by_stage.append(engines)

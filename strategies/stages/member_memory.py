@@ -70,7 +70,9 @@ class MemberMemory:
                 self._head_part = fraction(next(iter(chunk.shards.values())), axes, member)
                 local = {path: n for path, n in local.items() if path not in chunk.shards}
             experts = {
-                path: n for path, n in local.items() if path in chunk.shards and chunk.beside
+                path: n
+                for path, n in local.items()
+                if path in chunk.shards and chunk.beside is not None
             }
             rest = {path: n for path, n in local.items() if path not in experts}
             self._experts |= experts
@@ -336,7 +338,7 @@ def _part_of(
     if chunk.sharded is None:  # nor beside a split head, whose shard is estimated separately
         return whole
     layouts, beside = chunk.sharded.assignment.layouts, chunk.beside
-    if not beside:
+    if beside is None:
         return lambda name: fraction(layouts.get(name), axes, member)
     return lambda name: (
         fraction(layouts.get(name), axes, member) * (gathered if name in beside else 1.0)
@@ -358,7 +360,7 @@ def _read_as(
         (cast.user, cast.value): fraction(
             cast.target if isinstance(cast.target, Shard) else None, axes, member
         )
-        * (gathered if cast.user in chunk.beside else 1.0)
+        * (gathered if cast.user in (chunk.beside or ()) else 1.0)
         for cast in chunk.sharded.assignment.casts
         if cast.user and cast.value in trained and (cast.kind in _CHANGE_SIZE)
     }

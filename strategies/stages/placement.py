@@ -75,7 +75,8 @@ def seats(
 class StageChunk:
     """A slice of the model and the stage that runs it, with its layouts where the stage is a split
     (`sharded`) or splits the head beside copies of the rest (`head`). Beside copies of the rest,
-    operations `beside` run on rows of other members as well, and `sharded` lays those out alone.
+    operations `beside`, if that is not None, run on rows of other members as well, and `sharded`
+    lays those out alone, with tables that no sample has a part in.
     Chunks of one `key` differ only in names and in the number of their stage."""
 
     stage: int
@@ -83,16 +84,16 @@ class StageChunk:
     key: Hashable
     sharded: Sharded | None = None
     head: HeadCut | None = None
-    beside: frozenset[str] = frozenset()
+    beside: frozenset[str] | None = None
 
     @property
     def shares_samples(self) -> bool:
         """Whether the members of the shard group take different samples of a micro-batch."""
-        return self.head is not None or bool(self.beside)
+        return self.head is not None or self.beside is not None
 
     def has_own_losses(self, loss: str) -> bool:
         """Return whether members that share samples each have a `loss` of their own."""
-        return bool(self.beside) and loss not in self.beside
+        return self.beside is not None and loss not in self.beside
 
     @property
     def shards(self) -> Mapping[str, Shard]:
@@ -104,7 +105,7 @@ class StageChunk:
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes along which experts are spread beside copies."""
-        if self.sharded is None or not self.beside:
+        if self.sharded is None or self.beside is None:
             return ()
         patterns = self.sharded.patterns
         cuts = (cut for path, cut in self.shards.items() if patterns.get(path) == "experts")

@@ -191,7 +191,7 @@ class RankMemory:
         self, stage: int, member: int, order: Sequence[Instruction], gathered: float = 1.0
     ) -> MemberMemory:
         joins = not self._job.as_is and _accumulates(order)
-        if not any(self._chunks[number].beside for number in self._held_by[stage]):
+        if all(self._chunks[number].beside is None for number in self._held_by[stage]):
             gathered = 1.0
         key = (stage, member, joins, gathered)
         if key not in self._held:

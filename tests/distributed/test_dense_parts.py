@@ -25,6 +25,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "attention": ('modules: "*.attn", dim: tensor',),
         "both": ('modules: "*.mlp"', 'modules: "*.attn"'),
         "table": ("modules: transformer.wte",),  # which is the head as well
+        "positions": ("modules: transformer.wpe",),  # that no sample has a part in
         "all": ("dim: tensor",),
         "all_but": ("modules: head, dim: vocabulary", 'modules: ["*.mlp", "*.attn"]'),
     },
@@ -92,6 +93,7 @@ def graph(strategy: str, parts: tuple[str, ...]) -> tuple[int, str, tuple[float,
         ),
         "last_stage": (3, strategies.pipeline(f"[{{stage: {{}}}}, {stage}]", micro_batches=2), ()),
         "one_stage": (3, strategies.pipeline(f"[{stage}, {{stage: {{}}}}]", micro_batches=2), ()),
+        "interleaved": (4, strategies.pipeline(f"[{stage}, {stage}]", "interleaved_1f1b", 2), ()),
         "zero_bubble": (4, strategies.pipeline(f"[{stage}, {stage}]", "zero_bubble", 2), ()),
         "recompute": (
             4,
@@ -120,6 +122,7 @@ _ALL = [
     ("llama", "both", "pipeline_unlike", "sgd"),
     ("llama", "mlp", "zero_bubble", "sgd"),
     ("llama", "both", "recompute", "sgd"),
+    ("llama", "both", "interleaved", "sgd"),
     ("bert", "encoder", "over3_unlike", "adamw"),
     ("t5", "all", "over4", "sgd"),
     ("vit", "all", "over3_unlike", "sgd"),

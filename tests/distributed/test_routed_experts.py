@@ -121,6 +121,7 @@ STRATEGIES: dict[str, tuple[int, str, tuple[float, ...]]] = {
         (),
     ),
     "zero_bubble": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]", "zero_bubble", 2), ()),
+    "interleaved": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]", "interleaved_1f1b", 2), ()),
 }
 # Of which nothing is made of samples of several micro-batches.
 STRATEGIES |= {
@@ -170,6 +171,11 @@ def test_equals_one_device(
     model: str, strategy: str, optimizer: str, jobs: Jobs, arrays: Path
 ) -> None:
     spread, single = overrides(arrays, model, strategy, optimizer)
+    assert_equal(jobs.run(spread), jobs.run(single), TOLERANCE)
+
+
+def test_a_stage_of_several_parts_of_the_model(jobs: Jobs, arrays: Path) -> None:
+    spread, single = overrides(arrays, "moe_gpt", "interleaved", "sgd", "model.depth=4")
     assert_equal(jobs.run(spread), jobs.run(single), TOLERANCE)
 
 
