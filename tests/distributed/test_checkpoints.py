@@ -44,8 +44,11 @@ PLANS: dict[str, tuple[int, str, tuple[float, ...]]] = {
     "hybrid": (2, "[{replicate: {}}, {split: {modules: HEAD}}]", ()),
 }
 _BESIDE = "[{{replicate: {}}}, {{split: {{dim: experts}}}}]"
-# Of a model with a mixture.
-EXPERTS: dict[str, tuple[int, str, tuple[float, ...]]] = {
+_PARTS = (
+    '[{{replicate: {}}}, {{split: {{modules: "*.mlp"}}}}, {{split: {{modules: "*.self_attn"}}}}]'
+)
+# Of a model with a mixture, and of one with such modules.
+BESIDE: dict[str, tuple[int, str, tuple[float, ...]]] = {
     "experts_unlike": (3, _BESIDE.format("{}"), (5, 2, 1)),
     "experts_zero1": (2, _BESIDE.format("{zero: 1}"), ()),
     "experts_streamed": (
@@ -53,6 +56,8 @@ EXPERTS: dict[str, tuple[int, str, tuple[float, ...]]] = {
         _BESIDE.format("{zero: 3, offload: {optimizer: cpu, parameters: cpu}}"),
         (),
     ),
+    "parts_unlike": (3, _PARTS.format("{}"), (5, 2, 1)),
+    "parts_zero1": (2, _PARTS.format("{zero: 1}"), ()),
 }
 # BatchNorm takes its statistics over the whole batch, which a pipeline cuts: one micro-batch.
 WHOLE_BATCH = {
@@ -91,7 +96,7 @@ def overrides(
     kind, wanted = ("tokens", MOE) if model == "moe_gpt" else MODELS[model]
     if model == "gpt":
         wanted = (*wanted, "model.tied=false")
-    where = WHOLE_BATCH if model == "resnet" and plan in WHOLE_BATCH else PLANS | EXPERTS
+    where = WHOLE_BATCH if model == "resnet" and plan in WHOLE_BATCH else PLANS | BESIDE
     devices, graph, speeds = where[plan]
     graph = graph.replace("HEAD", HEADS.get(model, ""))
     return (
@@ -196,6 +201,14 @@ CASES = [
             ("experts_unlike", "experts_streamed"),
             ("experts_zero1", "dp"),
             ("zero3", "experts_zero1"),
+        )
+    ),
+    *(
+        Case("llama", "adamw", saved, resumed)
+        for saved, resumed in (
+            ("parts_zero1", "dp"),
+            ("interleaved", "parts_unlike"),
+            ("parts_unlike", "parts_zero1"),
         )
     ),
 ]
