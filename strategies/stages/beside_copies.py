@@ -54,8 +54,9 @@ def split_parts(
     try:
         return together(found)
     except SplitRefused as refusal:
-        key = splits[0].path.rpartition("[")[0]
-        raise PlanError([Fault(key, "", f"splits parts that meet: {refusal}", remedy)]) from None
+        key, rule = splits[0].path.rpartition("[")[0], f"splits parts that meet: {refusal}"
+        remedy = f"name each module in one split, or {remedy}"
+        raise PlanError([Fault(key, "", rule, remedy)]) from None
 
 
 def named_weights(

@@ -95,6 +95,12 @@ UNEXPORTED = replace(gpt(), graph=None, export_error="ValueError: it branches")
             "or modules with weights, such as trunk, coarse, fine",
         ),
         (
+            ["replicate", {"split": {"modules": "fine"}}, {"split": {"modules": ["t*", "fine"]}}],
+            two_heads(),
+            "strategy.graph splits parts that meet: two parts have fine.weight; name each module "
+            "in one split, or use a split of the whole stage",
+        ),
+        (
             HYBRID,
             classifier(classes=10),
             "strategy.graph[1].split.modules=head has 10 classes, too few to give each of 16 "
