@@ -13,9 +13,8 @@ from pathlib import Path
 
 import sides
 import torch
-from hosts import Hosts
-from interleave import Side, Turns, interleaved, show
-from rich.console import Console
+from between_hosts import Bench, options_of
+from interleave import Side
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
@@ -23,16 +22,12 @@ from torch.nn import functional
 from whale_train.models.grouped_product import grouped_mm
 from whale_train.models.moe_gpt import Experts, MoEGPT
 from whale_train.runtime.comms.layout_collectives import linear
-from whale_train.runtime.process.fork_server import num_threads, preload
 
 LEARNING_RATE = 0.01
 
 
 def main() -> None:
-    words = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=words)
-    parser.add_argument("--hosts", type=int, default=4, help="of a rank each")
-    parser.add_argument("--gbit", type=float, default=10.0, help="rate of a host's link, Gbit/s")
+    parser = options_of(__doc__, hosts=4, gbit=10.0)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--width", type=int, default=512)
@@ -40,23 +35,14 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4, help="sequences a host")
-    parser.add_argument("--rounds", type=int, default=5, help="turns a side")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps a turn")
     options = parser.parse_args()
-    hosts = Hosts.make(options.hosts, options.gbit)  # before there are threads
-    preload()
-    console = Console(width=150)
-    measured = hosts.measured_gbit_s()
-    console.print(f"{options.hosts} hosts at {options.gbit:g} Gbit/s; measured {measured:.2f}")
+    bench = Bench(options)
     for top_k in options.top_k:
         with tempfile.TemporaryDirectory(prefix="whale-bench-") as folder:
-            compare(top_k, hosts, options, Path(folder), console)
+            compare(top_k, bench, options, Path(folder))
 
 
-def compare(
-    top_k: int, hosts: Hosts, options: argparse.Namespace, folder: Path, console: Console
-) -> None:
-    turns = Turns(options.rounds, options.steps)
+def compare(top_k: int, bench: Bench, options: argparse.Namespace, folder: Path) -> None:
     shape = {
         **{"vocab_size": 257, "sequence_length": options.sequence, "width": options.width},
         **{"depth": options.depth, "ffn": options.ffn, "experts": options.experts},
@@ -71,19 +57,14 @@ def compare(
             *("hardware=cpu", f"hardware.devices={options.hosts}"),
             f"train.global_batch={options.batch * options.hosts}",
         ],
-        turns.total_steps,
+        bench.turns.total_steps,
     )
-    batches = sides.all_batches(request, plan, turns.total_steps)
-    found = [
-        sides.ours("ours, rows sent", request, plan, folder),
-        Side("tokens gathered by hand", partial(by_hand, shape, batches), True),
-    ]
-    threads = num_threads(options.hosts)
-    results = interleaved(found, options.hosts, threads, turns, hosts.move)
-    tokens = options.batch * options.sequence
+    batches = sides.all_batches(request, plan, bench.turns.total_steps)
+    by_rows = sides.ours("ours, rows sent", request, plan, folder)
+    gathered = Side("tokens gathered by hand", partial(by_hand, shape, batches), True)
     words = f"{options.experts} experts of {options.width} x {options.ffn}, top {top_k}, "
-    words += f"{options.depth} layers, {tokens} tokens a host, {options.gbit:g} Gbit/s"
-    show(words, results, ["tokens gathered by hand"], console)
+    words += f"{options.depth} layers, {options.batch * options.sequence} tokens a host"
+    bench.compare(words, [by_rows, gathered], gathered.name)
 
 
 def by_hand(shape: dict[str, int], batches: Sequence[Sequence[sides.Batch]], rank: int) -> object:

@@ -13,6 +13,7 @@ from torch import fx
 
 from whale_train.runtime.comms.expert_rows import combine, combine_begin, combine_end
 from whale_train.runtime.graph.block_modules import BLOCK
+from whale_train.runtime.graph.value_types import ancestors
 from whale_train.runtime.loss.graph_losses import written_value
 from whale_train.strategies.graph.operation_graph import LOWERED
 
@@ -27,7 +28,7 @@ def delay_combines(graph: fx.GraphModule) -> None:
 def _delay(graph: fx.GraphModule, node: fx.Node) -> None:
     block = [x for x in graph.graph.nodes if x.meta.get(BLOCK) == node.meta.get(BLOCK)]
     place = block.index(node)
-    working = _working(block[:place], _ancestors(node))
+    working = _working(block[:place], ancestors([node]))
     made, waiting = {node}, list[fx.Node]()
     after = set(working)  # of the rows' leaving: products that need none, and what is made of them
     for each in block[place + 1 :]:
@@ -61,25 +62,15 @@ def _delay(graph: fx.GraphModule, node: fx.Node) -> None:
     graph.graph.erase_node(node)
 
 
-def _working(before: Sequence[fx.Node], ancestors: Set[fx.Node]) -> list[fx.Node]:
-    """Return the products among the nodes `before` that are not `ancestors`, and what is made of
+def _working(before: Sequence[fx.Node], leading: Set[fx.Node]) -> list[fx.Node]:
+    """Return the products among the nodes `before` that are not `leading`, and what is made of
     them."""
     found: dict[fx.Node, None] = {}
     for node in before:
         made_of = any(x in found for x in node.all_input_nodes)
-        if node not in ancestors and (made_of or _is_product(node)):
+        if node not in leading and (made_of or _is_product(node)):
             found[node] = None
     return list(found)
-
-
-def _ancestors(node: fx.Node) -> Set[fx.Node]:
-    found, left = set[fx.Node](), [node]
-    while left:
-        each = left.pop()
-        if each not in found:
-            found.add(each)
-            left += each.all_input_nodes
-    return found
 
 
 def _function(graph: fx.GraphModule, node: fx.Node) -> object:

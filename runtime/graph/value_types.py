@@ -4,7 +4,7 @@ Shapes follow the batch, and dtypes the precision: an export is made in fp32, an
 rules depend on the kind of device, changes what operations give.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +85,7 @@ def _dtypes_under_autocast(
         shape = [size.at(EXPORT_BATCH) for size in sizes if size is not None]
         return torch.empty(shape, dtype=value.dtype, device=device)
 
-    needed = _ancestors(wanted)
+    needed = ancestors(wanted)
     without_storage: AbstractContextManager[Any] = nullcontext()
     if device.type != "meta":  # whose tensors have none
         without_storage = FakeTensorMode(allow_non_fake_inputs=True)
@@ -109,7 +109,8 @@ def _dtypes_under_autocast(
     return {node.name: made[node].dtype for node in wanted}
 
 
-def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return all that `nodes` are made of, themselves included."""
     found, left = set[fx.Node](), list(nodes)
     while left:
         node = left.pop()
