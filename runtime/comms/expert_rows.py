@@ -96,8 +96,8 @@ class _Way:
 
 @dataclass(frozen=True)
 class Returning:
-    """Rows on their way back from their experts: [rows sent, width], which are there when the
-    `ways` has ended."""
+    """Rows on their way back from their experts: [rows sent, width], which are there when the last
+    of `ways` has ended."""
 
     rows: Tensor
     where: Exchange

@@ -114,8 +114,8 @@ def once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def repeated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x`, which all members have, for work that every member repeats. They sum its gradients, of
-    which the first member's is the one that counts."""
+    """Return `x`, which all members have, for work that every member repeats. They sum its
+    gradients, of which the first member's is the one that counts."""
     if group.size() == 1 or group.rank() == 0:
         return x
     return linear(x, _view, torch.zeros_like)

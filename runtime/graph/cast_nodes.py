@@ -47,7 +47,8 @@ class CastNodes:
         self._nodes: dict[tuple[Any, ...], fx.Node] = {}
 
     def of(self, user: str, value: str) -> fx.Node | int:
-        """`value` in the layout `user` wants."""
+        """Return `value` in the layout that `user` wants; a number that follows the batch as the
+        number it is there."""
         cast = self.casts.get((user, value))
         node = self._out.made[value]
         if cast is None:
@@ -70,7 +71,7 @@ class CastNodes:
         return node
 
     def _resharded(self, cast: PlannedCast, node: fx.Node) -> fx.Node:
-        """`node` cut along another dimension; once a value and cut."""
+        """Return `node` cut along another dimension, once a value and cut."""
         assert cast.source is not None
         assert cast.shard is not None
         key = (cast.value, cast.kind, cast.source, cast.shard)

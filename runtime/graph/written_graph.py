@@ -9,7 +9,8 @@ from torch import fx, nn
 
 @dataclass(frozen=True)
 class WrittenGraph:
-    """`made` are its nodes by the names of the values that they stand for."""
+    """A graph that calls functions of `root`; `made` are its nodes by the names of the values that
+    they stand for."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     root: nn.Module = field(default_factory=nn.Module)

@@ -29,7 +29,7 @@ class StageForm:
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """All that are made of the stage."""
+        """The splits of the stage: one, or those beside its body."""
         return (self.split, *self.more) if self.split else ()
 
     @property
