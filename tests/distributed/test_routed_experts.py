@@ -123,6 +123,8 @@ STRATEGIES: dict[str, tuple[int, str, tuple[float, ...]]] = {
     "zero_bubble": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]", "zero_bubble", 2), ()),
     "interleaved": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]", "interleaved_1f1b", 2), ()),
 }
+_AGAIN = _STAGE.replace("stage: {", "stage: {recompute: full, ")
+STRATEGIES["recompute"] = (4, strategies.pipeline(f"[{_AGAIN}, {_AGAIN}]", micro_batches=2), ())
 # Of which nothing is made of samples of several micro-batches.
 STRATEGIES |= {
     "pipeline_whole": (4, strategies.pipeline(f"[{_STAGE}, {_STAGE}]", micro_batches=1), ()),
@@ -147,6 +149,7 @@ CASES = [
     ("mixtral", "pipeline_zero1", "adamw"),
     ("qwen2_moe", "widths_1_3_2", "sgd"),
     ("moe_gpt", "zero_bubble", "momentum"),
+    ("qwen2_moe", "recompute", "sgd"),  # whose rows come back under products, and again
 ]
 
 
