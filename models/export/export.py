@@ -24,6 +24,7 @@ from whale_train.models.export.autocast_regions import keeping_regions
 from whale_train.models.export.causal_masks import say_causal
 from whale_train.models.export.custom_backward import Watch
 from whale_train.models.export.functionalize import CannotReplace, out_of_place
+from whale_train.models.export.grad_modes import inference_as_no_grad
 from whale_train.models.loss_module import MODEL_PREFIX, LossModule, forward_fields
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.graph.operation_graph import InputField, Size
@@ -103,6 +104,7 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
         warnings.catch_warnings(),
         _true_shapes_of_losses(),
         keeping_regions(),
+        inference_as_no_grad(),
         where,
         watch.watching(),
     ):

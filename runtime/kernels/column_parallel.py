@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from whale_train.runtime.comms.layout_collectives import enter
 from whale_train.runtime.graph.autocast import autocast, autocast_dtype
-from whale_train.runtime.kernels.matmul import ProductForm, ProductNode, product_of
+from whale_train.runtime.kernels.matmul import ProductForm, ProductNode, as_rows, product_of
 from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_product
 
 
@@ -136,8 +136,8 @@ def _sum_of_inputs(
 ) -> Tensor:
     """Return what the products give their common input, [.., in], in one buffer."""
     shape = grads[0].shape[:-1]
-    rows = [grad.flatten(0, -2) for grad in grads]
+    rows = [as_rows(grad) for grad in grads]
     total = rows[0] @ kinds[0].to_input(weights[0])
     for kind, grad, weight in zip(kinds[1:], rows[1:], weights[1:], strict=True):
         total.addmm_(grad, kind.to_input(weight))
-    return total.view(*shape, -1)
+    return total.view(*shape, total.shape[-1])

@@ -10,6 +10,11 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 
+def as_rows(value: Tensor) -> Tensor:
+    """Return `value` [.., n] as [rows, n]: a vector, which has no batch, is one row."""
+    return value.flatten(0, -2) if value.dim() > 1 else value.unsqueeze(0)
+
+
 @dataclass(frozen=True)
 class ProductForm:
     """Where a product's input, weight and bias stand among its arguments, and whether its weight
@@ -35,7 +40,7 @@ class ProductForm:
     def of_weight(self, grad: Tensor, x: Tensor, known: Tensor | None = None) -> Tensor:
         """Return the gradient of the weight, in its own shape; added to `known`, and that returned,
         if there is one."""
-        grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+        grad, x = as_rows(grad), as_rows(x)
         left, right = (x.t(), grad) if self.transposed else (grad.t(), x)
         if known is None:
             return left @ right
@@ -45,8 +50,8 @@ class ProductForm:
 
     def of_bias(self, grad: Tensor, known: Tensor | None = None) -> Tensor:
         """Return the gradient of the bias, [out]; added to `known` as that of the weight."""
-        found = grad.flatten(0, -2).sum(0)
-        return found if known is None else known.add_(found)
+        total = as_rows(grad).sum(0)
+        return total if known is None else known.add_(total)
 
 
 _aten = torch.ops.aten

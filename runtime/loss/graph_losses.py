@@ -72,9 +72,15 @@ def plain_loss(
             total = functional.nll_loss(
                 wide, target, weight, ignore_index=ignore, reduction=reduction
             )
-        return total * scale(node.name) if scale else total
+        return _scaled(total, scale(node.name)) if scale else total
 
     return loss
+
+
+def _scaled(total: Tensor, scale: Tensor | float) -> Tensor:
+    """Return a sum over targets times its scale, in the dtype of the sum: another stage may await
+    the loss, and a scale of fp64 would widen it."""
+    return (total * scale).to(total.dtype)
 
 
 def divisor(logits_dim: int, target: Tensor, weight: Tensor | None, ignore: int) -> Tensor:

@@ -225,16 +225,31 @@ class OperationGraph:
         return iter(self.operations)
 
     @cached_property
-    def unread_updates(self) -> tuple[str, ...]:
-        """Writes into buffers whose result nobody reads, such as BatchNorm counting its batches."""
+    def updates(self) -> tuple[str, ...]:
+        """The operations that write into a buffer, in the order they run."""
         return tuple(
-            op.name
-            for op in self.operations
-            if op.target.startswith("aten.")
-            and op.target.split(".")[1].endswith("_")
-            and self[op.inputs[0]].target == "buffer"
-            and not self.users[op.name]
+            operation.name
+            for operation in self.operations
+            if operation.target != "aten.detach_.default"  # said to write, and changes no value
+            and any(self[name].target == "buffer" for name in operation.writes)
         )
+
+    @cached_property
+    def changed_buffers(self) -> dict[str, frozenset[str]]:
+        """For every buffer that the forward writes into, by its path: the operations that read or
+        write it, under its own name or that of a view."""
+        written = (self[name] for update in self.updates for name in self[update].writes)
+        touching: dict[str, set[str]] = {x.path: set() for x in written if x.target == "buffer"}
+        path_of: dict[str, str] = {}  # of the values that lie in the memory of such a buffer
+        for operation in self.operations if touching else ():
+            if operation.target == "buffer" and operation.path in touching:
+                path_of[operation.name] = operation.path
+            for place, name in enumerate(operation.inputs):
+                if name in path_of:
+                    touching[path_of[name]].add(operation.name)
+                    if operation.memory == place:
+                        path_of[operation.name] = path_of[name]
+        return {path: frozenset(names) for path, names in touching.items()}
 
     def ancestors(self, names: set[str]) -> set[str]:
         """Everything `names` are computed from, themselves included."""

@@ -10,6 +10,7 @@ pieces.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from whale_train.strategies.graph.forward_state import torn_buffer, updates_beside
 from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph, Size
 from whale_train.strategies.layouts.propagation import (
     BATCH,
@@ -77,15 +78,17 @@ def cut_head(profile: ModelProfile, head: Head) -> HeadCut:
     depends = graph.descendants(parameters) - parameters
     tied = _tied_lookups(graph, weights, after, depends)
 
-    last, crossing = _upstream(graph, loss, depends - after)
+    last, crossing = _head_segment(graph, loss, depends - after)
     if tied.intersection(crossing):
         raise CutRefused("the embedding it is tied to is read after the backbone as well")
     if not crossing:
         raise CutRefused("nothing before it has a parameter to copy")
     features = tuple(crossing)
     middle, taken = _upstream_of(graph, features, tied)
-    middle |= graph.ancestors(set(graph.unread_updates) - last)
+    middle |= graph.ancestors(set(graph.updates) - last)
     first = _upstream_of(graph, tuple(taken), set())[0] if taken else set()
+    if torn := torn_buffer(graph, (first, middle, last)):
+        raise CutRefused(f"the forward changes the buffer {torn}, which the backbone reads as well")
     _refuse_shared_parameters(
         *(
             {canonical[graph[name].path] for name in side & parameters}
@@ -154,10 +157,26 @@ def _is_copy_into(graph: OperationGraph, after: set[str], name: str) -> bool:
     )
 
 
-def _upstream(graph: OperationGraph, of: str, elsewhere: set[str]) -> tuple[set[str], list[str]]:
-    """Return what `of` is computed from, up to the values made `elsewhere`; and those values in
+def _head_segment(
+    graph: OperationGraph, loss: str, elsewhere: set[str]
+) -> tuple[set[str], list[str]]:
+    """Return what runs from the head to the loss, with the writes into buffers that are read
+    there; and the values made `elsewhere` that it takes, in order."""
+    names = {loss}
+    while True:
+        inside, crossing = _upstream(graph, names, elsewhere)
+        beside = updates_beside(graph, inside)
+        if beside <= names:
+            return inside, crossing
+        names |= beside
+
+
+def _upstream(
+    graph: OperationGraph, of: set[str], elsewhere: set[str]
+) -> tuple[set[str], list[str]]:
+    """Return what `of` are computed from, up to the values made `elsewhere`; and those values in
     order."""
-    inside, crossing, stack = set[str](), set[str](), [of]
+    inside, crossing, stack = set[str](), set[str](), list(of)
     while stack:
         name = stack.pop()
         if name in inside or name in crossing:

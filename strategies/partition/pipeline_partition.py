@@ -14,6 +14,7 @@ from itertools import pairwise
 from math import inf
 
 from whale_train.errors import Fault
+from whale_train.strategies.graph.forward_state import updates_beside
 from whale_train.strategies.graph.operation_graph import (
     WEIGHTS,
     ModelProfile,
@@ -251,7 +252,7 @@ def sliced(profile: ModelProfile, order: Sequenced, ends: Sequence[int]) -> tupl
         for stage, (first, last) in enumerate(pairwise(ends))
         for name in order.operations[first:last]
     }
-    parts = [_needed(graph, owner, stage) for stage in range(len(ends) - 1)]
+    parts = _parts(graph, owner, len(ends) - 1)
     crossing = {name for _, takes in parts for name in takes}
     own_bytes = _kept_bytes(profile, order)
     slices = []
@@ -308,15 +309,33 @@ def _kept_bytes(profile: ModelProfile, order: Sequenced) -> list[float]:
     return found
 
 
+def _parts(
+    graph: OperationGraph, owner: Mapping[str, int], stages: int
+) -> list[tuple[set[str], set[str]]]:
+    """Return, by stage, what it runs and what it takes from earlier ones.
+
+    A write into a buffer runs where the buffer is read, or where nobody reads it on the stage of
+    the module that it belongs to.
+    """
+    plain = [_needed(graph, owner, stage, ()) for stage in range(stages)]
+    beside = [updates_beside(graph, inside) for inside, _ in plain]
+    placed = set().union(*beside)
+    home = {graph[name].module: stage for name, stage in owner.items()}
+    for name in graph.updates:
+        if name not in placed:
+            beside[home.get(graph[name].module, 0)].add(name)
+    return [_needed(graph, owner, stage, beside[stage]) for stage in range(stages)]
+
+
 def _needed(
-    graph: OperationGraph, owner: Mapping[str, int], stage: int
+    graph: OperationGraph, owner: Mapping[str, int], stage: int, writes: Iterable[str]
 ) -> tuple[set[str], set[str]]:
-    """Return what a stage runs, and what it takes from earlier ones."""
+    """Return what a stage runs, `writes` into buffers included, and what it takes from earlier
+    ones."""
     inside: set[str] = set()
     takes: set[str] = set()
     stack = [name for name, own in owner.items() if own == stage]
-    home = {graph[name].module: own for name, own in owner.items()}
-    stack += [name for name in graph.unread_updates if home.get(graph[name].module, 0) == stage]
+    stack += writes
     while stack:
         name = stack.pop()
         if name in inside or name in takes:

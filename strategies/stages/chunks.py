@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import inf
 
 from whale_train.errors import Fault, PlanError
+from whale_train.strategies.graph.forward_state import torn_buffer
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
 )
@@ -95,6 +96,7 @@ def _chunked(
     decisions = list(_explained(job, places, moved is not None))
     ends = tuple(findings.order.places[place] for place in places)
     slices = findings.once(("slices", ends), lambda: sliced(job.profile, findings.order, ends))
+    _refuse_torn_state(job, slices)
     shared = _shared_weights(slices, stages)
     chunks = tuple(
         _chunk(job, i % stages, part, ends[i : i + 2], shared) for i, part in enumerate(slices)
@@ -105,6 +107,16 @@ def _chunked(
     _refuse_sums_in_parts(job, chunks)
     trained = {path: at for path, at in shared.items() if path in job.profile.parameter_by_path}
     return Chunked(places, chunks, edges, axes, trained, tuple(decisions))
+
+
+def _refuse_torn_state(job: Staging, slices: Sequence[Slice]) -> None:
+    """Raise PlanError for a cut that would part what reads a buffer from what changes it."""
+    torn = torn_buffer(job.graph, [part.operations for part in slices]) if len(slices) > 1 else ""
+    if torn:
+        rule = f"cuts between operations that read the buffer {torn}, which the forward changes"
+        path = job.form.pipeline.path if job.form.pipeline else "strategy"
+        remedy = "name modules so that one stage has all of them, or use strategy=dp or split"
+        raise PlanError([Fault(f"{path}.stages", str(len(job.form.stages)), rule, remedy)])
 
 
 def _speeds(job: Staging) -> tuple[float, ...]:

@@ -308,7 +308,7 @@ def train_plainly(run_dir: Path, rank: int, world_size: int, prepared: worker.Pr
     optimizer, schedule = _optimizer(request, model)
     assert isinstance(request.data, ArraysOptions)
     arrays = dict(np.load(request.data.path))
-    samples = len(arrays["labels"])
+    samples = len(next(iter(arrays.values())))
     with (run_dir / "metrics.jsonl").open("w") as metrics:
         for step in range(request.train.steps):
             start = step * request.train.global_batch % samples
@@ -319,7 +319,8 @@ def train_plainly(run_dir: Path, rank: int, world_size: int, prepared: worker.Pr
                 labels = batch.pop("labels")
                 loss = nn.functional.cross_entropy(model(**batch), labels)
             else:
-                loss = model(**batch).loss
+                output = model(**batch)
+                loss = output["loss"] if isinstance(output, dict) else output.loss
             loss.backward()  # type: ignore[no-untyped-call]
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             # Not the norm that clipping returns: on a CPU it loses digits of large tensors.

@@ -64,8 +64,11 @@ class Sketch:
         dtype: str = "float32",
         kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """`shape` None is a value that is no tensor, `""` a scalar tensor."""
+        """`shape` None is a value that is no tensor, `""` a scalar tensor. An operation in place
+        writes into its first argument, if that is a buffer."""
         known = {operation.name for operation in self.operations}
+        buffers = {operation.name for operation in self.operations if operation.target == "buffer"}
+        in_place = target.partition(".")[0].endswith("_") and args[0] in buffers
 
         def argument(value: object) -> Argument:
             if isinstance(value, tuple):
@@ -84,6 +87,7 @@ class Sketch:
                 module,
                 "",
                 flops,
+                writes=(str(args[0]),) if in_place else (),
             )
         )
         return name

@@ -373,3 +373,32 @@ def test_a_reader_without_a_module_is_the_model_itself() -> None:
     s.call("moved", "sub.Tensor", "hidden", "rows", shape="B 4")
     with pytest.raises(CutRefused, match=r"^its weight is also read by the model itself \(rows\)$"):
         cut_head(ended(logits(s, "moved")), HEAD)
+
+
+def counting(*, in_the_backbone: bool) -> ModelProfile:
+    """A head whose logits are divided by a counter that is moved afterwards, which the backbone
+    reads as well or not."""
+    s = Sketch()
+    s.parameter("trunk.weight", "4 8")
+    s.parameter("head.weight", "12 4")
+    s.buffer("calls", "")
+    s.input("features", "B 8", "float32")
+    s.input("labels", "B")
+    s.call("scaled", "mul.Tensor", "features", "calls" if in_the_backbone else 2, shape="B 8")
+    s.call("hidden", "linear.default", "scaled", "trunk_weight", shape="B 4", module="trunk")
+    s.call("logits", "linear.default", "hidden", "head_weight", shape="B 12", module="head")
+    s.call("divided", "div.Tensor", "logits", "calls", shape="B 12")
+    s.call("moved", "add_.Tensor", "calls", 1, shape="")
+    s.call("loss", "cross_entropy_loss.default", "divided", "labels", shape="")
+    return s.profile("counting", "loss")
+
+
+def test_a_counter_is_moved_where_it_is_read() -> None:
+    backbone, head = cut_of(counting(in_the_backbone=False)).segments
+    assert "moved" not in backbone.operations
+    assert head.operations.index("moved") > head.operations.index("divided")
+
+
+def test_a_counter_that_both_sides_read_is_not_torn() -> None:
+    with pytest.raises(CutRefused, match="changes the buffer calls, which the backbone reads"):
+        cut_of(counting(in_the_backbone=True))
