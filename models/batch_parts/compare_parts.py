@@ -9,14 +9,12 @@ and a number that the forward reads from a tensor must not be made of several sa
 batch at hand shows one branch only.
 """
 
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -33,6 +31,8 @@ from whale_train.models.export.read_numbers import ReadNumbers, made_of_several
 from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
 from whale_train.models.profile.counters import AHEAD, Counter, counters
+from whale_train.models.profile.python_draws import PythonDraws
+from whale_train.models.seeded_draws import private_seed, seed_privately
 
 Arrays = Mapping[str, NDArray[Any]]
 TensorBatch = dict[str, Tensor]
@@ -93,10 +93,11 @@ def compare_parts(
     whole, made = _Run(), _Run()
     different, remedy = "", ""
     try:
-        whole = check.whole()
-        made = check.parts(loss_over)
-        _compare(whole, made)
-        check.refuse_branches()
+        with private_seed():
+            whole = check.whole()
+            made = check.parts(loss_over)
+            _compare(whole, made)
+            check.refuse_branches()
     except _Different as difference:
         different = str(difference)
         remedy = "use strategy=single, or a strategy of one copy and one micro-batch"
@@ -121,6 +122,7 @@ class _Check:
     ) -> None:
         self._options, self._batches, self._parts = options, batches, parts
         self._one_copy, self._seed = one_copy, seed
+        self._generators = PythonDraws()
         self.written = ""  # a parameter that the forward changes
         self._means = 0  # losses that are means over targets, in one call
         self._counters: list[Counter] = []
@@ -249,9 +251,8 @@ class _Check:
         return float(loss.detach())
 
     def _forward(self, module: LossModule, batch: TensorBatch, means: "_Means") -> Tensor:
-        random.seed(self._seed)
-        np.random.seed(self._seed)
-        torch.manual_seed(self._seed)
+        self._generators.rewind()
+        seed_privately(self._seed)
         size = len(next(iter(batch.values())))
         try:
             with DropoutOff(), FixedDraws(), means:

@@ -5,12 +5,15 @@ from typing import Any, Self
 
 from torch.overrides import TorchFunctionMode
 
+from whale_train.models.seeded_draws import OwnSeed
+
 
 class DropoutOff(TorchFunctionMode):
     """Inside it, torch's dropouts let everything through, whatever module or exported graph
     calls them. `met` says whether one would have dropped something.
 
-    Modules stay in training mode, unlike under `eval()`: BatchNorm trains as it does in a run.
+    Modules stay in training mode, unlike under `eval()`: BatchNorm trains as it does in a run. A
+    dropout whose mask the forward seeds is part of what the model computes, and stays.
     """
 
     _entered = 0  # of all threads: a backward on a GPU runs parts of a forward again in others
@@ -21,6 +24,7 @@ class DropoutOff(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         DropoutOff._entered += 1
+        self._seed = OwnSeed()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -36,7 +40,7 @@ class DropoutOff(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
-        if not drops(func, args, options):
+        if not drops(func, args, options) or self._seed.is_seeded({}):
             return func(*args, **options)
         self.met = True
         name = _name(func)

@@ -1,20 +1,30 @@
 """Random numbers replaced by one number, so that what a model computes can be compared."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from whale_train.models.seeded_draws import OwnSeed
+
 
 class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside it, every draw of torch's random generators is the same number: 0.5 of a real one,
-    the smallest of a whole one, and the reverse of the order that there is of a random order."""
+    """Inside it, every draw of torch's default generator is the same number: 0.5 of a real one,
+    the smallest of a whole one, and the reverse of the order that there is of a random order.
+
+    What a forward draws from a generator that it seeds is left as it is (`models/seeded_draws.py`).
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        self._seed = OwnSeed()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_dispatch__(
         self,
@@ -24,7 +34,7 @@ class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         made = func(*args, **dict(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or self._seed.is_seeded(kwargs or {}):
             return made
         if "dropout" in str(func) or "attention" in str(func):
             return made  # `DropoutOff` sees to these

@@ -2,13 +2,13 @@
 
 Export traces a forward, and all the backward that its graph has is what follows from that by
 differentiation: a backward of an autograd Function, and hooks that may change gradients, would be
-left out without a word, and so would a buffer that the forward replaces by another tensor. Owns
-finding them, while a model is exported.
+left out without a word, and so would a buffer that the forward replaces by another tensor, and the
+seed that it gives a generator. Owns finding them, while a model is exported.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from whale_train.models.export.gradcheck import is_derived
 from whale_train.models.loss_module import MODEL_PREFIX
+from whale_train.models.seeded_draws import OwnSeed
 
 # Where torch makes Functions of the backwards of custom operations. These are not lost: the graph
 # has the operation.
@@ -29,7 +30,7 @@ class Watch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._functions: dict[type[Function], None] = {}
-        self._hooks = _HooksOnTensors()
+        self._seen = _Seen()
         self._buffers: dict[str, Tensor] = {}
         self._replaced = ""
 
@@ -41,12 +42,18 @@ class Watch:
             self._module.register_forward_hook(self._look),
         )
         try:
-            with self._hooks:
+            with self._seen:
                 yield
         finally:
             self._buffers = {}
             for handle in handles:
                 handle.remove()
+
+    @property
+    def draws(self) -> str:
+        """The generator that the forward draws from, if it seeds or holds it ('': neither), in
+        words."""
+        return "a generator that its forward seeds or holds" if self._seen.draws else ""
 
     def lost(self, run: Callable[[], Any]) -> str:
         """Return what of the backward an export loses, in words ('' for nothing). Where there are
@@ -54,8 +61,10 @@ class Watch:
         hooked = _hooked(self._module)
         if hooked:
             return hooked
-        if self._hooks.seen:
+        if self._seen.hooks:
             return "the hook on a gradient that its forward registers"
+        if self.draws:
+            return f"the state of {self.draws}"
         if self._replaced:
             return f"the tensor that its forward puts in the place of buffer {self._replaced}"
         for function in self._functions:
@@ -85,10 +94,18 @@ class Watch:
             nodes += [each for each, _ in node.next_functions]
 
 
-class _HooksOnTensors(TorchFunctionMode):
-    """Sees a forward register hooks on the gradients of tensors that it makes."""
+class _Seen(TorchFunctionMode):
+    """Sees a forward register hooks on the gradients of tensors that it makes (`hooks`), and draw
+    from a generator that it seeds or holds (`draws`)."""
 
-    seen = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooks, self.draws = False, False
+
+    def __enter__(self) -> Self:
+        self._seed = OwnSeed()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_function__(
         self,
@@ -98,7 +115,8 @@ class _HooksOnTensors(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
-            self.seen = True
+            self.hooks = True
+        self.draws = self.draws or self._seed.is_seeded(kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

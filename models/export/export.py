@@ -27,6 +27,7 @@ from whale_train.models.export.functionalize import CannotReplace, out_of_place
 from whale_train.models.export.grad_modes import inference_as_no_grad
 from whale_train.models.loss_module import MODEL_PREFIX, LossModule, forward_fields
 from whale_train.models.options import ModelOptions
+from whale_train.models.seeded_draws import private_seed
 from whale_train.strategies.graph.operation_graph import InputField, Size
 
 # Any batch but 0 and 1, which torch.export would take for constants. Odd sizes, so that a
@@ -105,6 +106,7 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
         _true_shapes_of_losses(),
         keeping_regions(),
         inference_as_no_grad(),
+        private_seed(),
         where,
         watch.watching(),
     ):
@@ -118,6 +120,8 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
                 strict=False,
             )
         except Exception as error:  # whatever the user's forward raises while it is traced
+            if watch.draws:
+                return None, f"torch.export would lose the state of {watch.draws}"
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return None, f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whale_train.errors import ConfigError, Fault
 from whale_train.models.build import build_model
+from whale_train.models.export.custom_backward import Watch
 from whale_train.models.export.export import (
     EXPORT_BATCH,
     example_batch,
@@ -29,9 +30,11 @@ from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
 from whale_train.models.profile.block_folding import CannotUnfold, Fold, folded, folds_of, unfold
 from whale_train.models.profile.counters import AHEAD, counters
+from whale_train.models.profile.python_draws import PythonDraws
 from whale_train.models.profile.repeated_calls import RecordedCall, first_difference, recorded
 from whale_train.models.profile.sparse_gradients import SparseCalls, may_be_sparse
 from whale_train.models.profile.unseen_losses import SeenLosses
+from whale_train.models.seeded_draws import private_seed
 from whale_train.strategies.graph.operation_graph import (
     INSIDE,
     OWN,
@@ -68,27 +71,30 @@ def profile_model(
     graph = _folded_graph(module, folds, batch, name) if folds else None
     if folds and graph is None:
         module, _ = on_meta(options, fields)  # as a forward may leave things in its modules
-    error = ""
+    error, varies, own_draws = "", False, ""
     if graph is None:
         graph, error = _exported_graph(module, batch, name)
     if graph is None:
-        branches = not _runs(module, batch)
-        if branches:  # it looks at values, which the meta device has none of
+        looks = not _runs(module, batch)
+        if looks:  # it looks at values, which the meta device has none of
             module = LossModule(build_model(options), options)
             batch = _values(batch, samples)
         losses: list[Tensor] = []
-        with SparseCalls() as sparse:
+        generators, watch = PythonDraws(), Watch(module)
+        with SparseCalls() as sparse, private_seed(), watch.watching():
             flops, activation_bytes = _measure(
                 lambda batch: losses.append(module(**batch)), batch, module
             )
         sparse.refuse(name, sparse.targets)
         count = len(next(iter(batch.values())))
         flops, activation_bytes = flops / count, activation_bytes / count
+        own_draws = generators.drawn() or watch.draws
+        varies = looks or bool(own_draws) or error.startswith(_CHANGES)
         unused = _without_gradient(module.model, losses[0])
     else:
         flops = sum(operation.flops for operation in graph)
         activation_bytes = sum(kept(View(graph), [op.name for op in graph]).values())
-        branches, unused = False, _unused(module.model, graph)
+        unused = _unused(module.model, graph)
     model = module.model
     return ModelProfile(
         name=name,
@@ -105,9 +111,14 @@ def profile_model(
             for path, child in model.named_modules()
             if isinstance(child, nn.modules.batchnorm._BatchNorm)
         ),
-        unused_parameters=() if branches else unused,
-        perhaps_unused=unused if branches else (),
+        unused_parameters=() if varies else unused,
+        perhaps_unused=unused if varies else (),
+        varies=varies,
+        own_draws=own_draws,
     )
+
+
+_CHANGES = "its forward changes from call to call"
 
 
 def _values(batch: dict[str, Tensor], samples: Samples | None) -> dict[str, Tensor]:
@@ -143,7 +154,7 @@ def _exported_graph(
         with next(iter(batch.values())).device:
             module(**batch)
 
-    trained = _trained(module.model)
+    trained, generators = _trained(module.model), PythonDraws()
     calls: list[list[RecordedCall] | None] = []
     losses = SeenLosses()
     with losses:
@@ -153,6 +164,8 @@ def _exported_graph(
             counter.set(module.model, ahead)
         calls.append(recorded(run))
         _refuse_other_parameters(module.model, trained, name)
+    if drawn := generators.drawn():
+        return None, f"its forward draws numbers from {drawn}, of which a graph would hold one draw"
     for counter in found:
         counter.set(module.model, 1)
     exported, error = export(module, batch)
@@ -167,7 +180,7 @@ def _exported_graph(
     changes = (first_difference(calls[0], other) for other in calls[1:])
     changed = next((change for change in changes if change), "")
     if changed:
-        return None, f"its forward changes from call to call: {changed}"
+        return None, f"{_CHANGES}: {changed}"
     try:
         return _measured_graph(exported, batch, name), ""
     except NotImplementedError as error:  # of an operation that torch cannot run without values

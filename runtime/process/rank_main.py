@@ -43,7 +43,7 @@ from whale_train.runtime.failures.timeout_frames import named_waits
 from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
 from whale_train.runtime.process.fork_server import num_threads
 from whale_train.runtime.process.rank_context import Seat
-from whale_train.runtime.process.shared_init import build_shared, let_go
+from whale_train.runtime.process.shared_init import build_shared, let_go, seed_python
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.final_model import write_final
 from whale_train.runtime.state.held import RankState, saved_names
@@ -191,6 +191,7 @@ def train_as_planned(
     seat = Seat(rank, device, groups, channels, compiler=compiler)
     # Dropout differs from rank to rank and is the same in every run.
     torch.manual_seed(request.seed + 1_000_003 * (rank + 1))
+    seed_python(request.seed)  # a forward that draws in Python draws alike on every rank
     names = saved_names(prepared.module, request.model)
     # Where the layers are that a checkpoint has the weights of once, while there are all of them.
     places = shared_places(prepared.module.model) if _delinks(run_dir) else {}

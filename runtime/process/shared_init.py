@@ -7,10 +7,12 @@ last reader has let go of it.
 """
 
 import os
+import random
 import tempfile
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,7 @@ def build_shared(options: ModelOptions, seed: int) -> LossModule:
     """Return the model that `torch.manual_seed(seed); build()` gives, its tensors in mapped
     memory; or with placeholders for them, where they are made, or read of a folder, when they are
     wanted (`models/deferred.py`)."""
+    seed_python(seed)
     if options.is_built_whole:
         torch.manual_seed(seed)
         model = build_model(options)
@@ -46,6 +49,13 @@ def build_shared(options: ModelOptions, seed: int) -> LossModule:
             _share([tensor])
     _share(small)
     return module
+
+
+def seed_python(seed: int) -> None:
+    """Seed what constructors and forwards draw from beside torch: Python's and NumPy's own
+    generators, alike on every host and rank."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def let_go(module: nn.Module) -> None:

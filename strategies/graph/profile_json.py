@@ -35,6 +35,8 @@ def profile_to_json(profile: ModelProfile) -> str:
         "batch_norm_modules": profile.batch_norm_modules,
         "unused_parameters": profile.unused_parameters,
         "perhaps_unused": profile.perhaps_unused,
+        "varies": profile.varies,
+        "own_draws": profile.own_draws,
     }
     return json.dumps(mapping, separators=(",", ":"))
 

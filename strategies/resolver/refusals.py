@@ -42,7 +42,7 @@ def _refuse_partitions(job: Staging, faults: list[Fault]) -> None:
     if profile.perhaps_unused:
         rules.append(
             "needs to know which parameters get no gradient, and whether "
-            f"{profile.perhaps_unused[0]} does depends on the values {profile.name} looks at"
+            f"{profile.perhaps_unused[0]} does is another thing in every call of {profile.name}"
         )
     wide = next((p.path for p in profile.parameters if p.bytes_per_element > 4), None)
     if wide is not None:

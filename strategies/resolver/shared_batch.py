@@ -17,6 +17,7 @@ from whale_train.strategies.stages.analysis import Findings
 
 VOUCHED = "model.samples_are_independent"
 EXCHANGED = "copies exchange its sums over the batch"
+DRAWS = "draws random numbers of its own"
 COMPARED = "compared before the first step"  # what a plan decides of a model nobody knows this of
 
 
@@ -79,6 +80,12 @@ def with_samples(plan: Plan, findings: Findings, training: Training) -> Plan:
     found = findings.samples
     loss_over = found.kind if found.kind in ("mean", "sum") else training.loss_over or "mean"
     loss_over = "mean" if found.sums else loss_over
+    if findings.profile.own_draws:
+        reason = (
+            f"its forward draws from {findings.profile.own_draws}: every rank draws alike, and "
+        )
+        reason += "a run that goes on from a checkpoint draws from the beginning"
+        plan = replace(plan, decisions=(*plan.decisions, Decision("model", DRAWS, "", reason)))
     if not plan.shares_batch:
         return replace(plan, loss_over=loss_over)
     decisions = plan.decisions

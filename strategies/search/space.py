@@ -306,8 +306,8 @@ def left_out(space: Space, findings: Findings, training: Training) -> Mapping[st
         reason = (
             "optimizer=lamb needs the norm of each parameter, which ZeRO partitions anywhere"
             if training.optimizer == "lamb"
-            else f"whether {profile.perhaps_unused[0]} gets a gradient depends on the values "
-            f"{profile.name} looks at, and ZeRO needs to know"
+            else f"whether {profile.perhaps_unused[0]} gets a gradient is another thing in every "
+            f"call of {profile.name}, and ZeRO needs to know"
         )
         found |= {f"copies, ZeRO {zero}": reason for zero in (1, 2, 3)}
     return found

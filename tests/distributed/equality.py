@@ -5,9 +5,11 @@ exactly as the command does, and has them save what they hold), the plain PyTorc
 is measured against, what counts as equal, and models such as users bring.
 """
 
+import gc
 import importlib
 import json
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ from whale_train.launcher.ranks.run_dir import create_run_dir, write_text
 from whale_train.launcher.ranks.run_files import start_ranks
 from whale_train.launcher.resume import find_checkpoint
 from whale_train.models.export.export import model_path
+from whale_train.models.profile.python_draws import PythonDraws
 from whale_train.runtime.comms.process_groups import file_rendezvous, leave
 from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.pipeline.chunk import Segments
@@ -224,6 +227,10 @@ def run_job(overrides: list[str], plainly: bool, run_dir: str) -> str:
 def run_job_as(entry: Entry, overrides: list[str], run_dir: str) -> str:
     """The same, of ranks that are each `entry`."""
     folder = Path(run_dir)
+    # Here launcher and ranks share a process: what it froze for the ranks of an earlier job, and
+    # what this launcher's looks at the model draw, would not be theirs.
+    gc.unfreeze()
+    generators = PythonDraws()
     config = composed(rewritten(overrides))
     request = read_request(config, {"hardware": "inventory", "strategy": "strategy"})
     create_run_dir(folder)
@@ -231,6 +238,7 @@ def run_job_as(entry: Entry, overrides: list[str], run_dir: str) -> str:
     resolved = resolve_request(request)
     resumed = request.train.resume and find_checkpoint(request.train.resume, folder)
     start_ranks(folder, resolved, request, resumed.path if resumed else None)
+    generators.rewind()
     return run_host(folder, entry)
 
 
@@ -305,6 +313,8 @@ def train_plainly(run_dir: Path, rank: int, world_size: int, prepared: worker.Pr
     request = prepared.request
     torch.manual_seed(request.seed)
     model = _model(request)
+    random.seed(request.seed)
+    np.random.seed(request.seed)
     optimizer, schedule = _optimizer(request, model)
     assert isinstance(request.data, ArraysOptions)
     arrays = dict(np.load(request.data.path))

@@ -130,7 +130,7 @@ PERHAPS = replace(gpt(), graph=None, perhaps_unused=("block.weight", "norm.weigh
 def test_zero_must_know_which_parameters_get_a_gradient(zero: int) -> None:
     assert faults_of({"replicate": {"zero": zero}}, PERHAPS) == [
         f"strategy.graph.replicate.zero={zero} needs to know which parameters get no gradient, "
-        "and whether block.weight does depends on the values gpt looks at; use strategy=dp"
+        "and whether block.weight does is another thing in every call of gpt; use strategy=dp"
     ]
 
 

@@ -1,0 +1,70 @@
+"""Random numbers that a forward draws in Python or with NumPy: a graph would hold one draw of them.
+
+Every rank and every micro-batch calls the forward, and each call draws: a rank's first draw has to
+be the draw of one process, and a second micro-batch's is another one. Owns telling that a call has
+drawn, by the states of all generators there are: where a model keeps its own, nobody else knows.
+"""
+
+import gc
+import pickle
+import random
+import sys
+from typing import Any
+
+
+class PythonDraws:
+    """The generators of Python and NumPy that were there when it was made, and their states."""
+
+    def __init__(self) -> None:
+        self._before = [(generator, _state(generator)) for generator in _generators()]
+
+    def drawn(self) -> str:
+        """Return the kind of the first generator that was drawn from since, or ''."""
+        for generator, state in self._before:
+            if _state(generator) != state:
+                return f"{type(generator).__module__}.{type(generator).__qualname__}"
+        return ""
+
+    def rewind(self) -> None:
+        """Have all of them draw again what they drew since."""
+        for generator, state in self._before:
+            _set_state(generator, state)
+
+
+def _generators() -> list[Any]:
+    """Return the generators of this process, wherever they are held.
+
+    `random.SystemRandom` has no state to compare, and is left out.
+    """
+    kinds: tuple[type, ...] = (random.Random,)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        kinds += (numpy.Generator, numpy.RandomState)
+    things = gc.get_objects()
+    # Types are few and things are many: half a million where transformers was imported.
+    wanted = {
+        kind
+        for kind in set(map(type, things))
+        if issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)
+    }
+    return [thing for thing in things if type(thing) in wanted]
+
+
+def _state(generator: Any) -> Any:
+    """Return what the next draw follows from, as a value that can be compared."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    # NumPy's states have arrays, whose comparison is no truth value.
+    return pickle.dumps(_bits(generator).state)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        _bits(generator).state = pickle.loads(state)
+
+
+def _bits(generator: Any) -> Any:
+    """Return the bit generator of NumPy's `generator`, of its old kind or the new one."""
+    return getattr(generator, "bit_generator", None) or generator._bit_generator
