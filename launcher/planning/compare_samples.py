@@ -21,6 +21,7 @@ from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.resolver.shared_batch import (
     COMPARED,
     VOUCHED,
+    refuse_unlike_copies,
     refuse_written_parameters,
 )
 
@@ -63,6 +64,9 @@ def compared(
     faults: list[Fault] = []
     zero = max(task_graph.zero for task_graph in plan.task_graphs)
     refuse_written_parameters(profile, zero, faults, found.written)
+    if len(plan.task_graphs[0].replicas) > 1:
+        norm = found.unlike_norm if request.model.sync_batchnorm else ""
+        refuse_unlike_copies(profile, zero, norm, found.unlike, faults)
     if faults:
         raise PlanError(faults)
     took = in_seconds(found.seconds)

@@ -10,9 +10,10 @@ batch at hand shows one branch only.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -50,7 +51,9 @@ SCALE = 1024.0
 class Comparison:
     """What came of comparing a batch with its parts: '' in `different` where they are equal, else
     what is not, with both numbers. `remedy` is what the user can do. `written` is a parameter that
-    the forward changes ('' for none)."""
+    the forward changes ('' for none). `unlike` is a module, or a parameter, that the samples of
+    some parts reached, and those of others of the same batch did not ('' for none);
+    `unlike_norm` is such a batch norm."""
 
     different: str
     remedy: str
@@ -59,6 +62,8 @@ class Comparison:
     of_parts: float
     seconds: float
     written: str = ""
+    unlike: str = ""
+    unlike_norm: str = ""
 
 
 @dataclass
@@ -105,7 +110,8 @@ def compare_parts(
             remedy = "its parts add up: use model.loss_over=sum"
     losses = [x.losses[0] if x.losses else float("nan") for x in (whole, made)]
     seconds = time.perf_counter() - started
-    return Comparison(different, remedy, parts, losses[0], losses[1], seconds, check.written)
+    found = (check.written, check.unlike, check.unlike_norm)
+    return Comparison(different, remedy, parts, losses[0], losses[1], seconds, *found)
 
 
 class _Check:
@@ -124,8 +130,10 @@ class _Check:
         self._one_copy, self._seed = one_copy, seed
         self._generators = PythonDraws()
         self.written = ""  # a parameter that the forward changes
+        self.unlike, self.unlike_norm = "", ""  # what some parts reached, and others did not
         self._means = 0  # losses that are means over targets, in one call
         self._counters: list[Counter] = []
+        self._norms: set[str] = set()
         # Which of the batches is run, and after how many calls as the counters have it.
         self._rounds: list[tuple[int, int | None]] = [(i, None) for i in range(len(batches))]
 
@@ -153,15 +161,22 @@ class _Check:
         found, total = _Run(), sum(self._parts)
         for number in range(len(self._rounds)):
             loss, start, gradients = 0.0, 0, dict[str, Tensor]()
+            reached: list[list[str]] = []
             for part, size in enumerate(self._parts):
                 batch = self._batch(number, start, start + size)
                 weight = size / total if loss_over == "mean" else 1.0
                 whole = None if divisors is None else _added([x[number] for x in divisors])
-                loss += self._step(modules[part], batch, _Means(whole, weight), weight, number)
+                with _modules_run(modules[part]) as ran:
+                    loss += self._step(modules[part], batch, _Means(whole, weight), weight, number)
                 start += size
                 if not self._one_copy or part == len(self._parts) - 1:
-                    for path, gradient in _gradients(modules[part]).items():
+                    own = _gradients(modules[part])
+                    reached.append([*ran, *own])
+                    for path, gradient in own.items():
                         gradients[path] = gradients.get(path, 0.0) + gradient
+            self.unlike = self.unlike or _first_unlike(reached)
+            norms = [[path for path in paths if path in self._norms] for paths in reached]
+            self.unlike_norm = self.unlike_norm or _first_unlike(norms)
             found.losses.append(loss)
             found.gradients.append(gradients)
         for module in modules:
@@ -205,6 +220,8 @@ class _Check:
             for name, child in owner.named_children():
                 if isinstance(child, _BatchNorm):  # the runtime's own, over the whole batch
                     owner.register_module(name, _Affine(child))
+        parts = module.named_modules()
+        self._norms = {x.removeprefix("model.") for x, part in parts if isinstance(part, _Affine)}
         return module
 
     def _copies(self) -> list[LossModule]:
@@ -312,6 +329,37 @@ class _Means(TorchFunctionMode):
         total = call.sum()
         self.made_again.note(call, total, factor)
         return scaled(call, total, factor)
+
+
+@contextmanager
+def _modules_run(module: nn.Module) -> Iterator[list[str]]:
+    """List the paths of the modules with parameters of their own, and of batch norms, that run
+    inside, in order."""
+    ran: list[str] = []
+
+    def noting(path: str) -> Callable[..., None]:
+        return lambda *_: ran.append(path)
+
+    handles = [
+        part.register_forward_pre_hook(noting(path.removeprefix("model.")))
+        for path, part in module.named_modules()
+        if next(part.parameters(recurse=False), None) is not None or isinstance(part, _Affine)
+    ]
+    try:
+        yield ran
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first_unlike(reached: Sequence[Sequence[str]]) -> str:
+    """Return the first entry that some of the lists have at another place than the first list, or
+    ''."""
+    for other in reached[1:]:
+        for one, two in zip_longest(reached[0], other, fillvalue=""):
+            if one != two:
+                return one or two
+    return ""
 
 
 def _added(divisors: Sequence[Sequence[Tensor]]) -> list[Tensor]:

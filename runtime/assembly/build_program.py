@@ -8,6 +8,7 @@ from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.build_stages import assemble_stages
 from whale_train.runtime.assembly.shard_params import narrow_of
+from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.comms.process_groups import sums_of
 from whale_train.runtime.compile.blocks import compile_blocks
 from whale_train.runtime.engines.base import NARROW, Copies
@@ -29,8 +30,22 @@ def assemble(
     the rank takes copies of what it holds and leaves the rest untouched."""
     if plan.rewrite is None:
         return _whole_model(request, plan, module, graph, seat)
+    _refuse_other_graph(plan, graph)
     assert graph is not None
     return assemble_stages(request, plan, module, graph, seat)
+
+
+def _refuse_other_graph(plan: Plan, graph: fx.GraphModule | None) -> None:
+    """Raise RuntimeError where the graph exported here is not the one that the plan was made on:
+    the model is another one in every process."""
+    assert plan.rewrite is not None
+    here = {node.name for node in graph.graph.nodes} if graph is not None else set()
+    planned = (name for segment in plan.rewrite.segments for name in segment.operations)
+    missing = next((name for name in planned if name not in here), "")
+    if missing:
+        rule = "the model's forward runs other operations in this process than it did when it was "
+        rule += f"planned, which had {missing}: something that it reads is not the same everywhere"
+        raise RuntimeError(f"{rule}, such as a random number drawn in Python, a time or a file")
 
 
 def _whole_model(
@@ -38,8 +53,9 @@ def _whole_model(
 ) -> Program:
     (task_graph,) = plan.task_graphs
     group = seat.groups[f"{task_graph.name}.data_parallel"]
+    agreement = ForwardAgreement(group, seat.device) if plan.varies and group.size() > 1 else None
     if request.model.sync_batchnorm:
-        synchronise_batch_norm(module, group)
+        synchronise_batch_norm(module, group, agreement)
     trained = set(task_graph.trained)
     for path, parameter in module.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and model_path(path) in trained)
@@ -63,7 +79,9 @@ def _whole_model(
     )
     may_skip = not plan.exported
     engine = make_engine(
-        request, plan, task_graph, module, copies, seat, may_skip_parameters=may_skip
+        *(request, plan, task_graph, module, copies, seat),
+        may_skip_parameters=may_skip,
+        agreement=agreement,
     )
     sizes = [stop - start for start, stop in plan.ranks[seat.rank].samples]
     counter = None
@@ -73,4 +91,4 @@ def _whole_model(
     # What is compiled calls no product that could be seen.
     is_seen = plan.mixtures and seat.compiler is None
     loads = ExpertLoads(plan.mixtures, seat.device) if is_seen else None
-    return WholeModel(engine, group, sizes, plan.loss_weights, counter, loads)
+    return WholeModel(engine, group, sizes, plan.loss_weights, counter, loads, agreement)

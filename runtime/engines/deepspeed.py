@@ -29,6 +29,7 @@ from whale_train.runtime.engines.deepspeed_zero3 import (
 from whale_train.runtime.engines.grad_reduce import Reduction
 from whale_train.runtime.engines.narrow_weights import NarrowWeights
 from whale_train.runtime.engines.optimizers import makes_late, state_of
+from whale_train.runtime.engines.reached_alike import ReachedAlike
 from whale_train.strategies.resolver.deepspeed_config import for_processes
 
 
@@ -36,7 +37,8 @@ class DeepSpeedEngine:
     """Copies that partition what they have in common: ZeRO 1 to 3, offload. A `precision` of 16
     bits is autocast; of `copies.narrow` the engine holds what autocast would make of them, and
     accumulates and reduces every gradient in fp32 (docs/adr/007). Where another engine runs these
-    parameters, their gradients are made `excess` times too large."""
+    parameters, their gradients are made `excess` times too large. `reached` sees to it that every
+    copy has a gradient of the same parameters, where their forwards may differ."""
 
     loss_scale: Tensor | None = None
     reduction = None
@@ -50,6 +52,7 @@ class DeepSpeedEngine:
         device: torch.device,
         precision: str,
         excess: int | None = None,
+        reached: ReachedAlike | None = None,
     ) -> None:
         deepspeed = import_deepspeed()
         use_accelerator(device)
@@ -61,7 +64,7 @@ class DeepSpeedEngine:
         self.on_gradients: Callable[[], None] | None = None
         self._is_first_copy = copies.is_first
         self._stage = config["zero_optimization"]["stage"]
-        self._excess = excess
+        self._excess, self._reached = excess, reached
         # DeepSpeed will average what is then the same on all copies.
         self._shared = Reduction((), None, copies.shared, copies.shards * copies.size)
         for parameter in module.parameters():
@@ -113,6 +116,8 @@ class DeepSpeedEngine:
         # `output.backward(gradient)` is refused at 0, crashes at 2, and is silently wrong at 2
         # with offload.
         scalars = [(_wide(x) * g).sum() for x, g in zip(outputs, gradients, strict=True)]
+        if self._reached is not None:
+            scalars += self._reached.missing(scalars)
         self._engine.backward(sum(scalars[1:], scalars[0]) * self.copies)
 
     def input_gradient(self, value: Tensor) -> Tensor | None:

@@ -6,10 +6,12 @@ from functools import partial
 from torch import nn
 
 from whale_train.config import Request
+from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.engines.base import Copies, Engine
 from whale_train.runtime.engines.ddp import StreamedEngine, TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.engines.reached_alike import ReachedAlike
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
 from whale_train.runtime.process.rank_context import Seat
 from whale_train.strategies.plan.plan import Plan, TaskGraph
@@ -27,10 +29,12 @@ def make_engine(
     overlap: bool = True,
     excess: int | None = None,
     streamed: StreamedWeights | None = None,
+    agreement: ForwardAgreement | None = None,
 ) -> Engine:
     """Return the engine of `module`, what `seat.rank` holds of `task_graph`: DeepSpeed's where the
     plan has a configuration for it and there are copies to partition among; one of weights that are
-    `streamed`, where they are. The rest is as for TorchEngine."""
+    `streamed`, where they are. An `agreement` is given where copies may reach other parameters. The
+    rest is as for TorchEngine."""
     config = plan.ranks[seat.rank].deepspeed[str(task_graph.id)]
     optimizer = make_optimizer(request.optimizer.name, request.optimizer.arguments())
     if config is not None and copies.group is not None:
@@ -38,7 +42,10 @@ def make_engine(
             return seat.stand_ins.zero(
                 module, copies, config, optimizer, seat.device, plan.precision
             )
-        return DeepSpeedEngine(module, copies, config, seat.device, plan.precision, excess)
+        reached = None
+        if agreement is not None:
+            reached = ReachedAlike(module, copies, agreement, task_graph.zero)
+        return DeepSpeedEngine(module, copies, config, seat.device, plan.precision, excess, reached)
     torchs: Callable[..., Engine] = TorchEngine
     if task_graph.streams:
         assert streamed is not None

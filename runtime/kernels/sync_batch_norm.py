@@ -16,6 +16,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from whale_train.errors import ConfigError, Fault
+from whale_train.models.export.export import model_path
+from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.comms.layout_collectives import stacked
 
 
@@ -144,13 +146,25 @@ class GlobalBatchNorm(nn.Module):
     momentum: float | None
     eps: float
 
-    def __init__(self, original: _BatchNorm, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        original: _BatchNorm,
+        group: dist.ProcessGroup,
+        path: str = "",
+        agreement: ForwardAgreement | None = None,
+    ) -> None:
+        """Take over `original`, the module at `path`; with an `agreement`, every forward that
+        communicates makes sure first that all ranks are in it."""
         super().__init__()
         self.__dict__.update(original.__dict__)
         self.group = group
+        self._path, self._agreement = path, agreement
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` is my part [N, C, ...] of the batch."""
+        by_batch = self.training or self.running_mean is None
+        if by_batch and self._agreement is not None:
+            self._agreement.at(f"the batch norm {self._path}")
         factor = 0.0 if self.momentum is None else self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -162,7 +176,7 @@ class GlobalBatchNorm(nn.Module):
             self.bias,
             self.running_mean,
             self.running_var,
-            self.training or self.running_mean is None,
+            by_batch,
             factor,
             self.eps,
             self.group,
@@ -175,8 +189,11 @@ class GlobalBatchNorm(nn.Module):
 _SWAPPED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def synchronise_batch_norm(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
-    """Swaps every batch norm inside `module`, in place; returns their paths.
+def synchronise_batch_norm(
+    module: nn.Module, group: dist.ProcessGroup, agreement: ForwardAgreement | None = None
+) -> list[str]:
+    """Swap every batch norm inside `module`, in place, and return their paths. An `agreement` is
+    asked for where forwards may reach other batch norms on other ranks.
 
     Raises ConfigError for one that cannot be swapped: a subclass whose forward does more, or
     `module` itself.
@@ -188,7 +205,7 @@ def synchronise_batch_norm(module: nn.Module, group: dist.ProcessGroup) -> list[
             continue
         is_plain = type(found) is nn.SyncBatchNorm or type(found).forward is _BatchNorm.forward
         if path and is_plain:
-            twins.setdefault(found, GlobalBatchNorm(found, group))
+            twins.setdefault(found, GlobalBatchNorm(found, group, model_path(path), agreement))
             places.append((path, found))
         else:
             kind = type(found).__qualname__

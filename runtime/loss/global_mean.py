@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from whale_train.models.batch_parts.target_means import MadeAgain, TargetMean, scaled, target_mean
 from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
+from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.loss.graph_losses import targets_graph
 
 
@@ -109,7 +110,9 @@ class GlobalMeans(TorchFunctionMode):
 
     With `accuracy` (evaluation), `correct` and `targets` add up, over the calls of this rank since
     the mode was made: targets that are the largest logit of their row, and targets that count.
-    `made` are the means of these calls, and `divisors` what each would divide by here, fp64.
+    `made` are the means of these calls, and `divisors` what each would divide by here, fp64. With
+    an `agreement`, all ranks make sure before each count, and at the end of the forward, that they
+    are at the same.
     The backward runs in `made_again.in_backward()`.
     """
 
@@ -120,8 +123,10 @@ class GlobalMeans(TorchFunctionMode):
         targets: Targets | None = None,
         *,
         accuracy: bool = False,
+        agreement: ForwardAgreement | None = None,
     ) -> None:
         super().__init__()
+        self._agreement = agreement
         self.correct: Tensor | int = 0
         self.targets: Tensor | int = 0
         self.made: list[Tensor] = []
@@ -139,6 +144,8 @@ class GlobalMeans(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if error is None and self._agreement is not None:
+            self._agreement.at("the end of its forward")
         if error is None and self._counted is not None and self._calls < len(self._counted.mine):
             counted = len(self._counted.mine)
             raise RuntimeError(f"{counted} losses were counted beforehand, {self._calls} called")
@@ -176,6 +183,8 @@ class GlobalMeans(TorchFunctionMode):
     def _whole_divisor(self, mine: Tensor) -> tuple[Tensor, dist.Work | None]:
         """Return the divisor of all replicas, perhaps still on its way."""
         if self._counted is None:
+            if self._agreement is not None:
+                self._agreement.at("a loss over targets")
             return mine, dist.all_reduce(mine, group=self._group, async_op=True)
         if self._calls == len(self._counted.mine):
             raise RuntimeError(f"more than the {self._calls} losses that were counted beforehand")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.loss.global_mean import GlobalMeans, TargetCounter, Targets
 from whale_train.runtime.pipeline.chunk import Batch
@@ -45,7 +46,7 @@ class EvaluatedCopies:
     """The unmodified model on every rank of `group`, which evaluate their parts of every batch.
 
     `sizes` are the samples of this rank's micro-batches; `weights` say what their losses count.
-    Where there are several, `counter` counts their targets.
+    Where there are several, `counter` counts their targets. An `agreement` is as in GlobalMeans.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class EvaluatedCopies:
         sizes: Sequence[int],
         weights: LossWeights,
         counter: TargetCounter | None,
+        agreement: ForwardAgreement | None = None,
     ) -> None:
+        self._agreement = agreement
         self._engine, self._group, self._sizes = engine, group, sizes
         self._weights, self._counter = weights, counter
 
@@ -119,7 +122,7 @@ class EvaluatedCopies:
         return self._counted(held, whole, lambda number, _: counted[number])
 
     def _means(self, weight: float, targets: Targets | None = None) -> GlobalMeans:
-        return GlobalMeans(self._group, weight, targets, accuracy=True)
+        return GlobalMeans(self._group, weight, targets, accuracy=True, agreement=self._agreement)
 
 
 def _row(loss: Tensor, means: GlobalMeans) -> Tensor:

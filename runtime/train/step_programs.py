@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.compile.compiler import uncompiled
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.graph.shard_rng import SharedRandom
@@ -77,8 +78,8 @@ class WholeModel:
     """The unmodified model, copied; each copy's loss weighted by its part of the batch.
 
     `sizes` are the samples of this copy's micro-batches, `weights` say what their losses count in
-    the step's. With more than one, `counter` counts the
-    targets of a step before the first.
+    the step's. With more than one, `counter` counts the targets of a step before the first. With an
+    `agreement`, ranks make sure that their forwards are at the same collective.
     """
 
     def __init__(
@@ -89,9 +90,10 @@ class WholeModel:
         weights: LossWeights,
         counter: TargetCounter | None = None,
         loads: ExpertLoads | None = None,
+        agreement: ForwardAgreement | None = None,
     ) -> None:
         self.loads = loads
-        self._engine, self._group = engine, group
+        self._engine, self._group, self._agreement = engine, group, agreement
         self._sizes, self._weights = sizes, weights
         self._counter = counter
         self.shared_random: Sequence[SharedRandom] = ()
@@ -113,7 +115,7 @@ class WholeModel:
             last = number == len(batches) - 1
             with nullcontext() if last else engine.accumulating():
                 weight = self._weights.of_step(self._sizes[number])
-                means = GlobalMeans(self._group, weight, targets)
+                means = GlobalMeans(self._group, weight, targets, agreement=self._agreement)
                 with span(self.trace, Instruction(Kind.FORWARD, 0, number)), watching(), means:
                     part = engine(**batch) * weight
                 with (
@@ -132,7 +134,8 @@ class WholeModel:
     def evaluate(self, held: EvaluationBatches) -> Evaluation:
         module = self._engine.module
         copies = EvaluatedCopies(
-            self._engine, self._group, self._sizes, self._weights, self._counter
+            *(self._engine, self._group, self._sizes, self._weights, self._counter),
+            self._agreement,
         )
         module.eval()
         try:

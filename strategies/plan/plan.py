@@ -132,7 +132,8 @@ class Decision:
 class Plan:
     """The whole job. `rewrite` says how the exported graph is cut and which layouts its values
     have (None when the model runs as it is); `exported` whether there was a graph at all, and so
-    whether parameters without a gradient are known. `predicted_here` is the step of the CPU
+    whether parameters without a gradient are known; a forward that `varies` runs other modules or
+    losses from batch to batch. `predicted_here` is the step of the CPU
     processes that stand for the devices, where those were measured. `pipeline` says who runs which
     chunk of it for which micro-batch (None for a flat strategy); the order is `orders.py`'s.
     `loss_over` is what a batch's loss is of the losses of its samples: their `mean` or `sum`.
@@ -160,6 +161,7 @@ class Plan:
     reduce_dtype: str = "fp32"
     mixtures: Mapping[str, int] = field(default_factory=dict, metadata=OMITTED)
     router_biases: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
+    varies: bool = field(default=False, metadata=OMITTED)
 
     @property
     def model_flops(self) -> float:

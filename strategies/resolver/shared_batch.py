@@ -74,6 +74,22 @@ def refuse_written_parameters(
         faults.append(Fault("model", profile.name, rule, "use strategy=dp or strategy=single"))
 
 
+def refuse_unlike_copies(
+    profile: ModelProfile, zero: int, norm: str, unlike: str, faults: list[Fault]
+) -> None:
+    """Add a fault where the samples of some parts of a batch reached the batch norm `norm` and
+    others did not, so that copies would wait for each other's statistics; or the module or
+    parameter `unlike`, where ZeRO goes by the order of what is reached ('': there is none)."""
+    some = "for the samples of some copies alone"
+    if norm:
+        rule = f"runs the batch norm {norm} {some}, and its statistics are of the whole batch"
+        remedy = "use strategy=single, or model.sync_batchnorm=false"
+        faults.append(Fault("model", profile.name, rule, remedy))
+    elif unlike and zero > 1:
+        rule = f"runs {unlike} {some}, and ZeRO {zero} goes by the order in which all of them run"
+        faults.append(Fault("model", profile.name, rule, "use strategy=dp or strategy=zero1"))
+
+
 def with_samples(plan: Plan, findings: Findings, training: Training) -> Plan:
     """Return `plan` with what its loss is over the samples, and what is known of that where its
     batch is shared."""

@@ -98,6 +98,7 @@ def written(
         predicted=predicted,
         decisions=tuple(decisions),
         exported=job.profile.graph is not None,
+        varies=job.profile.varies,
         peak_flops_s=sum(d.flops[job.training.precision] for d in job.cluster.devices),
         reduce_dtype=job.training.reduce_dtype,
         mixtures=dict(job.findings.mixtures),

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from tests.distributed.equality import Computed, JobFailed, Jobs
 from tests.distributed.odd_models import CLASSES, ODD, TOKENS
+from tests.distributed.odd_models_calls import ODD_CALLS
 from tests.distributed.odd_models_layers import ODD_LAYERS
 from tests.distributed.odd_models_rows import ODD_ROWS
 from tests.distributed.odd_models_state import ODD_STATE
 from tests.pairs import covering
 
-MODULES = {made.__name__: made.__module__ for made in (*ODD, *ODD_LAYERS, *ODD_ROWS, *ODD_STATE)}
+_ALL = (*ODD, *ODD_LAYERS, *ODD_ROWS, *ODD_STATE, *ODD_CALLS)
+MODULES = {made.__name__: made.__module__ for made in _ALL}
 NAMES = list(MODULES)
 STRATEGIES = {
     "dp": ("strategy=dp",),
@@ -157,6 +159,7 @@ SAME = [
     ),
     *("EveryOtherOfPairs", "FilledWithTheSize", "LossMadeAgain", "LossOfEachRow"),
     *("ReplacesItsBuffer", "NormalisesItsWeight", "Temperature"),
+    *("NoiseOfAll", "SkipsByPython", "SkipsByTheModules", "PicksABlock", "AdaptiveSoftmax"),
 ]
 
 
@@ -173,6 +176,16 @@ REFUSED = {
     "MixesUpInAnOrder": ("dp", "made of its parts"),
     "LazyHead": ("dp", "has a parameter without a shape before its first forward (lazy.weight)"),
     "ComplexFilter": ("dp", "has a parameter of complex numbers (filter)"),
+    "SeededNoise": ("split", "would lose the state of a generator that its forward seeds or holds"),
+    "SavedRandomState": ("dp", "made of its parts"),
+    "SkipsRarely": ("pipeline", "draws numbers from random.Random, of which a graph would hold"),
+    "ReadsOnBothSides": (
+        "hybrid",
+        "changes the buffer calls, which the backbone reads",
+    ),
+    "NormOfSome": ("dp", "runs the batch norm norm for the samples of some copies alone"),
+    "PicksABlock": ("zero2", "does is another thing in every call of PicksABlock"),
+    "AdaptiveSoftmax": ("zero2", "and ZeRO 2 goes by the order in which all of them run"),
 }
 
 
@@ -188,6 +201,40 @@ def test_what_else_is_refused_is_said(model: str, jobs: Jobs, data: Path) -> Non
 def test_what_copies_may_share_is_not_refused(model: str, jobs: Jobs, data: Path) -> None:
     found = jobs.run(overrides(model, data, *UNLIKE, *STRATEGIES["dp"]))
     assert found.plan["loss_over"] == "mean"
+
+
+# Ranks meet what a model was vouched for not to do: each is stopped where it would communicate.
+DIFFERENT = {
+    "OneOfTwoNorms": ("dp", "is at the batch norm other"),
+    "LossOfSome": ("dp", "is at a loss over targets"),
+    "AdaptiveSoftmax": ("zero3", "is at the module classes."),
+    "ExpertsByLabel": ("dp", ""),
+}
+
+
+@pytest.mark.parametrize("model", DIFFERENT)
+def test_ranks_that_run_other_modules_do_not_wait_for_each_other(
+    model: str, jobs: Jobs, data: Path
+) -> None:
+    strategy, said = DIFFERENT[model]
+    vouched = ("model.samples_are_independent=true", "launcher.timeout_s=60")
+    job = overrides(model, data, *UNLIKE, f"strategy={strategy}", *vouched)
+    if not said:  # copies whose gradients are summed whoever made some
+        assert jobs.run(job).losses == pytest.approx(alone(jobs, model, data).losses, rel=LOSS)
+        return
+    with pytest.raises(JobFailed, match="ForwardsDiffer") as failed:
+        jobs.run(job)
+    assert said in str(failed.value)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1"])
+def test_weights_that_some_ranks_reach_are_trained_as_one_process_does(
+    strategy: str, jobs: Jobs, data: Path
+) -> None:
+    found = jobs.run(overrides("AdaptiveSoftmax", data, *UNLIKE, f"strategy={strategy}"))
+    expected = alone(jobs, "AdaptiveSoftmax", data)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=LOSS)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=NORM)
 
 
 def test_a_sum_over_samples_is_added(jobs: Jobs, data: Path) -> None:

@@ -1,0 +1,96 @@
+"""Gradients of the same parameters on all copies, whatever their forwards ran.
+
+ZeRO 1 reduces gradients in the step, in one order: what a copy of a model that looks at values did
+not reach is given a gradient of zeros, which is what its samples contribute. ZeRO 2 reduces them in
+the order in which backwards make them, and ZeRO 3 gathers parameters in the order in which modules
+run: copies that differ would take each other's for their own, and are stopped.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from whale_train.models.export.export import model_path
+from whale_train.runtime.comms.forward_agreement import ForwardAgreement, ForwardsDiffer
+from whale_train.runtime.engines.base import Copies
+
+
+class ReachedAlike:
+    """The trained parameters of `module`, of which `copies` make gradients, under ZeRO `stage`.
+
+    Made before DeepSpeed partitions the module, whose hooks then come after these.
+    """
+
+    def __init__(
+        self, module: nn.Module, copies: Copies, agreement: ForwardAgreement, stage: int
+    ) -> None:
+        self._agreement, self._stage, self._group = agreement, stage, copies.group
+        named = module.named_parameters()
+        self._trained = {model_path(path): p for path, p in named if p.requires_grad}
+        self._ran: list[str] = []
+        for path, part in module.named_modules() if stage > 1 else ():
+            if next(part.parameters(recurse=False), None) is not None:
+                part.register_forward_pre_hook(self._noting(model_path(path)))
+
+    def _noting(self, path: str) -> Callable[..., None]:
+        """Return the hook that notes that the module at `path` runs, and under ZeRO 3 makes sure
+        that it does on all copies."""
+
+        def note(*_: object) -> None:
+            self._ran.append(path)
+            if self._stage == 3:
+                self._agreement.at(f"the module {path}")
+
+        return note
+
+    def missing(self, losses: Sequence[Tensor]) -> list[Tensor]:
+        """Return scalars of 0 which depend on the parameters that `losses` do not depend on here,
+        and on another copy do.
+
+        Raises ForwardsDiffer where copies differ and the stage cannot have that, and for a
+        parameter that none of them reaches.
+        """
+        order, self._ran = blake2b(repr(self._ran).encode(), digest_size=4).hexdigest(), []
+        if self._stage > 1:
+            self._agreement.at(f"the backward of modules that ran in the order {order}")
+        reached = _leaves(losses)
+        parameters, paths = list(self._trained.values()), list(self._trained)
+        flags = torch.tensor([p in reached for p in parameters], device=losses[0].device)
+        copies = flags.to(torch.int32)
+        dist.all_reduce(copies, group=self._group)
+        unreached = [paths[i] for i in (copies == 0).nonzero().flatten().tolist()]
+        if unreached:
+            rule = f"no sample of this step reaches the parameter {unreached[0]}, which ZeRO would "
+            rule += "move by its momentum and decay, and one process would not"
+            raise ForwardsDiffer(f"{rule}; use strategy=dp")
+        if self._stage > 1:
+            some = copies < dist.get_world_size(self._group)
+            unlike = [paths[i] for i in some.nonzero().flatten().tolist()]
+            if unlike:
+                rule = f"the samples of some ranks alone reach the parameter {unlike[0]}, and ZeRO "
+                rule += f"{self._stage} reduces gradients in the order in which they are made"
+                raise ForwardsDiffer(f"{rule}; use strategy=zero1 or strategy=dp")
+        elsewhere = ((copies > 0) & ~flags).nonzero().flatten().tolist()
+        # Of no element: the gradient is one of zeros, and no value, however large, is in the sum.
+        return [parameters[i].flatten()[:0].sum() for i in elsewhere]
+
+
+def _leaves(values: Iterable[Tensor]) -> set[Tensor]:
+    """Return the leaves that `values` are computed from, by autograd's graph."""
+    nodes = [x.grad_fn for x in values]
+    seen, leaves = set(nodes), set[Tensor]()
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves.add(leaf)
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return leaves
