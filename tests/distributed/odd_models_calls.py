@@ -263,7 +263,9 @@ class NormOfSome(Own):
 
 class OneOfTwoNorms(NormOfSome):
     def changed(self, z: Tensor, labels: Tensor) -> Tensor:
-        return self.norm(z) if float(z.detach().mean()) > 0 else self.other(z)  # type: ignore[no-any-return]
+        chosen = self.norm if float(labels.float().mean()) > 1.5 else self.other
+        normed: Tensor = chosen(z)
+        return normed
 
 
 class LossOfSome(Odd):
@@ -279,7 +281,7 @@ class AdaptiveSoftmax(Odd):
 
     def __init__(self) -> None:
         super().__init__()
-        self.classes = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, CLASSES, [2, 4], div_value=2.0)
+        self.classes = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, CLASSES, [2, 3], div_value=2.0)
 
     def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         adapted: Tensor = self.classes(z, labels).loss
