@@ -5,10 +5,12 @@ archive and a rank reads only the samples it takes. Those of `numpy.savez_compre
 unpacked, once, into each rank's memory.
 """
 
+import math
 import os
+import warnings
 import zipfile
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -16,8 +18,16 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from whale_train.data.dataset import Batch, Dataset, Indices, RowDataset, hold_back
-from whale_train.data.paths import UserPath, missing_path, path_error
-from whale_train.errors import ConfigError, Fault
+from whale_train.data.paths import (
+    UserPath,
+    missing_path,
+    path_error,
+    refuse_special,
+    unreadable,
+)
+from whale_train.errors import ConfigError, Fault, RequestError, listed
+from whale_train.limits import memory_bytes
+from whale_train.quantities import in_bytes
 from whale_train.strategies.graph.operation_graph import InputField
 
 # What is handed to the model for each dtype in the file. Torch's defaults for numbers and indices
@@ -31,6 +41,9 @@ _HANDED_OVER = {
 }
 _LOCAL_HEADER_BYTES = 30  # of a zip member, before its name and extra field (APPNOTE.TXT, 4.3.7)
 _CHUNK_BYTES = 1 << 26
+_MOST_DEFLATED = 1032  # bytes that a deflated one can stand for (RFC 1951: 258 in two bits)
+_WHOLE = "write the file again, or copy it whole"
+_REMEDY = "write one with numpy.savez(path, name=array, ...)"
 
 
 class ArraysOptions(BaseModel):
@@ -50,26 +63,21 @@ def open_arrays(options: ArraysOptions) -> Dataset:
     Dtypes are kept, except that float64 becomes float32 and int32 becomes int64. The upper bound
     of an integer field is its largest value + 1, for which the array is read through once.
 
-    Raises ConfigError with all the file's faults: no such file, not an .npz, no arrays, unequal
-    first axes, no samples, objects or other values that are not numbers.
+    Raises ConfigError with all the file's faults: no such file, not an .npz or a damaged one, no
+    arrays or several of one name, unequal first axes, no samples, objects or other values that are
+    not numbers. Nothing is allocated by what a header alone says. Checksums are those of what is
+    unpacked: a mapped array's would have to be read whole.
     """
     path = options.path
     if not os.path.exists(path):
         raise missing_path(path)
-    remedy = "write one with numpy.savez(path, name=array, ...)"
-    if os.path.isdir(path):
-        raise path_error(path, "is a folder, not an .npz file", remedy)
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = [_read_member(path, archive, info) for info in archive.infolist()]
-    except zipfile.BadZipFile as error:
-        raise path_error(path, "is not an .npz file", remedy) from error
-    except _NotAnArrayError as error:
-        raise path_error(path, f"is not an .npz file: {error}", remedy) from error
+        refuse_special(path)
+        if os.path.isdir(path):
+            raise path_error(path, "is a folder, not an .npz file", _REMEDY)
+        members = _read_members(path)
     except OSError as error:
-        raise path_error(
-            path, f"cannot be read ({error.strerror})", "make it readable, or name another file"
-        ) from error
+        raise unreadable(error, path) from error
     faults = _faults(path, members)
     if faults:
         raise ConfigError(faults)
@@ -80,12 +88,11 @@ def open_arrays(options: ArraysOptions) -> Dataset:
     def read_rows(rows: Indices) -> Batch:
         return {name: array[rows].astype(dtypes[name]) for name, array in arrays.items()}
 
-    num_rows = len(next(iter(arrays.values())))
-    return RowDataset(fields, hold_back(num_rows, options.evaluation_fraction), read_rows)
+    def read_field(field: InputField, rows: slice) -> NDArray[Any]:
+        return arrays[field.name][rows].astype(field.dtype)
 
-
-class _NotAnArrayError(Exception):
-    """A member of the archive that is not an array."""
+    held_back = hold_back(len(next(iter(arrays.values()))), options.evaluation_fraction)
+    return RowDataset(fields, held_back, read_rows, read_field)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,29 +105,102 @@ class _Member:
     array: NDArray[Any] | None
 
 
+def _read_members(path: str) -> list[_Member]:
+    """Return the arrays of an archive. Raises ConfigError for a file that is none, or is damaged,
+    and OSError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            return [_read_member(path, archive, info) for info in members]
+    except (OSError, RequestError):
+        raise
+    except Exception as error:  # zipfile says what it does not expect in a dozen kinds of errors
+        if not zipfile.is_zipfile(path):
+            raise path_error(path, "is not an .npz file", _REMEDY) from error
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise path_error(path, f"is damaged ({said})", _WHOLE) from error
+
+
 def _read_member(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
+    """Return an array of the archive, mapped or unpacked. Raises ConfigError, and whatever zipfile
+    and its decompressors do."""
     with archive.open(info) as file:
         try:
-            version = npy_format.read_magic(file)
-            read_header = (
-                npy_format.read_array_header_1_0
-                if version == (1, 0)
-                else npy_format.read_array_header_2_0
-            )
-            shape, fortran_order, dtype = read_header(file)
-        except ValueError as error:
-            raise _NotAnArrayError(f"its member {info.filename} is not an array") from error
+            shape, fortran_order, dtype = _read_header(file)
+        except zipfile.BadZipFile:
+            raise
+        except Exception as error:  # a header is an expression of Python, and numpy evaluates it
+            rule = f"is not an .npz file: its member {info.filename} is not an array"
+            raise path_error(path, rule, _REMEDY) from error
         header_bytes = file.tell()
-    name = info.filename.removesuffix(".npy")
-    if dtype.name not in _HANDED_OVER or 0 in shape or not shape:
-        return _Member(name, shape, dtype, None)
-    order: Literal["F", "C"] = "F" if fortran_order else "C"
-    if info.compress_type != zipfile.ZIP_STORED:
-        with archive.open(info) as file:
-            return _Member(name, shape, dtype, npy_format.read_array(file, allow_pickle=False))
+        name = info.filename.removesuffix(".npy")
+        if dtype.name not in _HANDED_OVER or 0 in shape or not shape:
+            return _Member(name, shape, dtype, None)
+        num_bytes = dtype.itemsize * math.prod(shape)
+        if header_bytes + num_bytes != info.file_size:
+            rule = f"is damaged: array {name} of shape {list(shape)} has {num_bytes} bytes, and "
+            rule += f"its member {info.file_size - header_bytes}"
+            raise path_error(path, rule, _WHOLE)
+        if info.compress_type != zipfile.ZIP_STORED:
+            return _Member(
+                name, shape, dtype, _unpacked(path, file, info, shape, dtype, fortran_order)
+            )
     start = _content_offset(path, info) + header_bytes
+    if start + num_bytes > os.path.getsize(path):
+        rule = f"is damaged: array {name} goes on beyond the end of the file"
+        raise path_error(path, rule, _WHOLE)
+    order: Literal["F", "C"] = "F" if fortran_order else "C"
     mapped = np.memmap(path, dtype, mode="r", offset=start, shape=shape, order=order)
     return _Member(name, shape, dtype, mapped)
+
+
+def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return what an array's header says: its shape, whether it is in Fortran order, its dtype.
+    Raises what numpy does, and ValueError for a shape that no array has."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of headers by Python 2, and damaged ones
+        version = npy_format.read_magic(file)
+        read_header = (
+            npy_format.read_array_header_1_0
+            if version == (1, 0)
+            else npy_format.read_array_header_2_0
+        )
+        shape, fortran_order, dtype = read_header(file)
+    if not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise ValueError(f"no shape: {shape}")
+    return shape, fortran_order, dtype
+
+
+def _unpacked(
+    path: str,
+    file: IO[bytes],
+    info: zipfile.ZipInfo,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    fortran_order: bool,
+) -> NDArray[Any]:
+    """Return the array that the rest of `file` is compressed into, as large as its header says and
+    the archive's directory too. Raises ConfigError where nothing can be as large, before memory is
+    taken, and what zipfile does."""
+    deflated = info.compress_type == zipfile.ZIP_DEFLATED
+    if deflated and info.file_size > _MOST_DEFLATED * (info.compress_size + 1):
+        rule = f"is damaged: {info.compress_size} bytes of member {info.filename} are not "
+        rule += f"{info.file_size} bytes compressed"
+        raise path_error(path, rule, _WHOLE)
+    num_bytes = dtype.itemsize * math.prod(shape)
+    if num_bytes > memory_bytes():
+        rule = f"has {in_bytes(num_bytes)} in the compressed member {info.filename}, more than "
+        rule += "this machine's memory, in which it is unpacked"
+        raise path_error(path, rule, "save it uncompressed, with numpy.savez, to be mapped")
+    flat = np.empty(num_bytes, np.uint8)
+    for start in range(0, num_bytes, _CHUNK_BYTES):
+        stop = min(start + _CHUNK_BYTES, num_bytes)
+        content = file.read(stop - start)
+        if len(content) < stop - start:
+            raise EOFError("the member ends early")
+        flat[start:stop] = np.frombuffer(content, np.uint8)
+    file.read(1)  # the end, at which zipfile compares checksums
+    return np.ndarray(shape, dtype, flat.data, order="F" if fortran_order else "C")
 
 
 def _content_offset(path: str, info: zipfile.ZipInfo) -> int:
@@ -135,6 +215,11 @@ def _content_offset(path: str, info: zipfile.ZipInfo) -> int:
 
 
 def _faults(path: str, members: list[_Member]) -> list[Fault]:
+    names = [member.name for member in members]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        rule = f"has several arrays {listed(twice)}"
+        return [Fault("data.path", path, rule, "give each a name of its own")]
     if not members:
         rule = "holds no arrays"
         return [Fault("data.path", path, rule, "write one array per forward argument")]
@@ -166,8 +251,13 @@ def _faults(path: str, members: list[_Member]) -> list[Fault]:
 
 
 def _field(name: str, array: NDArray[Any]) -> InputField:
-    bound = 0
+    bound = least = 0
     if array.dtype.kind in "iu":
         step = max(1, _CHUNK_BYTES * len(array) // array.nbytes)
-        bound = max(int(array[i : i + step].max()) for i in range(0, len(array), step)) + 1
-    return InputField(name, array.shape[1:], _HANDED_OVER[array.dtype.name], max(0, bound))
+        chunks = range(0, len(array), step)
+        extremes = [
+            (int(part.min()), int(part.max())) for part in (array[i : i + step] for i in chunks)
+        ]
+        least, bound = min(low for low, _ in extremes), max(high for _, high in extremes) + 1
+    dtype = _HANDED_OVER[array.dtype.name]
+    return InputField(name, array.shape[1:], dtype, max(0, bound), min(0, least))

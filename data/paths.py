@@ -1,6 +1,7 @@
 """Paths a user names in `data.path`: made absolute once, and what to say when nothing is there."""
 
 import os
+import stat
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
@@ -34,3 +35,21 @@ def missing_path(path: str) -> ConfigError:
     if close:
         return path_error(path, "does not exist", f"did you mean {wanted.parent / close[0]}?")
     return path_error(path, "does not exist", f"nothing in {wanted.parent} has a name like it")
+
+
+def refuse_special(path: str) -> None:
+    """Raise ConfigError for what is neither a file nor a folder: a device or a pipe may have no
+    end, and is read once. Raises OSError for a path that cannot be looked at."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return
+    kinds = ((stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"))
+    kind = next((name for is_kind, name in kinds if is_kind(mode)), "device")
+    raise path_error(path, f"is a {kind}", "name a file or folder on a disk")
+
+
+def unreadable(error: OSError, path: str) -> ConfigError:
+    """Return the fault of a path that the system does not let be read."""
+    said = error.strerror or " ".join(str(error).split())
+    where = str(error.filename or path)
+    return path_error(where, f"cannot be read ({said})", "make it readable, or name another path")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from whale_train.data.dataset import Batch, Dataset, Indices, RowDataset, hold_back
-from whale_train.data.paths import UserPath, missing_path, path_error
+from whale_train.data.paths import UserPath, missing_path, refuse_special, unreadable
 from whale_train.data.random_bits import random_bits, stream_key
 from whale_train.errors import ConfigError, Fault
 from whale_train.strategies.graph.operation_graph import InputField
@@ -92,20 +92,17 @@ def _corpus(options: TextOptions) -> NDArray[np.uint8]:
         if options.path is None:
             limit = options.max_bytes or _STANDARD_LIBRARY_BYTES
             return _joined(_below(path, source_only=True), limit)
-        if path.is_dir():
-            return _joined(_below(path, source_only=False), options.max_bytes)
         if not path.exists():
             raise missing_path(options.path)
+        refuse_special(options.path)
+        if path.is_dir():
+            return _joined(_below(path, source_only=False), options.max_bytes)
         size = path.stat().st_size
         if not size:  # which cannot be mapped
             return np.empty(0, np.uint8)
         return np.memmap(path, np.uint8, mode="r", shape=(min(size, options.max_bytes or size),))
     except OSError as error:
-        raise path_error(
-            str(error.filename or path),
-            f"cannot be read ({error.strerror})",
-            "make it readable, or name another path",
-        ) from error
+        raise unreadable(error, str(path)) from error
 
 
 def _below(folder: Path, source_only: bool) -> Iterator[Path]:
