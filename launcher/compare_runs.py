@@ -75,7 +75,8 @@ class Verification:
     """The whole comparison. Losses and norms are per step; a NaN stands for what is no number.
 
     `undecided` of the `elements` have updates that only rounding decides. `differences` are of
-    every step and every parameter, the worst first. `dropout_off` says that the model has dropout,
+    every step and every parameter, the worst first. `shared` are what both sides have alike, so
+    that it is not compared. `dropout_off` says that the model has dropout,
     which both sides left out; `drew_random` that they drew random numbers all the same.
     """
 
@@ -90,6 +91,7 @@ class Verification:
     elements: int
     dropout_off: bool
     drew_random: bool
+    shared: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -117,6 +119,7 @@ class Verification:
             **{key: getattr(self, key) for key in ("ranks", "steps", "precision", "tolerance")},
             **{key: getattr(self, key) for key in ("undecided", "elements")},
             **{key: getattr(self, key) for key in ("dropout_off", "drew_random")},
+            "shared": self.shared,
             "losses": dict(zip(_SIDES, self.losses, strict=True)),
             "gradient_norms": dict(zip(_SIDES, self.norms, strict=True)),
             "differences": [
@@ -131,10 +134,15 @@ _ORDER = ("initial value", "gradient", "update")
 
 
 def compare(
-    request: Request, plan_dir: Path, reference_dir: Path, ranks: int, precision: str = "fp32"
+    request: Request,
+    plan_dir: Path,
+    reference_dir: Path,
+    ranks: int,
+    precision: str = "fp32",
+    shared: tuple[str, ...] = (),
 ) -> Verification:
     """Return the comparison of two finished runs of `request` in `precision`, of `ranks` ranks and
-    of one."""
+    of one, which have all of `shared` alike."""
     tolerance = request.verify.tolerance or TOLERANCE[precision]
     steps = request.verify.steps
     losses = (_metric(plan_dir, "loss"), _metric(reference_dir, "loss"))
@@ -162,7 +170,9 @@ def compare(
         said = (side.dropout_off or alone.dropout_off, side.drew_random or alone.drew_random)
     found.sort(key=lambda x: -math.inf if math.isnan(x.of_allowed) else -x.of_allowed)
     return Verification(
-        ranks, steps, precision, tolerance, losses, norms, tuple(found), undecided, elements, *said
+        *(ranks, steps, precision, tolerance, losses, norms, tuple(found), undecided, elements),
+        *said,
+        shared,
     )
 
 

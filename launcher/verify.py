@@ -10,6 +10,7 @@ from whale_train.config import Request
 from whale_train.errors import Fault, PlanError
 from whale_train.launcher.compare_runs import compare
 from whale_train.launcher.job_end import JobEnd, finish, never_met
+from whale_train.launcher.planning.loss_read import shared_by_both
 from whale_train.launcher.planning.plan_request import Resolved, training_of
 from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
 from whale_train.launcher.ranks.rank_env import LaunchPlace
@@ -41,20 +42,21 @@ def verify(
         show_resolved(resolved, request, console)
         alone_dir = make_run_dir(alone, run_dir / "verify" / "one_process")
         processes.append(JobProcess(alone_dir, None))  # imports meanwhile, and waits for its plan
-        for process, plan, folder in zip(
+        for process, planned, folder in zip(
             processes, (resolved, one_process), (run_dir, alone_dir), strict=True
         ):
             if folder == alone_dir:
-                start_ranks(folder, plan, request)
+                start_ranks(folder, planned, request)
             outcome = process.wait(signals.poll)
             if outcome.status != "done":
-                return finish(outcome, plan, folder, console)
+                return finish(outcome, planned, folder, console)
     except NeverMet as error:
         return never_met(error.outcome, run_dir)
     finally:
         for process in processes:
             process.stop()
-    found = compare(request, run_dir, alone_dir, resolved.plan.world_size, resolved.plan.precision)
+    plan, shared = resolved.plan, shared_by_both(request, resolved.profile)
+    found = compare(request, run_dir, alone_dir, plan.world_size, plan.precision, shared)
     write_json(run_dir / "verify.json", found.to_json())
     console.print(verification_view(found))
     if not found.equal:

@@ -3,10 +3,12 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.models.class_dim import FIRST, LAST, class_dim
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.graph.operation_graph import InputField
 
@@ -43,7 +45,7 @@ def forward_fields(
     those of the model's forward, and the labels where they are the loss's.
 
     Raises ConfigError with all faults: a field that neither forward nor the loss takes, a forward
-    argument without a field, and a loss without labels.
+    argument without a field, and a loss without labels or with labels that are not integers.
     """
     named, open_ended = _forward_parameters(model)
     names = [field.name for field in fields]
@@ -65,6 +67,11 @@ def forward_fields(
             rule = f"needs {name} in its forward, and the fields of the data are {listing}"
             remedy = f"name one of the data's fields {name}, or give it a default"
             faults.append(Fault("model._target_", options.target, rule, remedy))
+    labels = next((field for field in fields if field.name == "labels"), None)
+    if by_loss and labels is not None and not labels.is_integer:
+        rule = f"numbers classes, and the labels of the data are {labels.dtype}"
+        remedy = "save labels as int64, or use model.loss=model"
+        faults.append(Fault("model.loss", "cross_entropy", rule, remedy))
     if by_loss and "labels" not in names:
         rule = f"needs labels, and the fields of the data are {listing}"
         remedy = "name the field of the labels labels, or use model.loss=model"
@@ -78,14 +85,17 @@ class LossModule(nn.Module):
     """A model and its loss as one module: a batch by keyword in, a scalar out.
 
     The loss is the mean over the batch's samples, or unmasked tokens: the model's own, or the
-    cross-entropy of its logits [..., classes] with `labels` [...], where -100 is left out. The
-    model's parameter paths get the prefix `MODEL_PREFIX`.
+    cross-entropy of its logits, [batch, classes, ...] or [..., classes] (`models/class_dim.py`),
+    with `labels` [batch, ...], where -100 is left out. The model's parameter paths get the prefix
+    `MODEL_PREFIX`. `on_logits`, where it is set, is called with the shape of such logits.
     """
+
+    on_logits: Callable[[tuple[int, ...]], None] | None = None
 
     def __init__(self, model: nn.Module, options: ModelOptions) -> None:
         super().__init__()
         self.model = model
-        self.loss = options.loss
+        self.loss, self.class_dim = options.loss, options.class_dim
         self.takes_labels = _takes_labels(model, options.loss)
         named, open_ended = _forward_parameters(model)
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -129,9 +139,25 @@ class LossModule(nn.Module):
             raise ConfigError([Fault("model.loss", self.loss, rule, remedy)])
         if wanted == "loss":
             return found
-        labels = batch["labels"]
+        return self._cross_entropy(found, batch["labels"])
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.on_logits is not None:
+            self.on_logits(tuple(logits.shape))
+        classes = class_dim(logits.shape, labels.shape, self.class_dim) if logits.dim() else None
+        if classes is None:
+            shapes = f"labels {list(labels.shape)}, and logits {list(logits.shape)}"
+            owner = type(self.model).__name__
+            rule = f"needs a label for each place of the logits, and {owner} is given {shapes}"
+            remedy = "use labels of the logits' shape without the classes, which model.class_dim=1 "
+            remedy += "takes from dimension 1, and model.class_dim=-1 from the last"
+            raise ConfigError([Fault("model.loss", self.loss, rule, remedy)])
+        if classes.dim == FIRST and logits.dim() > 2:
+            logits = logits.movedim(FIRST, LAST)
+        if labels.dtype != torch.int64:
+            labels = labels.long()  # of integers torch takes 64 bits and bytes alone
         return functional.cross_entropy(
-            found.flatten(0, -2).float(),  # a half-precision loss keeps three digits
+            logits.flatten(0, -2).float(),  # a half-precision loss keeps three digits
             labels.flatten(),
             ignore_index=IGNORED_LABEL,
         )

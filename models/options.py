@@ -1,19 +1,27 @@
 """What the `model` group of a config says, read and checked without importing any model."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.validation import no_truth_value
 
 HUGGING_FACE = "whale_train.models.build.hugging_face"  # the _target_ of conf/model/hf.yaml
 ADAPTERS = "model.adapters"
 MISSING = "???"  # how a config says that a value must be given
 
 _OWN_KEYS = (
-    *("_target_", "loss", "sync_batchnorm", "loss_over", "samples_are_independent", "init"),
-    "share_layers",
+    *("_target_", "loss", "class_dim", "sync_batchnorm", "loss_over", "samples_are_independent"),
+    *("init", "share_layers"),
 )
 _HUGGING_FACE_KEYS = ("architecture", "config", "pretrained", "adapters")
 # What the model group itself defines; every other key under model is an argument of its class.
@@ -21,6 +29,7 @@ MODEL_KEYS = (*_OWN_KEYS, *_HUGGING_FACE_KEYS)
 RULES = {
     "_target_": ("is not the path of a class", "write model._target_=package.module.Class"),
     "loss": ("is not a loss", "use one of: cross_entropy, model"),
+    "class_dim": ("is not a dimension that classes are read from", "use 1, -1 or null"),
     "sync_batchnorm": ("is not true or false", "use true or false"),
     "loss_over": ("is not what a loss can be of its samples'", "use mean, sum or null"),
     "samples_are_independent": ("is not true or false", "use true or false"),
@@ -39,7 +48,9 @@ class ModelOptions(BaseModel):
 
     `architecture`, `config`, `pretrained` and `adapters`, the settings of low-rank additions that
     alone are trained (None: all of the model is), are the options of Hugging Face models;
-    `arguments` are the constructor arguments of every other class. `loss_over` says what a batch's
+    `arguments` are the constructor arguments of every other class. `class_dim` is the dimension of
+    the classes in the logits that `loss=cross_entropy` reads (None: by their shape,
+    `models/class_dim.py`). `loss_over` says what a batch's
     loss is of its samples' losses, where the model's graph does not; `samples_are_independent`
     vouches for a model that nothing has proven to be trained equally in parts. `init` is how the
     initial weights are made that no folder has: `whole`, as one process draws them, or `sharded`,
@@ -52,6 +63,7 @@ class ModelOptions(BaseModel):
 
     target: str = Field(alias="_target_", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
     loss: Literal["model", "cross_entropy"] = "model"
+    class_dim: Annotated[Literal[1, -1] | None, BeforeValidator(no_truth_value)] = None
     sync_batchnorm: bool = True
     loss_over: Literal["mean", "sum"] | None = None
     samples_are_independent: bool = False
@@ -116,6 +128,10 @@ class ModelOptions(BaseModel):
                 rule, remedy = RULES[key]
                 rule = rule if key in values else "is not given"
                 faults.append(Fault(f"model.{key}", str(values.get(key, "")), rule, remedy))
+        if not faults and options.class_dim is not None and options.loss != "cross_entropy":
+            rule = f"has no effect on model.loss={options.loss}"
+            remedy = "use model.loss=cross_entropy, or null"
+            faults.append(Fault("model.class_dim", str(options.class_dim), rule, remedy))
         if faults:
             raise ConfigError(faults)
         return options

@@ -86,6 +86,8 @@ def _notes(found: Verification, of_parameters: int) -> Iterator[str]:
         yield "dropout was off: its masks differ from plan to plan"
     if found.drew_random:
         yield "the model drew random numbers of its own, which differ from plan to plan"
+    if found.shared:
+        yield f"not compared, as both sides share it: {'; '.join(found.shared)}"
 
 
 def _share(difference: Difference) -> str:

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whale_train.errors import ConfigError, Fault
 from whale_train.models.build import build_model
+from whale_train.models.class_dim import read_logits
 from whale_train.models.export.custom_backward import Watch
 from whale_train.models.export.export import (
     EXPORT_BATCH,
@@ -67,10 +68,13 @@ def profile_model(
     """
     module, inputs = on_meta(options, fields)
     batch = example_batch(inputs, EXPORT_BATCH)
+    shapes: list[tuple[int, ...]] = []  # of the logits, wherever the forward is run
+    module.on_logits = shapes.append
     folds = folds_of(module.model) if by_folding else ()
     graph = _folded_graph(module, folds, batch, name) if folds else None
     if folds and graph is None:
         module, _ = on_meta(options, fields)  # as a forward may leave things in its modules
+        module.on_logits = shapes.append
     error, varies, own_draws = "", False, ""
     if graph is None:
         graph, error = _exported_graph(module, batch, name)
@@ -78,6 +82,7 @@ def profile_model(
         looks = not _runs(module, batch)
         if looks:  # it looks at values, which the meta device has none of
             module = LossModule(build_model(options), options)
+            module.on_logits = shapes.append
             batch = _values(batch, samples)
         losses: list[Tensor] = []
         generators, watch = PythonDraws(), Watch(module)
@@ -115,6 +120,7 @@ def profile_model(
         perhaps_unused=unused if varies else (),
         varies=varies,
         own_draws=own_draws,
+        logits=read_logits(shapes, batch, options.class_dim),
     )
 
 

@@ -11,28 +11,19 @@ from typing import Annotated, Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
 
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.grammar.nodes import Strategy, read_strategy
-from whale_train.validation import DURATION, as_yaml, validated
-
-
-def _no_truth_value(value: object) -> object:
-    """pydantic takes `true` for 1."""
-    if isinstance(value, bool):
-        raise PydanticCustomError("int_type", "a truth value")
-    return value
-
+from whale_train.validation import DURATION, as_yaml, no_truth_value, validated
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 PLATEAU = "plateau"  # of train.delink_at
 AUTO = "auto"  # of train.resume: the newest checkpoint of this run's own directory
 Ranks = bool | Literal["all"] | tuple[Annotated[int, Field(strict=True, ge=0)], ...]
 Mode = Literal["train", "plan", "rehearse", "verify", "calibrate", "export"]
-_Whole = Annotated[int, BeforeValidator(_no_truth_value)]
+_Whole = Annotated[int, BeforeValidator(no_truth_value)]
 _Count = Annotated[_Whole, Field(ge=1)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[_Whole, Field(ge=0, lt=2**63)]

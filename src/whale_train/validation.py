@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from whale_train.errors import Fault, closest, nearest
 
@@ -20,6 +21,14 @@ def as_yaml(value: object) -> str:
         return value
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
     return text.removesuffix("...\n").strip()
+
+
+def no_truth_value(value: object) -> object:
+    """Return `value`, which is to be an integer. Raises a validation error for `true`, which
+    pydantic takes for 1."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("int_type", "a truth value")
+    return value
 
 
 def validated(kind: Any, value: Any, section: str, faults: list[Fault]) -> Any:

@@ -289,12 +289,32 @@ class Parameter:
 @dataclass(frozen=True)
 class InputField:
     """One named tensor of a sample: its shape without the batch, dtype, and the exclusive upper
-    bound of its integers (0: unknown or not integers)."""
+    bound of its integers (0: unknown or not integers). `lower_bound` is their least where one is
+    known to be negative, else 0."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     upper_bound: int = 0
+    lower_bound: int = 0
+
+    @property
+    def is_integer(self) -> bool:
+        return self.dtype.startswith(("int", "uint"))
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The logits that `model.loss=cross_entropy` reads: their shape after the batch, and where the
+    classes are, 1 or -1 (counted with the batch). `is_open`: both were possible by shape."""
+
+    shape: tuple[int, ...]
+    class_dim: int
+    is_open: bool
+
+    @property
+    def num_classes(self) -> int:
+        return self.shape[self.class_dim if self.class_dim < 0 else self.class_dim - 1]
 
 
 @dataclass(frozen=True)
@@ -310,7 +330,8 @@ class ModelProfile:
     by itself or changes from call to call. `unused_parameters` get no gradient, whatever the batch;
     where the forward varies, `perhaps_unused` got none from one batch, and may from another.
     `unequal_parts` says what a batch and its parts were found to differ in when they were compared
-    ('': nothing, or not compared), `unequal_remedy` what the user can do.
+    ('': nothing, or not compared), `unequal_remedy` what the user can do. `logits` are None where
+    the model computes its own loss.
     """
 
     name: str
@@ -329,6 +350,7 @@ class ModelProfile:
     frozen: tuple[Parameter, ...] = ()
     varies: bool = False
     own_draws: str = ""
+    logits: Logits | None = None
 
     @cached_property
     def parameter_by_path(self) -> dict[str, Parameter]:

@@ -6,11 +6,13 @@ no word for, and a list a tuple.
 
 import json
 from collections.abc import Iterable
+from dataclasses import astuple
 from typing import Any
 
 from whale_train.strategies.graph.operation_graph import (
     Argument,
     InputField,
+    Logits,
     ModelProfile,
     Operation,
     OperationGraph,
@@ -26,7 +28,9 @@ def profile_to_json(profile: ModelProfile) -> str:
         "name": profile.name,
         "parameters": _listed(profile.parameters),
         "frozen": _listed(profile.frozen),
-        "inputs": [[f.name, f.shape, f.dtype, f.upper_bound] for f in profile.inputs],
+        "inputs": [
+            [f.name, f.shape, f.dtype, f.upper_bound, f.lower_bound] for f in profile.inputs
+        ],
         "forward_flops": profile.forward_flops,
         "activation_bytes": profile.activation_bytes,
         "buffer_bytes": profile.buffer_bytes,
@@ -37,6 +41,7 @@ def profile_to_json(profile: ModelProfile) -> str:
         "perhaps_unused": profile.perhaps_unused,
         "varies": profile.varies,
         "own_draws": profile.own_draws,
+        "logits": profile.logits and astuple(profile.logits),
     }
     return json.dumps(mapping, separators=(",", ":"))
 
@@ -45,8 +50,8 @@ def profile_from_json(text: str) -> ModelProfile:
     """Raises ValueError for what `profile_to_json` did not write."""
     try:
         mapping: dict[str, Any] = json.loads(text)
-        parameters, frozen, inputs, graph = (
-            mapping.pop(x) for x in ("parameters", "frozen", "inputs", "graph")
+        parameters, frozen, inputs, graph, logits = (
+            mapping.pop(x) for x in ("parameters", "frozen", "inputs", "graph", "logits")
         )
         rest: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value
@@ -56,9 +61,10 @@ def profile_from_json(text: str) -> ModelProfile:
             parameters=_parameters(parameters),
             frozen=_parameters(frozen),
             inputs=tuple(
-                InputField(name, tuple(shape), dtype, bound) for name, shape, dtype, bound in inputs
+                InputField(name, tuple(shape), *others) for name, shape, *others in inputs
             ),
             graph=None if graph is None else OperationGraph(tuple(map(_read, graph))),
+            logits=None if logits is None else Logits(tuple(logits[0]), *logits[1:]),
             **rest,
         )
     except (KeyError, TypeError, AttributeError) as error:

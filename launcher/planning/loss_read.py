@@ -1,0 +1,54 @@
+"""What is said of the logits that `model.loss=cross_entropy` reads, and of all that `mode=verify`
+cannot see, because both of its sides share it."""
+
+from whale_train.config import Request
+from whale_train.data.text import IGNORED_LABEL
+from whale_train.strategies.graph.operation_graph import Logits, ModelProfile
+from whale_train.strategies.plan.plan import Decision
+
+_KEY = "model.class_dim"
+
+
+def said_of_logits(request: Request, profile: ModelProfile) -> tuple[Decision, ...]:
+    """Return the note a plan has where the classes of a model's logits are not in the last of their
+    dimensions, or might as well be in another."""
+    logits = profile.logits
+    if logits is None or len(logits.shape) < 2 or request.model.class_dim is not None:
+        return ()
+    labels = next(field.shape for field in profile.inputs if field.name == "labels")
+    shapes = f"the logits {_batch(logits.shape)} and the labels {_batch(labels)}"
+    if logits.is_open:
+        usual = (
+            "language models have them" if logits.class_dim < 0 else "torch's cross_entropy does"
+        )
+        other = -1 if logits.class_dim == 1 else 1
+        reason = f"the classes of the loss, as {usual}; {shapes} fit {_KEY}={other} as well"
+        return (Decision(_KEY, str(logits.class_dim), str(other), reason),)
+    if logits.class_dim == 1:
+        return (Decision(_KEY, "1", "", f"the classes of the loss, by {shapes}"),)
+    return ()
+
+
+def shared_by_both(request: Request, profile: ModelProfile) -> tuple[str, ...]:
+    """Return what the plan and one process have alike whether it is right or wrong, so that a
+    verification does not show that it is."""
+    loss = f"the loss that {request.model.class_name} computes"
+    if profile.logits is not None:
+        loss = f"the loss as model.loss=cross_entropy reads it, {_read(profile.logits)}"
+    options = request.data
+    return (
+        loss,
+        f"the samples of data={request.names.get('data', options.kind)} and their order "
+        f"(seed={request.seed}, data.shuffle={str(options.shuffle).lower()})",
+        f"the model's code and how its weights begin (seed={request.seed})",
+    )
+
+
+def _read(logits: Logits) -> str:
+    dim = len(logits.shape) if logits.class_dim < 0 else logits.class_dim
+    where = f"dimension {dim} of the logits {_batch(logits.shape)}"
+    return f"its {logits.num_classes} classes in {where}, without labels of {IGNORED_LABEL}"
+
+
+def _batch(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(['batch', *map(str, shape)])}]"
