@@ -4,6 +4,8 @@ A dataset answers for single samples by number; which numbers an optimizer step 
 in `order.py`, never here.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,11 +73,17 @@ def hold_back(num_rows: int, fraction: float) -> HeldBackRows:
 
 @dataclass(frozen=True, eq=False)
 class RowDataset:
-    """A dataset over rows that are read by `read_rows`, some of them held back."""
+    """A dataset over rows that are read by `read_rows`, some of them held back.
+
+    `read_field` reads one field of rows that follow each other (None: data that the project has or
+    makes itself); `notes` are what a plan should say of the data.
+    """
 
     fields: tuple[InputField, ...]
     held_back: HeldBackRows
     read_rows: Callable[[Indices], Batch]
+    read_field: Callable[[InputField, slice], NDArray[Any]] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -90,3 +98,43 @@ class RowDataset:
 
     def evaluation_samples(self, indices: Indices) -> Batch:
         return self.read_rows(self.held_back.rows[indices])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where data has an integer, and the integer."""
+
+    row: int
+    value: int
+
+
+_CHUNK_BYTES = 1 << 26
+
+
+def can_be_searched(dataset: Dataset) -> bool:
+    """Return whether the data has rows that somebody may have written wrongly."""
+    return isinstance(dataset, RowDataset) and dataset.read_field is not None
+
+
+def first_row(
+    dataset: Dataset, field: InputField, chosen: Callable[[NDArray[Any]], NDArray[Any]]
+) -> Place | None:
+    """Return the first row with integers in `field` that are `chosen`, held back or not, and the
+    first of them; None where there is no such row.
+
+    `chosen` returns those of some rows' values `[n, *field.shape]`. The field is read through, of
+    data that can be searched.
+    """
+    assert isinstance(dataset, RowDataset)
+    assert dataset.read_field is not None
+    num_rows = dataset.held_back.num_rows
+    step = max(1, _CHUNK_BYTES // (8 * math.prod(field.shape)))
+    for start in range(0, num_rows, step):
+        values = dataset.read_field(field, slice(start, min(start + step, num_rows)))
+        if not chosen(values).size:
+            continue
+        row = bisect_left(
+            range(len(values)), True, key=lambda i: bool(chosen(values[: i + 1]).size)
+        )
+        return Place(start + row, int(chosen(values[row : row + 1]).flat[0]))
+    return None

@@ -1,74 +1,223 @@
 """What a request's data and model must agree on beyond names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from whale_train.config import Request
+from whale_train.data.dataset import Dataset, can_be_searched, first_row
+from whale_train.data.text import IGNORED_LABEL
 from whale_train.errors import Fault
-from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph, Ref
+from whale_train.strategies.graph.operation_graph import (
+    InputField,
+    ModelProfile,
+    Operation,
+    OperationGraph,
+    Ref,
+)
 
 
 def check_data(
-    request: Request, profile: ModelProfile, held_back: int, faults: list[Fault]
+    request: Request, profile: ModelProfile, dataset: Dataset, faults: list[Fault]
 ) -> None:
     """Add faults where data and model do not agree: on token and class numbers, and on held-back
     samples."""
     train = request.train
-    if train.evaluate_every is not None and not held_back:
+    if train.evaluate_every is not None and not dataset.num_evaluation_samples:
         rule, every = "needs held-back samples, and there are none", str(train.evaluate_every)
         remedy = "raise data.evaluation_fraction, or use null"
         faults.append(Fault("train.evaluate_every", every, rule, remedy))
     if not profile.parameters:
         rule, remedy = "has no parameter to train", "give it one with requires_grad"
         faults.append(Fault("model", request.names.get("model", ""), rule, remedy))
+    data = request.names.get("data", "")
+    for number in _numbers(profile):
+        fault = number.fault(data, dataset)
+        if fault is not None and fault not in faults:
+            faults.append(fault)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Integers from the data (`field`; None: the positions of a sequence) that an operation takes
+    for rows of a table, or for classes.
+
+    They are `field`'s where `narrowed` takes them from, plus `offset`. `bound` is their exclusive
+    upper bound as far as it is known (0: it is not), `count` how many rows or classes (`what`) the
+    `owner` has, `ignored` the class that counts for nothing, and `dtype` what the operation is
+    given.
+    """
+
+    field: InputField | None
+    narrowed: tuple[Operation, ...]
+    offset: int
+    bound: int
+    what: str
+    count: int
+    owner: str
+    ignored: int | None
+    dtype: str
+
+    def fault(self, data: str, dataset: Dataset) -> Fault | None:
+        """Return what is wrong with these numbers, or None."""
+        name = "positions" if self.field is None else self.field.name
+        if self.what == "classes" and self.dtype not in _CLASS_DTYPES:
+            rule = f"has {name} of dtype {self.dtype}, and {self.owner} numbers {self.what} by them"
+            return Fault("data", data, rule, f"save {name} as int64")
+        is_negative = self.field is not None and self.field.lower_bound + self.offset < 0
+        if self.bound <= self.count and not is_negative:
+            return None
+        if self.field is not None and can_be_searched(dataset):
+            wrong = first_row(dataset, self.field, self._are_wrong)
+            if wrong is None:  # but for the class that is left out, or what nobody reads
+                return None
+            if wrong.value + self.offset < 0:
+                rule = f"has {name} of {wrong.value} (in row {wrong.row}, from 0 on), and "
+                rule += f"{self.owner} numbers its {self.count} {self.what} from 0"
+                remedy = f"number {name} from 0"
+                if self.ignored is not None:
+                    remedy += f", write {self.ignored - self.offset} where there is none"
+                return Fault("data", data, rule, f"{remedy}, or use other data")
+        if self.bound <= self.count:
+            return None
+        most = self.bound - 1
+        rule = f"has {name} up to {most}, and {self.owner} has {self.count} {self.what}"
+        remedy = f"use a model with at least {self.bound} {self.what}, or other data"
+        return Fault("data", data, rule, remedy)
+
+    def _are_wrong(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return those of some rows' values `[n, ...]` that are neither rows nor classes."""
+        for operation in self.narrowed:
+            values = _narrowed(operation, values)
+        values = values.astype(np.int64)
+        numbers = values + self.offset
+        wrong = (numbers < 0) | (numbers >= self.count)
+        if self.ignored is not None:
+            wrong &= numbers != self.ignored
+        return values[wrong]
+
+
+def _numbers(profile: ModelProfile) -> Iterator[_Numbers]:
+    """Yield all numbers of the data that are known to be rows or classes of the model."""
+    fields = {field.name: field for field in profile.inputs}
+    labels = fields.get("labels")
     if profile.graph is None:
+        if profile.logits is not None and labels is not None:
+            of_loss = (profile.logits.num_classes, "the model", IGNORED_LABEL, "int64")
+            yield _Numbers(labels, (), 0, labels.upper_bound, "classes", *of_loss)
         return
-    bounds = {field.name: field.upper_bound for field in profile.inputs}
     for operation in profile.graph:
-        if operation.target == "aten.embedding.default":
-            (table, numbers), what = operation.args[:2], "rows"
-        elif operation.target in _CROSS_ENTROPIES:
-            (table, numbers), what = operation.args[:2], "classes"
-        else:
+        is_loss = operation.target in _CROSS_ENTROPIES
+        if not is_loss and operation.target != "aten.embedding.default":
             continue
+        table, numbers = operation.args[:2]
         assert isinstance(table, Ref)
         assert isinstance(numbers, Ref)
-        name, bound = _largest(profile.graph, numbers.name, bounds)
-        holder = profile.graph[table.name]
+        holder, dtype = profile.graph[table.name], profile.graph[numbers.name].dtype
         shape = holder.shape or ()
+        if is_loss and "float" in dtype and profile.graph[numbers.name].shape == shape:
+            continue  # the probabilities of classes
+        source = _source(profile.graph, numbers.name)
+        if source is None:
+            continue
         # Rows come first; classes second, but for logits without a batch.
-        count = shape[0 if what == "rows" else min(1, len(shape) - 1)].fixed if shape else bound
-        if bound > count:
-            owner = holder.path or "the model"
-            rule = f"has {name} up to {bound - 1}, and {owner} has {count} {what}"
-            remedy = f"use a model with at least {bound} {what}, or other data"
-            faults.append(Fault("data", request.names.get("data", ""), rule, remedy))
+        count = shape[min(1, len(shape) - 1) if is_loss else 0].fixed if shape else source.stop
+        field = fields.get(source.name)
+        bound = source.stop if field is None else field.upper_bound
+        ignored = _option(operation, 4, "ignore_index", IGNORED_LABEL) if is_loss else None
+        yield _Numbers(
+            field=field,
+            narrowed=source.narrowed,
+            offset=source.offset,
+            bound=bound + source.offset if bound else 0,
+            what="classes" if is_loss else "rows",
+            count=count,
+            owner=holder.path or "the model",
+            ignored=ignored,
+            dtype=dtype,
+        )
 
 
-def _largest(graph: OperationGraph, name: str, bounds: Mapping[str, int]) -> tuple[str, int]:
-    """Return where the integers `name` come from, and their exclusive upper bound (0: unknown).
+def _option(operation: Operation, position: int, name: str, default: int) -> int:
+    given = dict(operation.kwargs).get(name, default)
+    found = operation.args[position] if len(operation.args) > position else given
+    assert isinstance(found, int)
+    return found
 
-    Followed back through what only moves them (shifts, pads, flattens), to an input or to the
-    positions of a sequence.
+
+@dataclass(frozen=True)
+class _Source:
+    """Where integers come from: an input of the model, narrowed and with `offset` added, or the
+    positions of a sequence (`stop`: one more than the last; 0: unknown)."""
+
+    name: str
+    narrowed: tuple[Operation, ...]
+    offset: int
+    stop: int = 0
+
+
+def _source(graph: OperationGraph, name: str) -> _Source | None:
+    """Return where the integers `name` come from; None where that is not known.
+
+    They are followed back through what only moves them (shifts, pads, flattens), to an input or to
+    the positions of a sequence.
     """
     offset = 0
+    moves: list[Operation] = []  # the last one first
     while True:
         operation = graph[name]
         if operation.target == "input":
-            bound = bounds.get(name, 0)
-            return name, bound + offset if bound else 0
+            narrowed = []
+            for move in reversed(moves):
+                if move.target not in _NARROWING:
+                    break
+                narrowed.append(move)
+            return _Source(name, tuple(narrowed), offset)
         if operation.target.startswith("aten.arange."):
             stop = operation.args[0 if operation.target == "aten.arange.default" else 1]
-            return "positions", stop + offset if isinstance(stop, int) else 0
+            return _Source("positions", (), offset, stop) if isinstance(stop, int) else None
         if len(operation.inputs) != 1:
-            return name, 0
+            return None
         if operation.target == "aten.add.Tensor":
             shift = operation.args[1]
             if not isinstance(shift, int):
-                return name, 0
+                return None
             offset += shift
-        elif operation.target not in _MOVES:
-            return name, 0
+        elif operation.target in _MOVES:
+            moves.append(operation)
+        else:
+            return None
         name = operation.inputs[0]
+
+
+def _narrow_slice(values: NDArray[Any], dim: int = 0, *bounds: Any) -> NDArray[Any]:
+    taken: NDArray[Any] = values[(slice(None),) * (dim % values.ndim) + (slice(*bounds),)]
+    return taken
+
+
+def _select(values: NDArray[Any], dim: int, place: int) -> NDArray[Any]:
+    taken: NDArray[Any] = values.take(place, axis=dim)
+    return taken
+
+
+_NARROWING: dict[str, Callable[..., NDArray[Any]]] = {
+    "aten.slice.Tensor": _narrow_slice,
+    "aten.select.int": _select,
+}
+
+
+def _narrowed(operation: Operation, values: NDArray[Any]) -> NDArray[Any]:
+    """Return what an operation leaves of `values`: all, where it narrows samples, or by what is not
+    a number."""
+    plain = [*operation.args[1:], *(x for _, x in operation.kwargs)]
+    if operation.kwargs or not all(x is None or isinstance(x, int) for x in plain):
+        return values
+    if not plain or plain[0] in (0, -values.ndim):
+        return values
+    return _NARROWING[operation.target](values, *plain)
 
 
 _MOVES = (
@@ -88,4 +237,8 @@ _MOVES = (
     *("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten._to_copy.default"),
     *("aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default"),
 )
-_CROSS_ENTROPIES = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
+_CROSS_ENTROPIES = (
+    "aten.cross_entropy_loss.default",
+    *("aten.nll_loss.default", "aten.nll_loss2d.default", "aten.nll_loss_nd.default"),
+)
+_CLASS_DTYPES = ("int64", "uint8")  # that torch's losses take

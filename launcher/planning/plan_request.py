@@ -32,6 +32,7 @@ from whale_train.launcher.planning.emulation import bandwidths_in_use, relative_
 from whale_train.launcher.planning.emulation import paces as emulated_paces
 from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
 from whale_train.launcher.planning.host_memory import refuse_small_hosts
+from whale_train.launcher.planning.loss_read import said_of_logits
 from whale_train.launcher.planning.placing import place_of, this_host_of, threads_of
 from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
@@ -121,7 +122,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
         raise ConfigError(faults)
     cluster, device, emulated = place.cluster, place.device, place.emulated
     profile = profile_of(request, dataset)
-    check_data(request, profile, dataset.num_evaluation_samples, faults)
+    check_data(request, profile, dataset, faults)
     weights = _weights(request, faults)
     planned = partial(_planned, request, strategy, cluster, emulated, use_all)
     try:
@@ -153,7 +154,8 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     holes = said_of_holes(plan, shared) if shared and THRESHOLD not in os.environ else ()
     of_properties = device == "cuda" and request.hardware.get("kind") == "local"
     figures = said_of_figures(made.used) if of_properties else ()
-    said = (*of_precision, *weights, *evaluations, *figures, *holes, *copies)
+    of_loss = said_of_logits(request, profile)
+    said = (*of_precision, *of_loss, *weights, *evaluations, *figures, *holes, *copies)
     plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used
     if on_cards:
@@ -251,7 +253,7 @@ def resolve_each(
     training = training_of(request)
     device, emulated = place.device, place.emulated
     profile = profile_of(request, dataset)
-    check_data(request, profile, dataset.num_evaluation_samples, faults)
+    check_data(request, profile, dataset, faults)
     if faults:
         raise ConfigError(faults)
     findings = Findings(profile, training.precision)

@@ -134,7 +134,7 @@ def test_no_loss(kind: str, options: ModelOptions, expected: str) -> None:
 
 
 def fields(*names: str) -> tuple[InputField, ...]:
-    return tuple(InputField(name, (4,), "float32") for name in names)
+    return tuple(InputField(x, (4,), "int64" if x == "labels" else "float32") for x in names)
 
 
 def forward_faults(model: nn.Module, options: ModelOptions, *names: str) -> list[str]:

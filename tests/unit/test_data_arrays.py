@@ -36,7 +36,7 @@ def test_arrays_come_out_as_they_went_in(tmp_path: Path, save: Callable[..., Non
         InputField("x", (3, 2), "float32"),
         InputField("fortran", (5,), "float32"),
         InputField("ids", (4,), "int64", int(big_endian.max()) + 1),
-        InputField("labels", (), "int64", 6),
+        InputField("labels", (), "int64", 6, -1),
         InputField("flags", (), "bool"),
     )
     assert (dataset.num_samples, dataset.num_evaluation_samples) == (20, 0)
