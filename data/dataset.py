@@ -71,6 +71,15 @@ def hold_back(num_rows: int, fraction: float) -> HeldBackRows:
     return HeldBackRows(num_rows, np.sort(drawn))
 
 
+@dataclass(frozen=True)
+class Note:
+    """What a plan says of the data: of which key, what it is taken for, and why."""
+
+    key: str
+    value: str
+    reason: str
+
+
 @dataclass(frozen=True, eq=False)
 class RowDataset:
     """A dataset over rows that are read by `read_rows`, some of them held back.
@@ -83,7 +92,7 @@ class RowDataset:
     held_back: HeldBackRows
     read_rows: Callable[[Indices], Batch]
     read_field: Callable[[InputField, slice], NDArray[Any]] | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     @property
     def num_samples(self) -> int:

@@ -4,7 +4,8 @@ Nothing is downloaded. Columns must be numbers of one shape: tokenising and padd
 and resizing images are the user's `map` before `save_to_disk`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from whale_train.data.dataset import Batch, Dataset, Indices, RowDataset, hold_back
-from whale_train.data.paths import UserPath, missing_path, path_error
+from whale_train.data.columns import Column, WrongRow, dtype_of, examined
+from whale_train.data.dataset import Batch, Dataset, Indices, Note, RowDataset, hold_back
+from whale_train.data.files import files_in, place_of, read_files, read_saved
+from whale_train.data.paths import (
+    UserPath,
+    missing_path,
+    path_error,
+    refuse_special,
+    unreadable,
+)
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.strategies.graph.operation_graph import InputField
-
-_READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
 class HfDatasetOptions(BaseModel):
@@ -37,66 +44,87 @@ class HfDatasetOptions(BaseModel):
 
 def open_hf_dataset(options: HfDatasetOptions) -> Dataset:
     """Return a dataset of one field a column. Integers become int64 and floats float32; shapes
-    are those of the first row. Upper bounds are known of `ClassLabel` columns only: others would
-    have to be read whole.
+    are those of the first row. Bounds of integers are known of `ClassLabel` columns, and of those
+    that are read through in a second. A float that is null is NaN, which a note says.
 
-    Raises ConfigError when the package, the files, the split or a column is missing, when a column
-    is not numbers, and, when such a row is read, for rows of another shape than the first.
+    Raises ConfigError when the package, the files, the split or a column is missing, when a file
+    cannot be read, when a column is not numbers of one shape, lacks a value, or has integers that
+    int64 does not hold. Images and the like, which `datasets` makes arrays of, are looked at as
+    they are read.
     """
-    table = _select_split(_load(options.path), options)
+    source = _load(options.path)
+    table = _select_split(source.table, options)
     columns = _columns(table.column_names, options)
     if not len(table):
         raise path_error(options.path, "holds no rows", "save at least one")
-    table = table.select_columns(list(dict.fromkeys(columns.values()))).with_format("numpy")
-    first = {column: np.asarray(value) for column, value in table[0].items()}
-    faults = [
-        _not_numbers(name, column)
-        for name, column in columns.items()
-        if first[column].dtype.kind not in "biuf"
-    ]
+    table = table.select_columns(list(dict.fromkeys(columns.values())))
+    kinds = {name: dtype_of(table.data.schema.field(name).type) for name in table.column_names}
+    examinations = {name: examined(table, name) for name, kind in kinds.items() if kind}
+    table = table.with_format("numpy")
+    faults: list[Fault] = []
+    fields: list[InputField] = []
+    notes: list[Note] = []
+    for name, column in columns.items():
+        found = examinations.get(column) or _decoded(table, column, kinds[column])
+        if found is None:
+            faults.append(_not_numbers(name, column))
+        elif found.wrong is not None:
+            faults.append(_wrong_row(name, column, found.wrong, source))
+        elif 0 in found.shape:
+            rule = f"has empty lists, of shape {list(found.shape)}"
+            remedy = "save at least one number a row, or name other columns"
+            faults.append(Fault(f"data.columns.{name}", column, rule, remedy))
+        else:
+            fields.append(_field(name, found, table.features[column]))
+            notes += _notes(name, column, found, source.reader)
     if faults:
         raise ConfigError(faults)
-    fields = tuple(
-        InputField(
-            name,
-            first[column].shape,
-            _handed_over(first[column]),
-            getattr(table.features[column], "num_classes", 0),
-        )
-        for name, column in columns.items()
-    )
 
     def read_rows(rows: Indices) -> Batch:
         read = table[rows.tolist()]
-        return {
-            field.name: _stacked(read[columns[field.name]], field, columns[field.name])
-            for field in fields
-        }
+        return {x.name: _stacked(read[columns[x.name]], x, columns[x.name]) for x in fields}
 
-    return RowDataset(fields, hold_back(len(table), options.evaluation_fraction), read_rows)
+    def read_field(field: InputField, rows: slice) -> NDArray[Any]:
+        column = columns[field.name]
+        return _stacked(table.select_columns([column])[rows][column], field, column)
+
+    held_back = hold_back(len(table), options.evaluation_fraction)
+    return RowDataset(tuple(fields), held_back, read_rows, read_field, tuple(notes))
 
 
-def _load(path: str) -> Any:
-    """Return the `Dataset` or `DatasetDict` at `path`."""
+@dataclass(frozen=True)
+class _Source:
+    """A `Dataset` or `DatasetDict`, and the files it is made of, if it was not saved as one."""
+
+    table: Any
+    reader: str = ""
+    files: tuple[str, ...] = ()
+
+    def place(self, row: int) -> str:
+        """Return where a row is, as a message says it."""
+        if not self.files:
+            return f"in row {row} (from 0 on)"
+        file, row = place_of(row, self.reader, self.files)
+        return f"in row {row} (from 0 on) of {file}"
+
+
+def _load(path: str) -> _Source:
     try:
-        import datasets
+        import datasets  # noqa: F401
     except ImportError as error:
         rule = "needs the package datasets, which is not installed"
         raise ConfigError([Fault("data", "hf_dataset", rule, "install whale-train[hf]")]) from error
     folder = Path(path)
     if not folder.exists():
         raise missing_path(path)
-    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
-        return datasets.load_from_disk(path)
-    files = sorted(file for file in folder.glob("*") if file.suffix in _READERS)
-    readers = {_READERS[file.suffix] for file in files}
-    if len(readers) != 1:
-        found = f"holds {' and '.join(sorted(readers))} files" if readers else "is not a dataset"
-        remedy = "name a folder that save_to_disk wrote, or one of parquet, json or csv files alone"
-        raise path_error(path, found, remedy)
-    return datasets.load_dataset(
-        readers.pop(), data_files=[str(file) for file in files], split="train"
-    )
+    try:
+        refuse_special(path)
+        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+            return _Source(read_saved(path))
+        reader, files = files_in(folder)
+    except OSError as error:
+        raise unreadable(error, path) from error
+    return _Source(read_files(reader, files), reader, tuple(files))
 
 
 def _select_split(loaded: Any, options: HfDatasetOptions) -> Any:
@@ -138,12 +166,42 @@ def _not_numbers(name: str, column: str) -> Fault:
     )
 
 
-def _handed_over(value: NDArray[Any]) -> str:
-    return {"b": "bool", "i": "int64", "u": "int64", "f": "float32"}[value.dtype.kind]
+def _wrong_row(name: str, column: str, wrong: WrongRow, source: _Source) -> Fault:
+    rule = wrong.rule.format(place=source.place(wrong.row))
+    return Fault(f"data.columns.{name}", column, rule, wrong.remedy)
+
+
+def _notes(name: str, column: str, found: Column, reader: str) -> Iterator[Note]:
+    key = f"data.columns.{name}"
+    if found.nulls:
+        reason = f"for what is null in column {column}, {found.nulls} in all, the first in row "
+        yield Note(key, "NaN", f"{reason}{found.first_null} (from 0 on)")
+    if found.is_beyond and reader == "json":
+        reason = f"of column {column}, as whole numbers beyond int64 are read too"
+        yield Note(key, "floats", reason)
+
+
+def _decoded(table: Any, column: str, kind: str | None) -> Column | None:
+    """Return what `datasets` makes of the first row of a column that is no numbers on disk; None
+    where it makes no numbers of it either (`kind` "")."""
+    if kind is not None:
+        return None
+    first = np.asarray(table[0][column])
+    if first.dtype.kind not in "biuf":
+        return None
+    dtypes = {"b": "bool", "i": "int64", "u": "int64", "f": "float32"}
+    return Column(dtypes[first.dtype.kind], first.shape)
+
+
+def _field(name: str, found: Column, feature: Any) -> InputField:
+    largest = -1 if found.largest is None else found.largest
+    bound = max(getattr(feature, "num_classes", None) or 0, largest + 1)
+    return InputField(name, found.shape, found.dtype, bound, min(0, found.least or 0))
 
 
 def _stacked(values: Any, field: InputField, column: str) -> NDArray[Any]:
-    """Return the column's values as `[n, *field.shape]`; Arrow's lists may be of any length."""
+    """Return the column's values as `[n, *field.shape]`; images may be of any size. Raises
+    ConfigError where they are."""
     for value in values:
         if np.shape(value) != field.shape:
             fault = Fault(

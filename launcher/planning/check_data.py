@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale_train.config import Request
-from whale_train.data.dataset import Dataset, can_be_searched, first_row
+from whale_train.data.dataset import Dataset, RowDataset, can_be_searched, first_row
 from whale_train.data.text import IGNORED_LABEL
 from whale_train.errors import Fault
 from whale_train.strategies.graph.operation_graph import (
@@ -18,6 +18,7 @@ from whale_train.strategies.graph.operation_graph import (
     OperationGraph,
     Ref,
 )
+from whale_train.strategies.plan.plan import Decision
 
 
 def check_data(
@@ -38,6 +39,12 @@ def check_data(
         fault = number.fault(data, dataset)
         if fault is not None and fault not in faults:
             faults.append(fault)
+
+
+def said_of_data(dataset: Dataset) -> tuple[Decision, ...]:
+    """Return the notes that a plan has of its data."""
+    notes = dataset.notes if isinstance(dataset, RowDataset) else ()
+    return tuple(Decision(note.key, note.value, "", note.reason) for note in notes)
 
 
 @dataclass(frozen=True)

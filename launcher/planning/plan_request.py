@@ -19,7 +19,7 @@ from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.hosts import Host
 from whale_train.launcher.planning.architectures import refused_architectures
 from whale_train.launcher.planning.calibrations import kept
-from whale_train.launcher.planning.check_data import check_data
+from whale_train.launcher.planning.check_data import check_data, said_of_data
 from whale_train.launcher.planning.checkpoint_memory import said_of_copies
 from whale_train.launcher.planning.compare_samples import compared, must_compare
 from whale_train.launcher.planning.devices_here import (
@@ -154,8 +154,8 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     holes = said_of_holes(plan, shared) if shared and THRESHOLD not in os.environ else ()
     of_properties = device == "cuda" and request.hardware.get("kind") == "local"
     figures = said_of_figures(made.used) if of_properties else ()
-    of_loss = said_of_logits(request, profile)
-    said = (*of_precision, *of_loss, *weights, *evaluations, *figures, *holes, *copies)
+    of_loss, of_data = said_of_logits(request, profile), said_of_data(dataset)
+    said = (*of_precision, *of_loss, *of_data, *weights, *evaluations, *figures, *holes, *copies)
     plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used
     if on_cards:
