@@ -95,3 +95,23 @@ class ChangingBlock(nn.Module):
         out: Tensor = self.out(hidden)
         out += x
         return out.clamp_(-3, 3)
+
+
+class Segmentation(nn.Module):
+    """Logits [batch, classes, *places] of convolutions over one, two or three dimensions, the last
+    of which may be a projection (`projects`)."""
+
+    def __init__(self, classes: int = 5, dims: int = 2, projects: bool = False) -> None:
+        super().__init__()
+        convolution = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
+        self.first = convolution(3, 8, 3, padding=1)
+        self.second = convolution(8, 8, 1)
+        self.projects = projects
+        self.head = nn.Linear(8, classes) if projects else convolution(8, classes, 1)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(pictures))))
+        if self.projects:
+            return self.head(hidden.movedim(1, -1)).movedim(-1, 1)  # type: ignore[no-any-return]
+        logits: Tensor = self.head(hidden)
+        return logits
