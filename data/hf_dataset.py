@@ -4,6 +4,7 @@ Nothing is downloaded. Columns must be numbers of one shape: tokenising and padd
 and resizing images are the user's `map` before `save_to_disk`.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,9 +115,9 @@ def _load(path: str) -> _Source:
     except ImportError as error:
         rule = "needs the package datasets, which is not installed"
         raise ConfigError([Fault("data", "hf_dataset", rule, "install whale-train[hf]")]) from error
-    folder = Path(path)
-    if not folder.exists():
+    if not os.path.exists(path):
         raise missing_path(path)
+    folder = Path(path)
     try:
         refuse_special(path)
         if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():

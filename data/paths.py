@@ -24,13 +24,33 @@ def path_error(path: str, rule: str, remedy: str) -> ConfigError:
     return ConfigError([Fault("data.path", path, rule, remedy)])
 
 
+def _started_in() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # a folder that somebody removed
+        return ""
+
+
+_STARTED_IN = _started_in()  # before Hydra goes to the run directory (hydra.job.chdir=true)
+
+
 def missing_path(path: str) -> ConfigError:
-    """For a path with nothing there: names the nearest existing one in its folder, if any is."""
-    wanted = Path(path)
-    if not wanted.parent.is_dir():
-        folder = next(parent for parent in wanted.parents if parent.is_dir())
+    """For a path with nothing there: names the one that was meant where the command was started, or
+    else the nearest existing one in its folder, if any is."""
+    wanted, here = Path(path), Path(_started_in())
+    if _STARTED_IN and str(here) != _STARTED_IN and wanted.is_relative_to(here):
+        meant = Path(_STARTED_IN, wanted.relative_to(here))
+        if os.path.exists(meant):
+            rule = "does not exist: relative paths begin at the run directory, as "
+            rule += "hydra.job.chdir=true says"
+            return path_error(path, rule, f"use {meant}, or hydra.job.chdir=false")
+    if not os.path.isdir(wanted.parent):  # False too for a name that no file can have
+        folder = next(parent for parent in wanted.parents if os.path.isdir(parent))
         return path_error(path, "does not exist", f"the path exists only as far as {folder}")
-    names = sorted(entry.name for entry in wanted.parent.iterdir())
+    try:
+        names = sorted(os.listdir(wanted.parent))
+    except OSError as error:
+        return unreadable(error, str(wanted.parent))
     close = get_close_matches(wanted.name, names, n=1, cutoff=0.6)
     if close:
         return path_error(path, "does not exist", f"did you mean {wanted.parent / close[0]}?")

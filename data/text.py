@@ -92,7 +92,7 @@ def _corpus(options: TextOptions) -> NDArray[np.uint8]:
         if options.path is None:
             limit = options.max_bytes or _STANDARD_LIBRARY_BYTES
             return _joined(_below(path, source_only=True), limit)
-        if not path.exists():
+        if not os.path.exists(path):
             raise missing_path(options.path)
         refuse_special(options.path)
         if path.is_dir():

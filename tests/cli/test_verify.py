@@ -31,7 +31,7 @@ def written(folder: Path) -> dict[str, Any]:
 
 
 def test_an_equal_plan_is_said_to_be_and_is_done(equal: tuple[Path, Answer]) -> None:
-    _, answer = equal
+    folder, answer = equal
     assert (answer.status, answer.stderr) == (0, "")
     assert answer.left_running == ()
     assert "\x1b" not in answer.stdout
@@ -40,6 +40,8 @@ def test_an_equal_plan_is_said_to_be_and_is_done(equal: tuple[Path, Answer]) -> 
         lines[-1] == "equal: 2 steps on 2 ranks computed what one process does, within 2e-05 (fp32)"
     )
     assert "dropout was off: its masks differ from plan to plan" in lines
+    shared = "; ".join(written(folder)["shared"])
+    assert f"not compared, as both sides share it: {shared}" in " ".join(lines)
     (header,) = (i for i, line in enumerate(lines) if line.startswith("compared "))
     rows = [line.split() for line in lines[header + 1 : header + 11]]
     assert [row[0] for row in rows[:2]] == ["loss", "gradient"]
@@ -54,6 +56,11 @@ def test_verify_json_has_both_sides_and_every_parameter(equal: tuple[Path, Answe
     found = written(equal[0])
     assert found["verdict"] == "equal"
     assert (found["worst"], found["losses_part_at_step"]) == (None, None)
+    assert found["shared"] == [
+        "the loss that GPT2LMHeadModel computes",
+        "the samples of data=text and their order (seed=0, data.shuffle=true)",
+        "the model's code and how its weights begin (seed=0)",
+    ]
     assert (found["steps"], found["ranks"], found["tolerance"]) == (2, 2, 2e-5)
     assert found["losses"]["plan"] == pytest.approx(found["losses"]["one_process"], rel=1e-6)
     metrics = (equal[0] / "run/metrics.jsonl").read_text().splitlines()

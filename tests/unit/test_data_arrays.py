@@ -1,5 +1,7 @@
 """The user's own arrays: what comes out of an .npz, and every fault of one, word for word."""
 
+import os
+import socket
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -9,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from whale_train.data import paths
 from whale_train.data.arrays import ArraysOptions
 from whale_train.data.dataset import Dataset
+from whale_train.data.hf_dataset import HfDatasetOptions
 from whale_train.data.open import open_dataset
+from whale_train.data.text import TextOptions
 from whale_train.errors import ConfigError
 from whale_train.strategies.graph.operation_graph import InputField
 
@@ -96,6 +101,51 @@ def test_no_such_file(tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", x=np.ones(3))
     path = tmp_path / "trian.npz"
     assert message(path) == f"data.path={path} does not exist; did you mean {tmp_path}/train.npz?"
+
+
+def test_a_path_is_relative_to_where_the_job_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra goes to the run directory (hydra.job.chdir=true) before paths are read."""
+    np.savez(tmp_path / "train.npz", x=np.ones(3))
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(paths, "_STARTED_IN", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "run")
+    assert message(Path("train.npz")) == (
+        f"data.path={tmp_path}/run/train.npz does not exist: relative paths begin at the run "
+        f"directory, as hydra.job.chdir=true says; use {tmp_path}/train.npz, or "
+        "hydra.job.chdir=false"
+    )
+    assert message(Path("other.npz")) == (
+        f"data.path={tmp_path}/run/other.npz does not exist; nothing in {tmp_path}/run has a name "
+        "like it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/dev/zero", "device"), ("pipe", "pipe"), ("socket", "socket")]
+)
+@pytest.mark.parametrize("options", [ArraysOptions, TextOptions, HfDatasetOptions])
+def test_what_is_no_file_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, kind: str, options: type[Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket")
+        with pytest.raises(ConfigError) as raised:
+            open_dataset(options(path=path))
+    absolute = tmp_path / path
+    assert str(raised.value) == (
+        f"data.path={absolute} is a {kind}; name a file or folder on a disk"
+    )
+
+
+@pytest.mark.parametrize("options", [ArraysOptions, TextOptions, HfDatasetOptions])
+@pytest.mark.parametrize("path", ["x" * 300, f"{'x' * 300}/a", "a\0b"])
+def test_names_that_no_file_can_have(options: type[Any], path: str) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        open_dataset(options(path=path))
 
 
 def test_not_an_npz(tmp_path: Path) -> None:

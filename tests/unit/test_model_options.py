@@ -93,3 +93,24 @@ def test_all_faults_of_hugging_face_options_together() -> None:
         "into model.config",
         "model.config=3 is not a mapping; write 'model.config={hidden_size: 64}' or the like",
     ]
+
+
+def test_where_the_classes_are() -> None:
+    given = {"_target_": "nets.Narrow", "loss": "cross_entropy"}
+    for dim in (1, -1, None):
+        assert ModelOptions.from_mapping({**given, "class_dim": dim}).class_dim == dim
+    for wrong in (2, True, "last"):
+        assert faults_of({**given, "class_dim": wrong}) == [
+            f"model.class_dim={wrong} is not a dimension that classes are read from; use 1, -1 or "
+            "null"
+        ]
+    assert faults_of({"_target_": "nets.Narrow", "class_dim": 1}) == [
+        "model.class_dim=1 has no effect on model.loss=model; use model.loss=cross_entropy, or null"
+    ]
+
+
+def test_groups_that_have_a_loss_say_where_its_classes_are() -> None:
+    groups = ("class_head", "custom", "gpt", "hf", "image_classifier", "moe_gpt")
+    for group in groups:
+        model = composed(f"+model={group}")
+        assert (model["loss"], model["class_dim"]) == ("model", None)
