@@ -146,9 +146,10 @@ class LossModule(nn.Module):
             self.on_logits(tuple(logits.shape))
         classes = class_dim(logits.shape, labels.shape, self.class_dim) if logits.dim() else None
         if classes is None:
-            shapes = f"labels {list(labels.shape)}, and logits {list(logits.shape)}"
+            shapes = f"logits {list(logits.shape)} for labels {list(labels.shape)}"
             owner = type(self.model).__name__
-            rule = f"needs a label for each place of the logits, and {owner} is given {shapes}"
+            rule = f"needs a label for each place of the logits, and {owner} makes {shapes}"
+            rule += f" (a batch of {len(labels)})"
             remedy = "use labels of the logits' shape without the classes, which model.class_dim=1 "
             remedy += "takes from dimension 1, and model.class_dim=-1 from the last"
             raise ConfigError([Fault("model.loss", self.loss, rule, remedy)])

@@ -84,8 +84,8 @@ def test_labels_that_are_not_the_logits(jobs: Jobs, folder: Path) -> None:
     with pytest.raises(JobFailed) as failed:
         jobs.run([*overrides("picture", folder, *STRATEGIES["dp"]), "model.class_dim=-1"])
     assert (
-        "model.loss=cross_entropy needs a label for each place of the logits, and Segmentation is "
-        "given labels [3, 4, 7], and logits [3, 5, 4, 7]; use labels of the logits' shape without "
-        "the classes, which model.class_dim=1 takes from dimension 1, and model.class_dim=-1 from "
-        "the last"
+        "model.loss=cross_entropy needs a label for each place of the logits, and Segmentation "
+        "makes logits [3, 5, 4, 7] for labels [3, 4, 7] (a batch of 3); use labels of the logits' "
+        "shape without the classes, which model.class_dim=1 takes from dimension 1, and "
+        "model.class_dim=-1 from the last"
     ) in str(failed.value)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from whale_train.data import paths
 from whale_train.data.arrays import ArraysOptions
@@ -202,3 +203,22 @@ def test_all_faults_of_a_file_come_together(tmp_path: Path) -> None:
         f"{start} has arrays with different first axes (ragged 2, names 2, x 3); "
         "the first axis is the sample: give every array the same number",
     ]
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype"),
+    [
+        (np.ones(3, np.complex64), "complex64"),
+        (np.ones(3, np.longdouble), np.dtype(np.longdouble).name),
+        (np.ones(3, np.uint64), "uint64"),
+        (np.array(["2020-01-01"] * 3, "M8[D]"), "datetime64[D]"),
+        (np.ones(3, [("a", np.int64), ("b", np.float32)]), "void96"),
+        (np.ma.masked_array(np.ones(3, [("a", np.int64)]), [True, False, True]), "void64"),
+    ],
+)
+def test_values_of_other_kinds(tmp_path: Path, array: NDArray[Any], dtype: str) -> None:
+    np.savez(tmp_path / "a.npz", x=array)
+    assert message(tmp_path / "a.npz") == (
+        f"data.path={tmp_path}/a.npz has array x of dtype {dtype}; "
+        "save it as one of: bool, uint8, int8, int16, int32, int64, float16, float32, float64"
+    )
