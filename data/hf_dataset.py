@@ -203,6 +203,9 @@ def _field(name: str, found: Column, feature: Any) -> InputField:
 def _stacked(values: Any, field: InputField, column: str) -> NDArray[Any]:
     """Return the column's values as `[n, *field.shape]`; images may be of any size. Raises
     ConfigError where they are."""
+    is_array = isinstance(values, np.ndarray) and values.dtype != object
+    if is_array and values.shape[1:] == field.shape:
+        return np.asarray(values, dtype=field.dtype)
     for value in values:
         if np.shape(value) != field.shape:
             fault = Fault(
