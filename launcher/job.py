@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -24,6 +25,12 @@ from whale_train.launcher.attempts import (
 from whale_train.launcher.calibrate import calibrate
 from whale_train.launcher.command_line import compared_strategies
 from whale_train.launcher.export import export, export_into
+from whale_train.launcher.going_on import (
+    GoingOn,
+    compared_data,
+    compared_model,
+    refuse_other_run,
+)
 from whale_train.launcher.job_end import (
     JobEnd,
     finish,
@@ -61,9 +68,7 @@ from whale_train.launcher.resume import (
     delinks,
     find_checkpoint,
     phase_of,
-    refuse_other_model,
-    refuse_other_run,
-    refuse_other_size,
+    read_saved,
     say_resumed,
 )
 from whale_train.launcher.ui.progress import Progress
@@ -199,7 +204,7 @@ def _train(
         except NeverMet as error:
             return never_met(error.outcome, run_dir)
         if outcome.status == "done" and phase.is_pseudo and summary_of(run_dir).get("delinks"):
-            wanted = going_on(request)
+            wanted = next_attempt(request)
             continue
         reached, spent = steps_done(run_dir, began), time.monotonic() - started
         ranks = resolved.plan.world_size
@@ -211,7 +216,7 @@ def _train(
             break
         said = f"attempt {len(attempts)} ended: {attempts[-1].why}; {left} more may follow"
         console.print(Text(f"warning: {said}", style="yellow"), soft_wrap=True)
-        wanted = going_on(request)
+        wanted = next_attempt(request)
     if len(attempts) > 1:
         console.print(Portable(attempts_view(attempts)))
         if is_its_own(attempts):
@@ -219,7 +224,7 @@ def _train(
     return finish(outcome, resolved, run_dir, console)
 
 
-def going_on(request: Request) -> Request:
+def next_attempt(request: Request) -> Request:
     """Return the request of a job's next attempt: the same, from what the job itself saved."""
     train = request.train.model_copy(update={"resume": AUTO})
     return request.model_copy(update={"train": train})
@@ -231,7 +236,9 @@ def _resumed(request: Request, run_dir: Path, console: Console) -> Resumed | Non
         return None
     resumed = find_checkpoint(request.train.resume, run_dir)
     if resumed is not None:
-        refuse_other_run(resumed, phase_of(request, resumed))
+        saved, state = read_saved(resumed)
+        phase = phase_of(request, resumed)
+        refuse_other_run(resumed.path, saved, state, phase, request.train.resume)
     say_resumed(resumed, request, console)
     return resumed
 
@@ -247,18 +254,19 @@ def _attempt(
     """Resolve the request and run its ranks to their end."""
     parts = delinks(resumed, request)
     if parts:
-        said = "layers that shared their weights go on by themselves, each with what all had"
-        console.print(said, soft_wrap=True)
+        parted = "layers that shared their weights go on by themselves, each with what all had"
+        console.print(parted, soft_wrap=True)
     begun = keep_steps(run_dir, 0 if resumed is None else resumed.step)
     process = JobProcess(run_dir, place)
     try:
         with process.planned(request, signals.poll, console) as resolved:
-            if resumed is not None:
-                parting = request.model if parts else None
-                refuse_other_model(resumed.path, resolved.profile, parting)
-                refuse_other_size(resumed.path, resolved.num_samples)
+            going_on = None if resumed is None else _going_on(resumed, request, resolved, parts)
+        if going_on is not None:
+            said = (*resolved.plan.decisions, *going_on.decisions)
+            resolved = replace(resolved, plan=replace(resolved.plan, decisions=said))
         checkpoint = None if resumed is None else resumed.path
-        start_ranks(run_dir, resolved, request, checkpoint, delinks=parts)
+        data_anew = going_on is not None and going_on.data_anew
+        start_ranks(run_dir, resolved, request, checkpoint, delinks=parts, data_anew=data_anew)
         show_resolved(resolved, request, console)
         if _offloads_adam(request, resolved.plan) and not is_compiled(CPU_ADAM):
             console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
@@ -280,6 +288,16 @@ def _attempt(
     finally:
         process.stop()  # does nothing after a wait that ended by itself
     return outcome, resolved
+
+
+def _going_on(resumed: Resumed, request: Request, resolved: Resolved, parts: bool) -> GoingOn:
+    """Return how a run goes on from a checkpoint, whose layers part if it `parts`. Raises
+    ConfigError where it cannot."""
+    of_model = compared_model(resumed.path, request.model, resolved.plan, request.optimizer, parts)
+    saved, state = read_saved(resumed)
+    num_samples, data = resolved.num_samples, resolved.data
+    of_data = compared_data(resumed.path, state, saved, request, num_samples, data)
+    return replace(of_data, decisions=(*of_model, *of_data.decisions))
 
 
 def _offloads_adam(request: Request, plan: Plan) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
+from whale_train.data.fingerprint import Fingerprint, fingerprint
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.hosts import Host
@@ -57,7 +58,8 @@ class Resolved:
     """A request's plan and what it was made of. `emulated`: CPU processes stand for devices this
     machine does not have, each of which takes `paces` seconds for a second of computing, and any
     two of which are joined by `links` of the fastest link's bandwidth (None: all are as fast as
-    they can). `num_samples` are what the data has to train on. `timeline` is the predicted step's,
+    they can). `num_samples` are what the data has to train on, and `data` is its fingerprint, where
+    the run saves or goes on from what another saved. `timeline` is the predicted step's,
     of the stand-ins where these were measured. `found` is the strategy that `graph: auto` came to,
     as a file has it."""
 
@@ -67,6 +69,7 @@ class Resolved:
     device: Literal["cpu", "cuda"]
     emulated: bool
     num_samples: int
+    data: Fingerprint | None = None
     paces: tuple[float, ...] | None = None
     links: tuple[tuple[float, ...], ...] | None = None
     timeline: tuple[Event, ...] = ()
@@ -162,8 +165,15 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
         plan = seated(plan, used, hosts)
     paces, links = _paces(request, used), _links(request, used)
     timeline = tuple(made.step.events(made.here or used)) if request.train.trace else ()
-    made_of = (plan, used, profile, device, emulated, dataset.num_samples)
+    data = fingerprint(dataset) if _has_checkpoints(request) else None
+    made_of = (plan, used, profile, device, emulated, dataset.num_samples, data)
     return Resolved(*made_of, paces, links, timeline, made.written)
+
+
+def _has_checkpoints(request: Request) -> bool:
+    """Return whether a run writes a checkpoint or goes on from one."""
+    saves = request.checkpoint.every is not None or request.is_pseudo
+    return request.mode == "train" and (saves or request.train.resume is not None)
 
 
 def _refuse_biases(request: Request, plan: Plan, faults: list[Fault]) -> None:

@@ -67,12 +67,15 @@ def start_ranks(
     checkpoint: Path | None = None,
     *,
     delinks: bool = False,
+    data_anew: bool = False,
 ) -> None:
     """Write all that the waiting ranks need, `ready` last. They go on from `checkpoint`, if there
-    is one, whose layers part if it `delinks`."""
+    is one, whose layers part if it `delinks`, with `data_anew` from the first sample."""
     launch = {"device": resolved.device, "paces": resolved.paces, "links": resolved.links}
     going_on_from = None if checkpoint is None else str(checkpoint.absolute())
-    write_json(run_dir / "launch.json", launch | {"checkpoint": going_on_from, "delinks": delinks})
+    data = None if resolved.data is None else resolved.data.to_plain()
+    resumed = {"checkpoint": going_on_from, "delinks": delinks, "data_anew": data_anew}
+    write_json(run_dir / "launch.json", launch | resumed | {"data": data})
     write_plan(run_dir, resolved, request)
     mark_ready(run_dir)
 

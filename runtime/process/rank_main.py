@@ -22,6 +22,7 @@ from whale_train.hosts import read_hosts
 from whale_train.limits import memory_bytes
 from whale_train.models.export.export import export_model
 from whale_train.models.export.lifted_constants import with_constants
+from whale_train.models.kept_tensors import saved_names
 from whale_train.models.loss_module import LossModule
 from whale_train.models.shared_layers import shared_places
 from whale_train.runtime.assembly.build_program import assemble
@@ -46,7 +47,7 @@ from whale_train.runtime.process.rank_context import Seat
 from whale_train.runtime.process.shared_init import build_shared, let_go, seed_python
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.final_model import write_final
-from whale_train.runtime.state.held import RankState, saved_names
+from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.parts import Part
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.restore import restore
@@ -213,6 +214,8 @@ def train_as_planned(
         resumed, started = None, time.monotonic()
         if (checkpoint := _checkpoint(run_dir)) is not None:
             resumed = restore(carrier.fetched(checkpoint), state, random, plan, rank, places)
+            if _launched(run_dir)["data_anew"]:
+                resumed = resumed.model_copy(update={"samples": 0})
             carrier.forget()
         resumed_s = time.monotonic() - started
         trace = Trace(rank, plan.ranks[rank].device) if request.train.trace else None
@@ -220,7 +223,7 @@ def train_as_planned(
         if request.checkpoint.every is not None or request.is_pseudo:
             saver = Saver(
                 *(run_dir, request.checkpoint, state, random, rank, carrier),
-                *(Votes(), is_asked_to_stop),
+                *(Votes(), is_asked_to_stop, _launched(run_dir)["data"]),
             )
         profiler = None
         if request.train.profile is not None:
@@ -262,33 +265,39 @@ def _here(rank: int) -> range:
     return range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
+def _launched(run_dir: Path) -> dict[str, Any]:
+    """Return what the launcher wrote for the ranks beside the plan."""
+    content: dict[str, Any] = json.loads((run_dir / "launch.json").read_text())
+    return content
+
+
 def _pace(run_dir: Path, rank: int) -> Pace | None:
     """Return the slowdown that this rank emulates, or None at full speed."""
-    paces = json.loads((run_dir / "launch.json").read_text())["paces"]
+    paces = _launched(run_dir)["paces"]
     return None if paces is None else Pace(paces[rank])
 
 
 def _delinks(run_dir: Path) -> bool:
     """Return whether the checkpoint that the run goes on from is of shared layers, and the run's
     are not."""
-    return bool(json.loads((run_dir / "launch.json").read_text())["delinks"])
+    return bool(_launched(run_dir)["delinks"])
 
 
 def _checkpoint(run_dir: Path) -> Path | None:
     """Return the checkpoint that the run goes on from, or None where it begins."""
-    path = json.loads((run_dir / "launch.json").read_text())["checkpoint"]
+    path = _launched(run_dir)["checkpoint"]
     return None if path is None else Path(path)
 
 
 def _links(run_dir: Path) -> EmulatedLinks | None:
     """Return the links that this rank emulates, or None where they are not slowed."""
-    relative = json.loads((run_dir / "launch.json").read_text())["links"]
+    relative = _launched(run_dir)["links"]
     return None if relative is None else EmulatedLinks(relative)
 
 
 def _device(run_dir: Path, rank: int) -> torch.device:
     """Return the device that the plan puts `rank` on. Raises RuntimeError where it is not here."""
-    if json.loads((run_dir / "launch.json").read_text())["device"] == "cpu":
+    if _launched(run_dir)["device"] == "cpu":
         return torch.device("cpu")
     planned = Plan.from_json((run_dir / "plan.json").read_text()).ranks[rank]
     assert planned.uuid is not None

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.checkpoint_files import Block
 from whale_train.models.export.export import model_path
+from whale_train.models.kept_tensors import kept_tensors
 from whale_train.models.loss_module import LossModule
-from whale_train.models.options import ModelOptions
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.state.blocks import placement, whole
+from whale_train.safetensors_files import Block
 from whale_train.strategies.plan.plan import Plan
 
 Folder = Literal["model", "optimizer"]
@@ -36,30 +36,6 @@ class HeldBlock:
     tensor: Tensor
     is_owner: bool
     counter: dict[str, Any] | None = None
-
-
-def kept_tensors(module: LossModule) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of the user's model by their paths, each once:
-    what a checkpoint has under `model/`."""
-    passing = {
-        id(buffer)
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-        if name in part._non_persistent_buffers_set
-    }
-    named = (*module.named_parameters(), *module.named_buffers())
-    return {model_path(name): tensor for name, tensor in named if id(tensor) not in passing}
-
-
-def saved_names(module: LossModule, options: ModelOptions) -> frozenset[str]:
-    """Return the paths of what a checkpoint has of the user's model: all that it keeps, but for the
-    weights of a folder that additions are made to."""
-    kept = kept_tensors(module)
-    if not options.adds_to_a_folder:
-        return frozenset(kept)
-    return frozenset(
-        path for path, x in kept.items() if x.requires_grad or not isinstance(x, nn.Parameter)
-    )
 
 
 def paths_of(engine: Engine) -> dict[int, str]:

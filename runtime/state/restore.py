@@ -4,7 +4,6 @@ The launcher has checked the files (`launcher/resume.py`): what is found missing
 since.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import Any
 
 import torch
 
-from whale_train.checkpoint_files import BrokenCheckpoint
+from whale_train.checkpoint_state import CheckpointState
 from whale_train.runtime.state.delinking import Delinking
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.tensor_files import TensorReader
+from whale_train.safetensors_files import read_json, read_text
 from whale_train.strategies.plan.plan import Plan
 
 
@@ -27,23 +27,23 @@ def restore(
     plan: Plan,
     rank: int,
     places: Mapping[str, str],
-) -> dict[str, Any]:
+) -> CheckpointState:
     """Fill all that `rank` holds, and return what `state.json` says. `places` are given where
-    layers that the checkpoint has the same weights of go on by themselves (`delinking.py`).
+    layers that the checkpoint has the same weights of go on by themselves (`delinking.py`). Moments
+    of a parameter that was not trained stay as they are before a first update.
 
     Random states are those that were saved where the plan is the one they were saved under; under
     another there is no rank that drew the same, and the default generator, seeded for this run, is
     seeded anew by the step. Raises BrokenCheckpoint where something is missing.
     """
-    try:
-        scalars: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
-        saved_under = (checkpoint / "plan.json").read_text()
-    except (OSError, ValueError) as error:
-        raise BrokenCheckpoint(f"{checkpoint} cannot be read ({error})") from None
+    scalars = CheckpointState.read(checkpoint)
+    saved_under = read_text(checkpoint / "plan.json")
     readers = {folder: TensorReader(checkpoint / folder) for folder in ("model", "optimizer")}
     delinking = Delinking(places)
     for block in state.blocks():
         name, factor = delinking.source(block.folder, block.name)
+        if block.folder == "optimizer" and not readers[block.folder].has_moments(name):
+            continue
         readers[block.folder].read(name, block.block, block.tensor)
         if factor != 1.0:
             block.tensor.mul_(factor)
@@ -51,16 +51,26 @@ def restore(
             _set_count(block.counter, float(block.tensor))
     state.read()
     drawn = checkpoint / "random" / f"rank_{rank}.json"
-    if _on_any_host(Plan.from_json(saved_under)) == _on_any_host(plan) and drawn.is_file():
-        random.write(json.loads(drawn.read_text()))
+    if _is_same(saved_under, plan) and drawn.is_file():
+        random.write(read_json(drawn))
     else:
-        torch.manual_seed(torch.initial_seed() + 7_368_787 * scalars["step"])
+        torch.manual_seed(torch.initial_seed() + 7_368_787 * scalars.step)
     return scalars
 
 
-def _on_any_host(plan: Plan) -> Plan:
-    """Return the plan without the cards it was for, on which nothing that is computed depends."""
-    return replace(plan, ranks=tuple(replace(rank, uuid=None) for rank in plan.ranks))
+def _is_same(text: str, plan: Plan) -> bool:
+    """Return whether a saved plan computes what `plan` does; one that cannot be read does not."""
+    try:
+        return _computed(Plan.from_json(text)) == _computed(plan)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def _computed(plan: Plan) -> Plan:
+    """Return the plan without what nothing that is computed depends on: the cards it was for, and
+    why it is as it is."""
+    ranks = tuple(replace(rank, uuid=None) for rank in plan.ranks)
+    return replace(plan, ranks=ranks, decisions=())
 
 
 def _set_count(counter: dict[str, Any], count: float) -> None:

@@ -28,6 +28,7 @@ from whale_train.checkpoint_files import (
     unfinished,
     unfinished_before,
 )
+from whale_train.checkpoint_state import STATE
 from whale_train.config import CheckpointOptions
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import HeldBlock, RankState
@@ -41,8 +42,8 @@ _COPIED = ("plan.json", "request.json")
 
 class Saver:
     """Saves what `rank` holds; all ranks save at the same steps. `is_asked_to_stop` says whether
-    this process was told to end; `wants_to_delink` is set where this rank wants layers that are
-    shared to go on by themselves."""
+    this process was told to end; `data` is the data's fingerprint, as JSON has it;
+    `wants_to_delink` is set where this rank wants layers that are shared to go on by themselves."""
 
     def __init__(
         self,
@@ -54,11 +55,13 @@ class Saver:
         carrier: Carrier,
         votes: Votes,
         is_asked_to_stop: Callable[[], bool],
+        data: Mapping[str, Any] | None = None,
     ) -> None:
         self._run_dir, self._options, self._state = run_dir, options, state
         self._random = random
         self._rank, self._carrier = rank, carrier
         self._votes, self._is_asked_to_stop = votes, is_asked_to_stop
+        self._data = data
         self._saved_s = time.monotonic()
         self._writing: threading.Thread | None = None
         self.wants_to_delink = False
@@ -145,7 +148,7 @@ class Saver:
         line: dict[str, Any] = {"step": step, "path": str(checkpoint)}
         try:
             files = self._carrier.gathered(folder, own)
-            files.append(write_json(folder, "state.json", {"step": step, **scalars}))
+            files.append(write_json(folder, STATE, {"step": step, **scalars, "data": self._data}))
             files += [
                 write_text(folder, name, (self._run_dir / name).read_text()) for name in _COPIED
             ]

@@ -17,15 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from whale_train.checkpoint_files import (
-    Block,
-    BrokenCheckpoint,
-    FileRecord,
-    StoredBlock,
-    header,
-    stored_tensors,
-    whole_shape,
-)
+from whale_train.checkpoint_files import FileRecord, stored_tensors
+from whale_train.safetensors_files import Block, BrokenCheckpoint, StoredBlock, header, whole_shape
 
 # The dtypes that safetensors has, by its codes.
 CODES = {
@@ -127,12 +120,17 @@ class TensorReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._stored = stored_tensors(folder)
+        self._parameters = {name.rpartition(".")[0] for name in self._stored}
         self._open: dict[Path, Any] = {}
 
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return the dtype and shape of every tensor, by name."""
         stored = self._stored.items()
         return {name: (_DTYPES[x[0].dtype], whole_shape(x)) for name, x in stored}
+
+    def has_moments(self, name: str) -> bool:
+        """Return whether there is any moment of the parameter that `name` is a moment of."""
+        return name.rpartition(".")[0] in self._parameters
 
     def whole(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors by name, one after another, all of them or `names`."""

@@ -6,7 +6,7 @@ while the next step is asked for, and is looked at then: a GPU never waits for t
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from whale_train.checkpoint_state import CheckpointState
 from whale_train.config import PLATEAU, Request
 from whale_train.runtime.failures.not_finite import first_not_finite
 from whale_train.runtime.pipeline.chunk import Batch
@@ -197,7 +198,7 @@ def train(
     metrics: Metrics | None,
     trace: Trace | None = None,
     saver: Saver | None = None,
-    resumed: Mapping[str, Any] | None = None,
+    resumed: CheckpointState | None = None,
     profiler: StepProfiler | None = None,
 ) -> dict[str, Any]:
     """Train to the end, from step 0 or from what `state.json` of a checkpoint says; what
@@ -205,10 +206,11 @@ def train(
     loop = Loop(request, plan, program, batches, metrics, trace)
     first = 0
     if resumed is not None:
-        first = resumed["step"]
-        batches.go_on(first, resumed["samples"])
-        if loop.loss_scale is not None and resumed["loss_scale"] is not None:
-            loop.loss_scale = LossScale(**resumed["loss_scale"], device=batches.device)
+        first = resumed.step
+        batches.go_on(first, resumed.samples)
+        if loop.loss_scale is not None and resumed.loss_scale is not None:
+            kept = resumed.loss_scale
+            loop.loss_scale = LossScale(kept.value, kept.good_steps, batches.device)
     times = []
     done = first
     delink_at = request.train.delink_at if request.is_pseudo else None

@@ -8,20 +8,27 @@
         manifest.json         every file with its size and CRC-32: written last
 
 A checkpoint is written in a folder with another name, and gets its own when it has its manifest.
-Each safetensors file says in its header where in the whole tensor its blocks begin, as
-`torch.distributed.checkpoint`'s safetensors storage does, whose reader reads these files; it has
-one block of a name, so a rank has several files where it saves several. Ranks write the files and
-the launcher checks them: neither torch nor hydra is known here.
+A safetensors file (`safetensors_files.py`) has one block of a name, so a rank has several files
+where it saves several. Ranks write the files and the launcher checks them: neither torch nor hydra
+is known here.
 """
 
 import json
-import struct
+import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+from whale_train.safetensors_files import (
+    BrokenCheckpoint,
+    StoredBlock,
+    is_whole_number,
+    join_blocks,
+    read_json,
+    size_of,
+)
 
 CHECKPOINTS = "checkpoints"  # in the run directory
 MODEL = "model"  # in it as well: the trained weights
@@ -31,12 +38,8 @@ STOP = "stop"  # where the launcher asks the ranks to save and end
 SAVED = "checkpoints.jsonl"  # a line a checkpoint, written or failed
 MANIFEST = "manifest.json"
 _UNFINISHED = ".unfinished_"
-_OFFSETS = "DCP_SHARDING_INFO"  # torch's key, and below it
-_OF_TENSOR = "saved_offsets"
 _CRC = "crc32"  # of a manifest
 _CHUNK_BYTES = 2**22
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -68,58 +71,37 @@ class Manifest:
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest":
         """Return the manifest of a checkpoint. Raises BrokenCheckpoint."""
+        path = checkpoint / MANIFEST
+        content = read_json(path)
         try:
-            content = json.loads((checkpoint / MANIFEST).read_text())
             if content.pop(_CRC) != _checksum_of(content):
                 raise ValueError("its checksum is another")
-            files = tuple(FileRecord(**file) for file in content["files"])
-            return cls(int(content["step"]), float(content["seconds"]), files)
-        except FileNotFoundError:
-            raise BrokenCheckpoint(f"{checkpoint / MANIFEST} is missing") from None
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise BrokenCheckpoint(f"{checkpoint / MANIFEST} cannot be read ({error})") from None
+            files = tuple(_record(**file) for file in content["files"])
+            step, seconds = content["step"], float(content["seconds"])
+            if not is_whole_number(step) or not math.isfinite(seconds):
+                raise ValueError("its numbers are none")
+            if len({file.path for file in files}) < len(files):
+                raise ValueError("it has a file twice")
+            return cls(step, seconds, files)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise BrokenCheckpoint(f"{path} cannot be read ({error})") from None
+
+
+def _record(path: object, bytes: object, crc32: object) -> FileRecord:
+    """Return a manifest's record of a file. Raises ValueError for one that is none, or names a file
+    outside of the checkpoint."""
+    if not isinstance(path, str) or not is_whole_number(bytes) or not is_whole_number(crc32):
+        raise ValueError("a file's path, size or checksum is none")
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
+        raise ValueError(f"{path!r:.80} is no path in it")
+    assert isinstance(bytes, int)
+    assert isinstance(crc32, int)
+    return FileRecord(path, bytes, crc32)
 
 
 def _checksum_of(content: Any) -> int:
     return zlib.crc32(json.dumps(content).encode())
-
-
-class BrokenCheckpoint(Exception):
-    """A checkpoint of which something is missing or other than it was written; says what."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A box of a tensor: `shape` elements from `offsets` on, per dimension."""
-
-    offsets: Shape
-    shape: Shape
-
-    def overlap(self, other: "Block") -> "Block | None":
-        """Return the elements that both have, or None where there are none."""
-        starts = tuple(map(max, self.offsets, other.offsets))
-        stops = tuple(map(min, self.stops, other.stops))
-        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-            return None
-        return Block(starts, tuple(b - a for a, b in zip(starts, stops, strict=True)))
-
-    def within(self, outer: "Block") -> tuple[slice, ...]:
-        """Return the index of this block in a tensor that has the elements of `outer`."""
-        starts = (a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
-        return tuple(slice(a, a + n) for a, n in zip(starts, self.shape, strict=True))
-
-    @property
-    def stops(self) -> Shape:
-        return tuple(a + n for a, n in zip(self.offsets, self.shape, strict=True))
-
-
-@dataclass(frozen=True)
-class StoredBlock:
-    """A block of a tensor, in a file. `dtype` is the code that safetensors has for it."""
-
-    file: Path
-    dtype: str
-    block: Block
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -178,15 +160,15 @@ def _fault(checkpoint: Path, record: FileRecord) -> str:
     """Return what is wrong with a file of a checkpoint, '' if nothing is."""
     path = checkpoint / record.path
     try:
-        size = path.stat().st_size
+        size = size_of(path)
         if size != record.bytes:
             return f"{path} has {size:,} of {record.bytes:,} bytes"
         if checksum(path) != record.crc32:
             return f"{path} is damaged: its checksum is not the manifest's"
     except FileNotFoundError:
         return f"{path} is missing"
-    except OSError as error:
-        return f"{path} cannot be read ({error.strerror})"
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
     return ""
 
 
@@ -199,59 +181,16 @@ def checksum(path: Path) -> int:
     return crc
 
 
-# --- Safetensors ---------------------------------------------------------------------------------
-
-
-def header(
-    tensors: Mapping[str, tuple[str, Sequence[int], int]], offsets: Mapping[str, Sequence[int]]
-) -> bytes:
-    """Return what a safetensors file begins with: the length of a JSON text, and that text.
-
-    `tensors` are by name (dtype code, shape, bytes), in the order in which their data follows;
-    `offsets` say where they begin in their whole tensors (empty: they are whole).
-    """
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    if offsets:
-        parts = {name: {_OF_TENSOR: list(start)} for name, start in offsets.items()}
-        content["__metadata__"] |= {_OFFSETS: json.dumps(parts), "DCP_VERSION": "1.0"}
-    end = 0
-    for name, (dtype, shape, size) in tensors.items():
-        data = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
-        content[name] = data
-        end += size
-    text = json.dumps(content).encode()
-    text += b" " * (-len(text) % 8)  # data is aligned as the format wants it
-    return struct.pack("<Q", len(text)) + text
-
-
-def stored_blocks(path: Path) -> Iterator[tuple[str, StoredBlock]]:
-    """Yield what a safetensors file has, by name; without an offset, whole tensors.
-
-    Raises BrokenCheckpoint for what is no such file.
-    """
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            content = json.loads(file.read(length))
-        metadata = content.pop("__metadata__", None) or {}
-        offsets = json.loads(metadata.get(_OFFSETS, "{}"))
-        for name, found in content.items():
-            shape = tuple(found["shape"])
-            start = offsets[name][_OF_TENSOR] if name in offsets else (0,) * len(shape)
-            yield name, StoredBlock(path, found["dtype"], Block(tuple(start), shape))
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise BrokenCheckpoint(f"{path} cannot be read as safetensors ({error})") from None
+def tensor_files(folder: Path) -> list[Path]:
+    """Return the safetensors files in a folder of a checkpoint that its manifest has: whatever else
+    lies there is not the checkpoint's. In a folder of none, all of them."""
+    if not (folder.parent / MANIFEST).exists():
+        return sorted(folder.glob("*.safetensors"))
+    paths = (folder.parent / file.path for file in Manifest.read(folder.parent).files)
+    return sorted(x for x in paths if x.parent == folder and x.suffix == ".safetensors")
 
 
 def stored_tensors(folder: Path) -> dict[str, list[StoredBlock]]:
-    """Return the blocks of every tensor in the safetensors files of a folder, by name."""
-    found: dict[str, list[StoredBlock]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, block in stored_blocks(path):
-            found.setdefault(name, []).append(block)
-    return found
-
-
-def whole_shape(stored: Sequence[StoredBlock]) -> Shape:
-    """Return the shape of the tensor that the blocks make up."""
-    return tuple(map(max, zip(*(each.block.stops for each in stored), strict=True)))
+    """Return the blocks of every tensor of a folder of a checkpoint, by name. Raises
+    BrokenCheckpoint."""
+    return join_blocks(tensor_files(folder))

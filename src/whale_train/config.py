@@ -42,10 +42,12 @@ class TrainOptions(_Section):
     is not finite (null: it goes on); a step that it skips leaves everything as it was.
     `compile`: blocks run what torch.compile makes of them. `profile` are the first and the last
     step that torch's profiler records. `resume` is the checkpoint that training goes on from, a
-    run directory (its newest), or `auto` (the newest of this run's own directory). After
-    `delink_at` steps, or where the loss has stopped falling (`plateau`), layers that shared their
-    weights (`model.share_layers`) go on by themselves. After every step the biases by which routers
-    choose experts move by `router_bias_rate` towards equal loads."""
+    run directory (its newest), or `auto` (the newest of this run's own directory); `resume_data`
+    says whether that is with the same data alone, or with `any`, which begins with its first sample
+    where it is other data. After `delink_at` steps, or where the loss has stopped falling
+    (`plateau`), layers that shared their weights (`model.share_layers`) go on by themselves. After
+    every step the biases by which routers choose experts move by `router_bias_rate` towards equal
+    loads."""
 
     steps: _Count
     global_batch: _Count
@@ -64,6 +66,7 @@ class TrainOptions(_Section):
     tensorboard: bool = False
     on_nan: Literal["stop", "skip"] | None = "stop"
     resume: str | None = Field(None, min_length=1)
+    resume_data: Literal["same", "any"] = "same"
     delink_at: _Count | Literal["plateau"] | None = None
     router_bias_rate: float | None = Field(None, gt=0)
 
@@ -309,6 +312,7 @@ def _refuse_together(sections: Mapping[str, Any], faults: list[Fault]) -> None:
         if train.grad_clip and not train.grad_norm:
             rule = "is off, and train.grad_clip needs the gradient's norm"
             faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
+        _refuse_resume_data(train, faults)
     launcher, checkpoint = sections.get("launcher"), sections.get("checkpoint")
     if isinstance(checkpoint, CheckpointOptions):
         _refuse_path(checkpoint, sections.get("mode"), faults)
@@ -349,6 +353,13 @@ def _refuse_profile(train: TrainOptions, mode: object, faults: list[Fault]) -> N
     if rule:
         remedy = "use two steps in order, as train.profile=[10,13], or null"
         faults.append(Fault("train.profile", value, rule, remedy))
+
+
+def _refuse_resume_data(train: TrainOptions, faults: list[Fault]) -> None:
+    """Refuse to allow other data to a run that begins."""
+    if train.resume_data == "any" and train.resume is None:
+        rule = "has no effect on a run that goes on from no checkpoint (train.resume=null)"
+        faults.append(Fault("train.resume_data", "any", rule, "leave it out, or set train.resume"))
 
 
 def _refuse_delinking(

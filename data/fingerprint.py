@@ -1,0 +1,88 @@
+"""What tells one dataset from another, wherever and in whatever files it is kept.
+
+A fingerprint is of samples as a model is given them, and of nothing that belongs to a machine: no
+path, no time, no format of files. Small data is read whole. Of large data a fixed choice of samples
+is read, so that the cost has a bound; other data that agrees in all of these is not told from it.
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from whale_train.data.dataset import Dataset, Indices
+
+_MOST_BYTES = 2**24  # of samples that are read at most
+_MOST_WHOLE = 2**16  # samples that are read one and all
+_CHOSEN = 2**12  # samples that are read of more
+_CHUNK = 2**10
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The dtype and shape of every field by name, the number of samples to train on, and the
+    SHA-256 of those that were read."""
+
+    fields: dict[str, tuple[str, tuple[int, ...]]]
+    num_samples: int
+    digest: str
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, content: Any) -> "Fingerprint":
+        """Return what `to_plain` gave, after JSON. Raises ValueError, KeyError, TypeError or
+        AttributeError for anything else."""
+        fields = {
+            str(name): (str(dtype), tuple(map(int, shape)))
+            for name, (dtype, shape) in content["fields"].items()
+        }
+        return cls(fields, int(content["num_samples"]), str(content["digest"]))
+
+    def unlike(self, other: "Fingerprint") -> str:
+        """Return how the data of `other` differs from this, '' where it does not."""
+        for name in sorted(self.fields.keys() | other.fields.keys()):
+            ours, theirs = self.fields.get(name), other.fields.get(name)
+            if ours is None or theirs is None:
+                return f"it has {'a' if ours is None else 'no'} field {name}"
+            if ours != theirs:
+                return f"{name} is {_described(theirs)}, and was {_described(ours)}"
+        if self.num_samples != other.num_samples:
+            return f"it has {other.num_samples:,} samples, and had {self.num_samples:,}"
+        return "" if self.digest == other.digest else "its samples are others"
+
+
+def fingerprint(dataset: Dataset) -> Fingerprint:
+    """Return the fingerprint of a dataset. Raises ConfigError where a sample cannot be read."""
+    fields = sorted(dataset.fields, key=lambda field: field.name)
+    per_sample = sum(prod(x.shape) * np.dtype(x.dtype).itemsize for x in fields)
+    read = _read(dataset.num_samples, per_sample)
+    digest = hashlib.sha256()
+    step = max(1, min(_CHUNK, _MOST_BYTES // max(1, per_sample) // 8))
+    for start in range(0, len(read), step):
+        arrays = dataset.samples(read[start : start + step])
+        for field in fields:
+            digest.update(field.name.encode())
+            little = np.dtype(field.dtype).newbyteorder("<")
+            digest.update(np.ascontiguousarray(arrays[field.name], little).tobytes())
+    described = {field.name: (field.dtype, tuple(field.shape)) for field in fields}
+    return Fingerprint(described, dataset.num_samples, digest.hexdigest())
+
+
+def _read(num_samples: int, per_sample: int) -> Indices:
+    """Return the samples of `per_sample` bytes that are read: all, or evenly spread ones, the first
+    and the last among them."""
+    within = max(2, _MOST_BYTES // max(1, per_sample))
+    if num_samples <= min(_MOST_WHOLE, within):
+        return np.arange(num_samples)
+    count = min(_CHOSEN, within)
+    return np.arange(count) * (num_samples - 1) // (count - 1)
+
+
+def _described(field: tuple[str, tuple[int, ...]]) -> str:
+    dtype, shape = field
+    return f"{dtype} [{', '.join(map(str, shape))}]" if shape else dtype

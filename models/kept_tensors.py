@@ -1,0 +1,31 @@
+"""Which tensors of the user's model a checkpoint keeps, and under which names."""
+
+from torch import Tensor, nn
+
+from whale_train.models.export.export import model_path
+from whale_train.models.loss_module import LossModule
+from whale_train.models.options import ModelOptions
+
+
+def kept_tensors(module: LossModule) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of the user's model by their paths, each once:
+    what a checkpoint has under `model/`."""
+    passing = {
+        id(buffer)
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name in part._non_persistent_buffers_set
+    }
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {model_path(name): tensor for name, tensor in named if id(tensor) not in passing}
+
+
+def saved_names(module: LossModule, options: ModelOptions) -> frozenset[str]:
+    """Return the paths of what a checkpoint has of the user's model: all that it keeps, but for the
+    weights of a folder that additions are made to."""
+    kept = kept_tensors(module)
+    if not options.adds_to_a_folder:
+        return frozenset(kept)
+    return frozenset(
+        path for path, x in kept.items() if x.requires_grad or not isinstance(x, nn.Parameter)
+    )

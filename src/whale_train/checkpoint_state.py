@@ -1,0 +1,54 @@
+"""What a checkpoint's `state.json` says: all of a run's state that no tensor has."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from whale_train.data.fingerprint import Fingerprint
+from whale_train.safetensors_files import BrokenCheckpoint, read_json
+
+STATE = "state.json"
+_Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+
+
+class LossScaleState(BaseModel):
+    """fp16's loss scale, after `good_steps` finite steps in a row."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    value: float = Field(gt=0)
+    good_steps: _Count
+
+
+class CheckpointState(BaseModel):
+    """`step` steps are done, `skipped` of them without an update, and `samples` samples are seen of
+    `num_samples` (None in checkpoints that do not say). `data` is the fingerprint of the data (None
+    in checkpoints without). `delinks`: layers that share their weights part here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
+
+    step: _Count
+    samples: _Count
+    num_samples: _Count | None = None
+    loss_scale: LossScaleState | None = None
+    delinks: bool = False
+    skipped: _Count = 0
+    data: Fingerprint | None = None
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "CheckpointState":
+        """Return the state of a checkpoint. Raises BrokenCheckpoint for one that has none."""
+        path = checkpoint / STATE
+        content: Any = read_json(path)
+        try:
+            if isinstance(content, dict) and content.get("data") is not None:
+                content = {**content, "data": Fingerprint.from_plain(content["data"])}
+            return cls.model_validate(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "it"
+            why = f"{where}: {first['msg']}"
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            why = f"data: {error}"
+        raise BrokenCheckpoint(f"{path} cannot be read ({why})")
