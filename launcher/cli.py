@@ -16,6 +16,7 @@ from whale_train.launcher.job import run_job
 from whale_train.launcher.job_end import EXIT_STATUS, JobEnd
 from whale_train.launcher.queued import from_queue
 from whale_train.launcher.ranks.external_ranks import become_member, find_place, tell_refused
+from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.sweep_table import SweepRow, sweep_table
 from whale_train.launcher.ui.terminal import open_console
@@ -34,12 +35,13 @@ def main() -> None:
     try:
         place = find_place(sys.argv[1:])
         if place is not None and place.rank:
+            refuse_missing_interfaces(os.environ)
             become_member()
         sys.argv[1:] = command_line.rewritten(sys.argv[1:])
         command_line.check(sys.argv[1:])
     except RequestError as error:
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
-        if place is not None:
+        if place is not None and not place.rank:
             tell_refused()
         sys.exit(EXIT_STATUS["refused"])
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """One job from its composed config to its end: Request, profile, Plan, run directory, ranks."""
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ from whale_train.launcher.planning.plan_request import (
 )
 from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
 from whale_train.launcher.ranks.host_process import Outcome
+from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces
 from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.over_ssh import run_over_ssh
 from whale_train.launcher.ranks.rank_env import LaunchPlace
@@ -112,6 +114,7 @@ def run_job(
                 if "kind" not in request.hardware:  # what can be known of the plan here
                     resolve_request(request.model_copy(update={"mode": "plan"}))
                 return JobEnd("done", run_dir, submission=submission)
+            refuse_missing_interfaces(os.environ)
             if request.mode == "calibrate":
                 return calibrate(request, run_dir, console, place, signals)
             if request.mode == "verify":

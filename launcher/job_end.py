@@ -16,7 +16,12 @@ from whale_train.launcher.ranks.host_process import HostProcess, Outcome, descri
 from whale_train.launcher.ranks.on_slurm import Submission
 from whale_train.launcher.ranks.run_dir import remove_unused
 from whale_train.launcher.ranks.stop_signals import StopSignals
-from whale_train.launcher.ui.progress import compiled_line, summary_line, unlike_predicted
+from whale_train.launcher.ui.progress import (
+    compiled_line,
+    skipped_note,
+    summary_line,
+    unlike_predicted,
+)
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.quantities import in_bytes
 from whale_train.strategies.hardware.calibration import is_measured
@@ -71,6 +76,8 @@ def finish(outcome: Outcome, resolved: Resolved, run_dir: Path, console: Console
         unlike = unlike_predicted(summary, resolved.emulated)
         if unlike:
             console.print(f"warning: {unlike}; {_why(resolved)}", style="yellow", soft_wrap=True)
+        if skipped := skipped_note(summary, resolved.plan.precision):
+            console.print(f"warning: {skipped}", style="yellow", soft_wrap=True)
         console.print(Portable(summary_line(summary, run_dir, resolved.emulated)))
         if summary.get("compiled_s"):
             console.print(Portable(Text(compiled_line(summary["compiled_s"]))), soft_wrap=True)

@@ -27,7 +27,13 @@ from whale_train.launcher.ranks.host_process import (
     Outcome,
 )
 from whale_train.launcher.ranks.job_key import job_key
-from whale_train.launcher.ranks.rank_env import LaunchPlace, job_name, place_from_environment
+from whale_train.launcher.ranks.rank_env import (
+    LaunchPlace,
+    job_name,
+    place_from_environment,
+    starter_of,
+)
+from whale_train.parents import STARTER, end_with_parent
 from whale_train.strategies.plan.plan import Plan
 
 MEMBER_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.external_rank")
@@ -46,6 +52,7 @@ def find_place(arguments: Sequence[str]) -> LaunchPlace | None:
     """This process's place, its variables and the job's key set as members read them; None when
     it has none.
 
+    It ends with torchrun, srun or our own agent, whichever started it, and so does what it starts.
     On rank 0, SIGTERM, by which torchrun and srun end ranks, acts as Ctrl-C does from here on:
     its member is ended with it. Raises ConfigError for variables that make no sense, for a job
     without a secret, and on rank 0, after telling the others, for what ranks started from outside
@@ -65,6 +72,11 @@ def find_place(arguments: Sequence[str]) -> LaunchPlace | None:
         "MASTER_ADDR": place.address,
         "MASTER_PORT": str(place.port),
     }
+    starter = starter_of(os.environ)
+    if starter:
+        os.environ[STARTER] = starter
+        # Not by SIGTERM, on which ranks that save would wait for the others first.
+        end_with_parent(os.getppid(), signal.SIGKILL)
     if place.rank == 0:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         faults = [fault for text in arguments for fault in _no_job_for_ranks(text)]

@@ -28,6 +28,7 @@ from whale_train.launcher.ranks.host_agent import Found, Start, Wanted, order_of
 from whale_train.launcher.ranks.job_key import SECRET
 from whale_train.launcher.ranks.ranks_on import ranks_on
 from whale_train.launcher.ranks.stop_signals import StopSignals
+from whale_train.parents import STARTER
 
 _AGENT = "whale_train.launcher.ranks.host_agent"
 # A host that does not answer is noticed after 15 s, and one that nobody can log in to at once.
@@ -180,7 +181,7 @@ def _start(
     """Start the ranks; return the connections, by which they are told to end, and end."""
     shared = {name: os.environ[name] for name in _PASSED if name in os.environ}
     shared |= {SECRET: token_hex(32), "MASTER_ADDR": _address(hosts[0]), "MASTER_PORT": str(port)}
-    shared |= {"WORLD_SIZE": str(sum(counts))}
+    shared |= {"WORLD_SIZE": str(sum(counts)), STARTER: "whale-train"}
     connections, first = [], 0
     for number, (host, count) in enumerate(zip(hosts, counts, strict=True)):
         of_host = {"GROUP_RANK": str(number), "LOCAL_WORLD_SIZE": str(count)}

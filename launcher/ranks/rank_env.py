@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whale_train.errors import ConfigError, Fault
+from whale_train.parents import STARTER
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,16 @@ def job_name(environment: Mapping[str, str]) -> str:
     of_slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = ("TORCHELASTIC_RUN_ID",) if of_torchrun else of_slurm
     return " ".join(f"{name}={environment[name]}" for name in names if name in environment)
+
+
+def starter_of(environment: Mapping[str, str]) -> str:
+    """Return the name of what started this rank and lives as long as it, '' for ranks started by
+    hand: a shell may end before what it has started."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return TORCHRUN.name
+    if any(name in environment for name in TORCHRUN.rank):
+        return environment.get(STARTER, "")
+    return SLURM.name if is_slurm_task(environment) else ""
 
 
 def is_slurm_task(environment: Mapping[str, str]) -> bool:

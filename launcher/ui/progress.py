@@ -54,6 +54,7 @@ class Progress:
         self._evaluation: Mapping[str, Any] = {}
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._said: Mapping[str, Any] = {}
+        self._skipped = 0  # steps without an update, of this attempt
         self._shown = ""
         # Refreshed by poll alone, and only when the line changes: no thread, no flicker.
         self._live = (
@@ -70,6 +71,7 @@ class Progress:
             if "loss" in record:
                 self._step = record
                 self._recent_s.append(float(record["step_time_s"]))
+                self._skipped += bool(record.get("skipped"))
                 if not self._live and self._is_milestone():
                     self._say_step()
             if "evaluation_loss" in record:
@@ -117,6 +119,8 @@ class Progress:
         count = f"{self._step['step']}/{self._total}"
         left = self._left_s()
         parts = [f"step {count:<{width}}", f"loss {_loss(self._step['loss'])}", self._rate()]
+        if self._skipped:
+            parts.append(f"{self._skipped} skipped")
         self._say("  ".join([*parts, f"ETA {_clock_time(left)}"] if left else parts))
         self._said, self._said_s = self._step, self._clock()
 
@@ -136,7 +140,9 @@ class Progress:
         count = f"step {step:>{digits}}/{self._total}"
         loss = f"loss {_loss(self._step['loss'])}"
         remaining = f"{_clock_time(left)} left" if left else ""
-        parts = [Text(part) for part in (count, loss, self._rate(), remaining, evaluation) if part]
+        skipped = f"{self._skipped} skipped" if self._skipped else ""
+        shown = (count, loss, skipped, self._rate(), remaining, evaluation)
+        parts = [Text(part) for part in shown if part]
         gap = Text("  ")
         while len(parts) > 1 and gap.join(parts).cell_len > width:
             parts.pop()
@@ -171,14 +177,29 @@ def summary_line(summary: Mapping[str, Any], run_dir: Path, emulated: bool = Fal
         where = " on the real devices" if emulated else ""
         first = f"{in_seconds(here)}, " if here is not None else ""
         step += f" (predicted {first}{in_seconds(predicted)}{where})"
+    skipped = summary.get("skipped_steps")
     parts = [
-        f"done: {summary['steps']} steps",
+        f"done: {summary['steps']} steps" + (f", {skipped} of them skipped" if skipped else ""),
         f"loss {_loss(summary['final_loss'])}",
         f"{in_rate(summary['samples_per_s'])} samples/s",
         step,
         str(run_dir),
     ]
     return "  ".join(parts)
+
+
+def skipped_note(summary: Mapping[str, Any], precision: str) -> str:
+    """Return the note that steps of a run were skipped: what that means, and what to do."""
+    skipped, steps = summary.get("skipped_steps", 0), summary["steps"]
+    if not skipped:
+        return ""
+    of_all = "no step was taken" if skipped == steps else f"{steps - skipped} steps were taken"
+    if precision != "fp16":
+        why, remedy = "a loss or gradient norm was not finite", "train.on_nan=stop says where"
+    else:
+        why = "gradients overflowed at the loss scales that were tried"
+        remedy = "a lower train.loss_scale, or null, skips fewer"
+    return f"{skipped} of {steps} steps were skipped, as {why}: {of_all}; {remedy}"
 
 
 def compiled_line(seconds: Mapping[str, float]) -> str:

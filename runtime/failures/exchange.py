@@ -29,11 +29,13 @@ _WATCH_S = 0.3
 _SETTLE_S = 3.0
 # From a failure of another rank's to the end of one that does not notice it.
 _NOTICE_S = 5.0
+# From the end of the store to that of a rank that notices no other end.
+_LOST_S = 10.0
 
 
 class FailureExchange:
     """The failures of a job of `world_size` ranks, in its store. A store that is gone says none:
-    the process it lived in has ended, which the others notice otherwise."""
+    the process it lived in has ended."""
 
     def __init__(self, store: Store, key: JobKey, world_size: int) -> None:
         self._store, self._key, self._world_size = store, key, world_size
@@ -80,8 +82,8 @@ class FailureExchange:
 
     def watch(self, run_dir: Path, rank: int) -> Callable[[], None]:
         """Say after a failure of another rank's that `rank` lives, and end it, with status 1, some
-        seconds later: where it waits for who does not come it may notice none for long. Returns
-        what ends the watch."""
+        seconds later, as after the end of the store: where it waits for who does not come it may
+        notice none for long. Returns what ends the watch."""
         over = threading.Event()
         # A connection of its own: a thread that waits for a key keeps the store to itself.
         connection: Store = self._store.clone()  # type: ignore[attr-defined]  # torch's stub has none
@@ -91,14 +93,17 @@ class FailureExchange:
         return over.set
 
     def _watch(self, run_dir: Path, rank: int, over: threading.Event) -> None:
-        with suppress(dist.DistError):
+        notice_s = _NOTICE_S
+        try:
             while not self._store.check([_ANY]):
                 if over.wait(_WATCH_S):
                     return
             self._store.set(f"lives/{rank}", "")
-            if not over.wait(_NOTICE_S):
-                self.settle(run_dir)
-                os._exit(1)
+        except dist.DistError:  # the store ended, and rank 0 or who started the ranks with it
+            notice_s = _LOST_S
+        if not over.wait(notice_s):
+            self.settle(run_dir)
+            os._exit(1)
 
     def _known(self, run_dir: Path) -> dict[int, RankError]:
         """Return the failures that were told, and those that are in files alone."""

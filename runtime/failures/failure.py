@@ -111,13 +111,14 @@ def record_failure(
     """Write a rank's failure to its own file, where that can be, and print its traceback to stderr
     (its log). `host` is given where it has a run directory of its own."""
     wait = error.wait if isinstance(error, CollectiveTimeout) else None
+    own: int | None = getattr(error if wait is None else wait, "step", None)
     record = RankError(
         rank=rank,
         time_s=time.time(),
         type=type(error).__qualname__,
         message=str(error),
         communication=is_communication_error(error),
-        step=wait.step if wait is not None and wait.step is not None else step,
+        step=step if own is None else own,
         traceback="".join(traceback.format_exception(error)),
         wait=wait,
         host=host,

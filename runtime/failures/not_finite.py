@@ -31,6 +31,34 @@ _WRITTEN = "<eval_with_key>"
 _LINE = re.compile(r"\s*(\w+) = ")
 
 
+class NotFinite(FloatingPointError):
+    """What a step, from 1, came to is no number; `step` is it, where it is known."""
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+def without_targets(batches: Sequence[Mapping[str, Tensor]]) -> str:
+    """Return which whole numbers of a step, of whose samples every rank has some, can be no target
+    of a loss, as "labels are -100": all of a field are negative. '' where there are no such. A
+    collective."""
+    ends: dict[str, tuple[int, int]] = {}
+    for batch in batches:
+        for name, x in batch.items():
+            if x.numel() and not x.is_floating_point() and not x.is_complex():
+                low, high = ends.get(name, (int(x.min()), int(x.max())))
+                ends[name] = min(low, int(x.min())), max(high, int(x.max()))
+    found: list[dict[str, tuple[int, int]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, ends)
+    for name in sorted({name for seen in found for name in seen}):
+        lows, highs = zip(*(seen[name] for seen in found if name in seen), strict=True)
+        if max(highs) < 0:
+            value = str(min(lows)) if min(lows) == max(highs) else "negative"
+            return f"{name} are {value}"
+    return ""
+
+
 def first_not_finite(engines: Sequence[Engine], step: Callable[[], object]) -> str:
     """Return what is known of the first value that is not finite in `step`, which all ranks take
     again together, '' where it has none now."""

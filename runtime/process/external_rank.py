@@ -30,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from whale_train.errors import LaunchError
 from whale_train.hosts import HOSTS, Seen, hosts_to_json, joined
+from whale_train.parents import STARTER, end_with_parent, watch_parent
 from whale_train.runtime.failures.exchange import FailureExchange
 from whale_train.runtime.failures.failure import (
     FAILURE_FILE,
@@ -41,7 +42,6 @@ from whale_train.runtime.failures.failure import (
 )
 from whale_train.runtime.process.fork_server import (
     POLL_S,
-    end_with_parent,
     log_to,
     num_threads,
     preload,
@@ -65,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if options.parent is not None:
         end_with_parent(options.parent, signal.SIGTERM)
+        watch_parent(options.parent)
+    elif os.environ.get(STARTER):  # the kernel was told by the command that became this process
+        watch_parent(os.getppid())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run_dir: Path | None = options.run_dir
     try:

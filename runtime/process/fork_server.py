@@ -30,6 +30,7 @@ from typing import NoReturn, TypeVar
 
 from whale_train.hosts import REFUSED
 from whale_train.limits import cores
+from whale_train.parents import STOPPED, end_with_parent
 from whale_train.runtime.failures.failure import (
     FAILURE_FILE,
     RankEnd,
@@ -77,11 +78,8 @@ STACK_S = 0.5
 # Slurm may send it to every process of a job: the launcher's, who asks the ranks to save and end.
 LAUNCHERS_SIGNAL = signal.SIGUSR1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-STOPPED = 130
 
-# From Linux's <sys/prctl.h>.
-PR_SET_PDEATHSIG = 1
-PR_SET_NAME = 15
+PR_SET_NAME = 15  # from Linux's <sys/prctl.h>
 
 
 class StopRequest:
@@ -373,17 +371,6 @@ def set_num_threads(count: int) -> None:
     import torch
 
     torch.set_num_threads(count)
-
-
-def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process `number` when its parent ends; exits if it has.
-
-    Off Linux the kernel cannot; the host then looks for itself while it waits.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(STOPPED)
 
 
 def name_process(name: str) -> None:

@@ -65,6 +65,13 @@ class RankBatches:
         are, as often as it takes."""
         return self._first_sample + (step - self._first_step) * self._plan.global_batch
 
+    def sample_numbers(self, step: int) -> list[int]:
+        """Return the numbers of the samples of a step, of all ranks."""
+        seed, shuffle = self._request.seed, self._request.data.shuffle
+        batch = self._plan.global_batch
+        numbers = indices_from(self.seen(step), self.num_samples, batch, seed, shuffle)
+        return [int(number) for number in numbers]
+
     def training(self, step: int) -> list[dict[str, Tensor]]:
         """Return the micro-batches of a step; those of the steps that follow are read ahead."""
         if self._ahead is None or self._ahead.next != step:

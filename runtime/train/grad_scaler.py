@@ -9,6 +9,8 @@ ranks skip the same steps.
 import torch
 from torch import Tensor
 
+from whale_train.runtime.failures.not_finite import NotFinite
+
 START = 2.0**15
 GOOD_STEPS = 2000  # until it is doubled; START and this are those of Whale's public code, EPL
 # Squares of scaled gradients are added up in fp32, whose largest number is 2^128: up to here a
@@ -44,10 +46,11 @@ class LossScale:
         return {"value": self.value.item(), "good_steps": round(self._good_steps.item())}
 
 
-def check_scaled(norm: float, loss_scale: float) -> None:
-    """Raise FloatingPointError for gradients that are not finite without any scale."""
+def check_scaled(norm: float, loss_scale: float, step: int | None = None) -> None:
+    """Raise NotFinite for gradients of `step`, from 1, that are not finite without any scale."""
     if norm - norm != 0.0 and loss_scale <= 1.0:  # infinite, or no number
-        raise FloatingPointError(
+        raise NotFinite(
             "the gradients are not finite in fp16, even with a loss scale of 1; "
-            "use train.precision=bf16 or fp32, or a lower optimizer.lr"
+            "use train.precision=bf16 or fp32, or a lower optimizer.lr",
+            step,
         )

@@ -18,7 +18,8 @@ from torch import distributed as dist
 
 from whale_train.checkpoint_state import CheckpointState
 from whale_train.config import PLATEAU, Request
-from whale_train.runtime.failures.not_finite import first_not_finite
+from whale_train.errors import listed
+from whale_train.runtime.failures.not_finite import NotFinite, first_not_finite, without_targets
 from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import Wish
@@ -36,6 +37,8 @@ from whale_train.runtime.train.timeline import Trace, span
 from whale_train.runtime.train.to_host import ToHost
 from whale_train.strategies.plan.plan import Plan
 
+MOST_SKIPPED = 100  # steps in a row that train.on_nan=skip leaves out before it ends the run
+
 
 class Loop:
     """The steps of a run, one after another. A step's line is written while the next is computed;
@@ -51,6 +54,8 @@ class Loop:
         trace: Trace | None = None,
     ) -> None:
         self.final_loss: float | None = None
+        self.lr = 0.0  # of the step asked for last
+        self.skipped = self._skipped_in_a_row = 0  # steps without an update, among those settled
         self._trace = program.trace = trace
         self._request, self._plan, self._program = request, plan, program
         self._batches, self._metrics = batches, metrics
@@ -70,7 +75,7 @@ class Loop:
         """Step `number`, from 0: its batch, its gradients, its update. The seconds it took."""
         options, program, batches = self._request.train, self._program, self._batches
         started = time.perf_counter()
-        lr = learning_rate(self._request.optimizer, number, options.steps)
+        lr = self.lr = self._rate(number)
         for engine in program.engines:
             engine.set_learning_rate(lr)
         with self._span("data"):
@@ -91,38 +96,73 @@ class Loop:
         self._pending = _Pending(number + 1, lr, seconds, evaluation, batch, coming, loads)
         return seconds
 
+    def _rate(self, number: int) -> float:
+        """Return the learning rate of step `number`, from 0: a step that was skipped has taken
+        nothing of the schedule. Where the step before makes a difference, and may yet be skipped,
+        what it came to is waited for."""
+
+        def rate(taken: int) -> float:
+            return learning_rate(self._request.optimizer, taken, self._request.train.steps)
+
+        may_skip = self.loss_scale is not None or self._request.train.on_nan == "skip"
+        taken = number - self.skipped
+        if may_skip and self._pending is not None and rate(taken) != rate(taken - 1):
+            self.settle()
+        return rate(number - self.skipped)
+
     def _span(self, name: str) -> AbstractContextManager[None]:
         return span(self._trace, name)
 
     def settle(self) -> None:
-        """Look at what the step before came to, and write its line. Raises FloatingPointError where
-        that is no number and was not to be skipped."""
+        """Look at what the step before came to, and write its line. Raises NotFinite where that is
+        no number and was not to be skipped, or was skipped too often."""
         if self._pending is None:
             return
         step, self._pending = self._pending, None
         loss, (norm, scale) = step.coming.read()
-        skipped = norm is not None and not math.isfinite(norm)
+        is_bad = norm is not None and not math.isfinite(norm)
         on_nan = self._request.train.on_nan
-        if skipped and scale is not None:
+        if is_bad and scale is not None:
             assert norm is not None
-            check_scaled(norm, scale)
-        elif skipped and on_nan == "stop":
+            check_scaled(norm, scale, step.number)
+        elif on_nan == "stop" and scale is None and (is_bad or not math.isfinite(loss)):
+            self._refuse_no_targets(step)
+        if is_bad and scale is None and on_nan == "stop":
             program = self._program
             began = first_not_finite(program.engines, lambda: program.forward_backward(step.batch))
-            raise FloatingPointError(_not_finite(step.number, "gradient norm", began))
+            raise NotFinite(_not_finite(step.number, "gradient norm", began), step.number)
+        skipped = is_bad and (scale is not None or on_nan == "skip")
+        self.skipped += skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._metrics is not None:
             line = StepMetrics(
                 *(step.number, loss, norm, step.lr, step.seconds, step.evaluation, scale),
-                skipped=skipped and scale is None and on_nan == "skip",
+                skipped=skipped,
                 experts=step.loads.read() if step.loads is not None else (),
             )
             samples = self._plan.global_batch
             self._metrics.write(line, samples, self._batches.tokens(step.batch))
             self.final_loss = loss
-            if self.plateau is not None:
+            if self.plateau is not None and math.isfinite(loss):
                 self.plateau.add(loss)
         if on_nan == "stop" and scale is None and not math.isfinite(loss):
-            raise FloatingPointError(_not_finite(step.number, "loss", ""))
+            raise NotFinite(_not_finite(step.number, "loss", ""), step.number)
+        if on_nan == "skip" and scale is None and self._skipped_in_a_row == MOST_SKIPPED:
+            said = f"{MOST_SKIPPED} steps in a row were left out, the last of them step "
+            said += f"{step.number}, as their loss or gradient norm was not finite; "
+            said += "use train.on_nan=stop to see where that begins, or a lower optimizer.lr"
+            raise NotFinite(said, step.number)
+
+    def _refuse_no_targets(self, step: "_Pending") -> None:
+        """Raise NotFinite where a step's loss is a mean over no targets. A collective."""
+        labels = without_targets(step.batch)
+        if labels:
+            samples = listed(map(str, self._batches.sample_numbers(step.number - 1)))
+            said = f"step {step.number} has no target: all its {labels}, so that its loss is a "
+            said += f"mean over nothing (samples {samples}); leave samples without targets out of "
+            said += "the data, use a larger train.global_batch or data.shuffle=true so that others "
+            said += "are beside them, or train.on_nan=skip to leave such steps out"
+            raise NotFinite(said, step.number)
 
 
 @dataclass(frozen=True)
@@ -162,6 +202,10 @@ def train_step(
     scale = None if loss_scale is None else loss_scale.value
     with span(program.trace, "forward and backward"):
         loss = program.forward_backward(batch, scale)
+    skips_bad = options.on_nan is not None
+    poison = None
+    if options.on_nan == "skip" and scale is None:
+        poison = loss.on_device() * 0.0
     with span(program.trace, "update"):
         norm = update(
             program.engines,
@@ -169,8 +213,9 @@ def train_step(
             options.grad_norm,
             _sum_over_job if plan.rewrite is not None else None,
             scale,
-            skips_bad=options.on_nan is not None,
+            skips_bad=skips_bad,
             device=device,
+            poison=poison,
         )
         if loss_scale is not None:
             assert norm is not None
@@ -211,6 +256,7 @@ def train(
         if loop.loss_scale is not None and resumed.loss_scale is not None:
             kept = resumed.loss_scale
             loop.loss_scale = LossScale(kept.value, kept.good_steps, batches.device)
+        loop.skipped = resumed.skipped
     times = []
     done = first
     delink_at = request.train.delink_at if request.is_pseudo else None
@@ -234,7 +280,9 @@ def train(
             scale = loop.loss_scale and loop.loss_scale.state()
             seen = {"samples": batches.seen(done), "num_samples": batches.num_samples}
             delinks = wanted is Wish.SAVE_AND_DELINK
-            saver.save(done, {**seen, "loss_scale": scale, "delinks": delinks})
+            saver.save(
+                done, {**seen, "loss_scale": scale, "delinks": delinks, "skipped": loop.skipped}
+            )
         if wanted >= Wish.SAVE_AND_DELINK:
             break
     loop.settle()
@@ -246,6 +294,7 @@ def train(
     return {
         "final_loss": loop.final_loss,
         "steps": done,
+        "skipped_steps": loop.skipped,
         "stopped_after": None if done == request.train.steps else done,
         **({"delinks": True} if done < request.train.steps and delinks else {}),
         "trained_s": ended - started,

@@ -18,6 +18,7 @@ def update(
     loss_scale: Tensor | None = None,
     skips_bad: bool = False,
     device: torch.device = torch.device("cpu"),  # noqa: B008
+    poison: Tensor | None = None,
 ) -> Tensor | None:
     """Take one optimizer step of all of a rank's engines, on `device`; return the global L2 norm of
     the gradients before clipping (None unless `measure` or `clip` or a loss scale asks for it).
@@ -25,6 +26,9 @@ def update(
     With a `loss_scale`, by which the gradients were multiplied, or where the update `skips_bad`, a
     step whose gradients are not finite is skipped; the norm is the same number on every rank, so
     they all do. Norms are without the scale.
+
+    `poison` is a scalar, the same on every rank: 0, or no number where the step is to be skipped
+    whatever its gradients are.
 
     `sum_over_job` adds a scalar over all ranks whose engines hold different parameters; None where
     every rank's engines hold, among their copies, all there are.
@@ -53,14 +57,15 @@ def update(
         are taken inside of that."""
         if not waiting:
             mine = torch.stack(squared).sum() if squared else torch.zeros((), device=device)
-            total.append(mine if sum_over_job is None else sum_over_job(mine))
+            whole = mine if sum_over_job is None else sum_over_job(mine)
+            total.append(whole if poison is None else whole + poison.to(whole.device))
             return total[0]
         engine, *others = waiting
 
-        def whole(own: Tensor) -> Tensor:
+        def with_own(own: Tensor) -> Tensor:
             return steps(others, [*squared, own] if counts(engine) else squared)
 
-        engine.step(whole, skips)
+        engine.step(with_own, skips)
         return total[0]
 
     norm = steps(partitioned, counted).sqrt()

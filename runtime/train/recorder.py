@@ -30,7 +30,6 @@ from whale_train.runtime.state.tensor_files import write_json, write_tensors
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.evaluation import Evaluation, EvaluationBatches
 from whale_train.runtime.train.loop import Loop
-from whale_train.runtime.train.lr_schedule import learning_rate
 from whale_train.runtime.train.metrics import Metrics
 from whale_train.runtime.train.step_programs import PendingLoss, Program
 from whale_train.runtime.train.timeline import Trace
@@ -60,8 +59,7 @@ def verify(
         recorder.step = number
         loop.step(number)
         if yardstick is not None:
-            rate = learning_rate(request.optimizer, number, request.train.steps)
-            yardstick.add_step(program, rate)
+            yardstick.add_step(program, loop.lr)
     loop.settle()
     batches.close()
     said = {

@@ -39,7 +39,8 @@ class TrainOptions(_Section):
     the factors of fp32 products to 10 bits. `reduce_dtype` is what gradients travel in between
     copies, the run's own precision or fp32. `grad_clip` null or 0 is off. `evaluate_every`
     counts steps, null is never. `on_nan` is what becomes of a run whose loss or gradient norm
-    is not finite (null: it goes on); a step that it skips leaves everything as it was.
+    is not finite (null: it goes on); a step that it skips leaves everything as it was, the
+    learning rate's schedule too, and a hundred of them in a row end the run.
     `compile`: blocks run what torch.compile makes of them. `profile` are the first and the last
     step that torch's profiler records. `resume` is the checkpoint that training goes on from, a
     run directory (its newest), or `auto` (the newest of this run's own directory); `resume_data`
@@ -384,6 +385,9 @@ def _refuse_loss_scale(train: TrainOptions, faults: list[Fault]) -> None:
     """Refuse fp16 without what it needs, and what only fp16 reads elsewhere."""
     if train.precision == "fp16" and not train.grad_norm:
         rule = "is off, and train.precision=fp16 finds overflow by the gradient's norm"
+        faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
+    if train.on_nan == "skip" and not train.grad_norm and train.precision != "fp16":
+        rule = "is off, and train.on_nan=skip finds bad steps by the gradient's norm"
         faults.append(Fault("train.grad_norm", "false", rule, "use train.grad_norm=true"))
     if train.precision != "fp16" and train.loss_scale is not None:
         rule = f"has no effect on train.precision={train.precision or 'fp32'}"

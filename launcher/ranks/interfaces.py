@@ -1,0 +1,64 @@
+"""The network interfaces of this host, and whether the one that ranks are told to use is there."""
+
+import ctypes
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+from whale_train.errors import ConfigError, Fault, closest
+
+GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
+
+
+class _Address(ctypes.Structure):
+    """The first fields of `struct ifaddrs` (getifaddrs(3)): an address of an interface."""
+
+
+_Address._fields_ = [
+    ("next", ctypes.POINTER(_Address)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(ctypes.c_ushort)),  # which begins with its family
+]
+
+
+def interfaces_here() -> list[str]:
+    """Return the names of the interfaces that have an IP address, as gloo looks for them."""
+    if sys.platform != "linux":
+        return sorted(name for _, name in socket.if_nameindex())
+    library = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Address)()
+    if library.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), "getifaddrs")
+    names, at = set(), first
+    try:
+        while at:
+            found = at.contents
+            if found.address and found.address[0] in (socket.AF_INET, socket.AF_INET6):
+                names.add(os.fsdecode(found.name))
+            at = found.next
+    finally:
+        library.freeifaddrs(first)
+    return sorted(names)
+
+
+def refuse_missing_interfaces(
+    environment: Mapping[str, str], here: Sequence[str] | None = None
+) -> None:
+    """Raise ConfigError where ranks on this host, whose interfaces are `here` (None: are looked
+    for), are to communicate over one that it lacks, or that has no address."""
+    wanted = environment.get(GLOO_INTERFACES, "")
+    if len(wanted) < 2:  # which torch takes for none
+        return
+    there = interfaces_here() if here is None else here
+    missing = [name for name in wanted.split(",") if name not in there]
+    if missing:
+        close = closest(missing[0], there)
+        remedy = f"did you mean {close}? One of: " if close else "leave it out, or use one of: "
+        rule = (
+            "names no interface" if wanted == missing[0] else f"names {missing[0]!r}, no interface"
+        )
+        rule += f" of {socket.gethostname()} that has an address"
+        fault = Fault(GLOO_INTERFACES, wanted, rule, remedy + ", ".join(there))
+        raise ConfigError([fault])
