@@ -12,7 +12,12 @@ from whale_train.launcher.job_end import JobEnd, model_line, run_alone
 from whale_train.launcher.ranks.host_process import EXPORT_PROGRAM
 from whale_train.launcher.ranks.run_files import make_run_dir
 from whale_train.launcher.ranks.stop_signals import StopSignals
-from whale_train.launcher.resume import Resumed, checkpoint_at, say_passed_over
+from whale_train.launcher.resume import (
+    Resumed,
+    checkpoint_at,
+    saved_request,
+    say_passed_over,
+)
 from whale_train.launcher.ui.terminal import Portable
 
 
@@ -30,7 +35,7 @@ def export_into(run_dir: Path, found: Resumed, console: Console, signals: StopSi
     """Make the folder of weights of a run directory from a checkpoint."""
     from whale_train.models.build import load_class  # and with it torch
 
-    load_class(Request.from_json((found.path / "request.json").read_text()).model)
+    load_class(saved_request(found).model)
     console.print(Text(f"exporting step {found.step}, from {found.path}"), soft_wrap=True)
     program = (*EXPORT_PROGRAM, "--checkpoint", str(found.path.absolute()))
     ended = run_alone(run_dir, program, signals)

@@ -27,11 +27,9 @@ _PLACES = ("data.path", "data.split", "data.columns", "data.max_bytes")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def refuse_other_run(
-    path: Path, saved: Request, state: CheckpointState, request: Request, named: str
-) -> None:
-    """Raise ConfigError where the run of the checkpoint at `path`, which the user calls `named`,
-    was asked for data in another order, or for an optimizer with another state."""
+def refuse_other_run(saved: Request, state: CheckpointState, request: Request, named: str) -> None:
+    """Raise ConfigError where the run of a checkpoint, which the user calls `named`, was asked for
+    data in another order, or for an optimizer with another state."""
     faults = []
     if request.model.share_layers and not saved.model.share_layers:
         rule = f"is not so of {named}, whose layers have weights of their own"

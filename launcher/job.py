@@ -13,6 +13,7 @@ from rich.text import Text
 
 from whale_train.checkpoint_files import MODEL, STOP
 from whale_train.config import AUTO, Request, read_request
+from whale_train.disk import is_full
 from whale_train.errors import ConfigError, Fault, RequestError
 from whale_train.hosts import REFUSED
 from whale_train.kernel_cache import CPU_ADAM, is_compiled
@@ -26,12 +27,6 @@ from whale_train.launcher.attempts import (
 from whale_train.launcher.calibrate import calibrate
 from whale_train.launcher.command_line import compared_strategies
 from whale_train.launcher.export import export, export_into
-from whale_train.launcher.going_on import (
-    GoingOn,
-    compared_data,
-    compared_model,
-    refuse_other_run,
-)
 from whale_train.launcher.job_end import (
     JobEnd,
     finish,
@@ -69,8 +64,9 @@ from whale_train.launcher.resume import (
     Resumed,
     delinks,
     find_checkpoint,
+    go_on,
     phase_of,
-    read_saved,
+    refuse_unlike,
     say_resumed,
 )
 from whale_train.launcher.ui.progress import Progress
@@ -128,6 +124,11 @@ def run_job(
         sys.stdout.flush()
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
         return JobEnd("refused", run_dir, is_told=is_told)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        sys.stderr.write(f"error: {error.strerror}; make room, or use another hydra.run.dir\n")
+        return JobEnd("failed", run_dir)
     except KeyboardInterrupt:
         return interrupted(run_dir)
 
@@ -239,9 +240,7 @@ def _resumed(request: Request, run_dir: Path, console: Console) -> Resumed | Non
         return None
     resumed = find_checkpoint(request.train.resume, run_dir)
     if resumed is not None:
-        saved, state = read_saved(resumed)
-        phase = phase_of(request, resumed)
-        refuse_other_run(resumed.path, saved, state, phase, request.train.resume)
+        refuse_unlike(resumed, phase_of(request, resumed))
     say_resumed(resumed, request, console)
     return resumed
 
@@ -263,7 +262,10 @@ def _attempt(
     process = JobProcess(run_dir, place)
     try:
         with process.planned(request, signals.poll, console) as resolved:
-            going_on = None if resumed is None else _going_on(resumed, request, resolved, parts)
+            going_on = None
+            if resumed is not None:
+                made = (resolved.plan, resolved.num_samples, resolved.data)
+                going_on = go_on(resumed, request, *made, parts=parts)
         if going_on is not None:
             said = (*resolved.plan.decisions, *going_on.decisions)
             resolved = replace(resolved, plan=replace(resolved.plan, decisions=said))
@@ -291,16 +293,6 @@ def _attempt(
     finally:
         process.stop()  # does nothing after a wait that ended by itself
     return outcome, resolved
-
-
-def _going_on(resumed: Resumed, request: Request, resolved: Resolved, parts: bool) -> GoingOn:
-    """Return how a run goes on from a checkpoint, whose layers part if it `parts`. Raises
-    ConfigError where it cannot."""
-    of_model = compared_model(resumed.path, request.model, resolved.plan, request.optimizer, parts)
-    saved, state = read_saved(resumed)
-    num_samples, data = resolved.num_samples, resolved.data
-    of_data = compared_data(resumed.path, state, saved, request, num_samples, data)
-    return replace(of_data, decisions=(*of_model, *of_data.decisions))
 
 
 def _offloads_adam(request: Request, plan: Plan) -> bool:

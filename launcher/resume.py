@@ -5,7 +5,7 @@ run that cannot go on is refused before any rank starts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,9 +19,18 @@ from whale_train.checkpoint_files import (
 )
 from whale_train.checkpoint_state import STATE, CheckpointState
 from whale_train.config import AUTO, Request
+from whale_train.data.fingerprint import Fingerprint
 from whale_train.errors import ConfigError, Fault
-from whale_train.launcher.going_on import KEY, broken
+from whale_train.launcher.going_on import (
+    KEY,
+    GoingOn,
+    broken,
+    compared_data,
+    compared_model,
+    refuse_other_run,
+)
 from whale_train.safetensors_files import BrokenCheckpoint, read_text
+from whale_train.strategies.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,27 @@ def say_resumed(found: Resumed | None, request: Request, console: Console) -> No
     console.print(Text(said), soft_wrap=True)
 
 
-def read_saved(found: Resumed) -> tuple[Request, CheckpointState]:
-    """Return what the run of a checkpoint was asked for, and its state there. Raises ConfigError
-    where its files do not say it."""
-    return saved_request(found), saved_state(found)
+def refuse_unlike(found: Resumed, request: Request) -> None:
+    """Raise ConfigError where what a checkpoint says of its run keeps `request` from going on."""
+    named = request.train.resume or str(found.path)
+    refuse_other_run(saved_request(found), saved_state(found), request, named)
+
+
+def go_on(
+    found: Resumed,
+    request: Request,
+    plan: Plan,
+    num_samples: int,
+    data: Fingerprint | None,
+    *,
+    parts: bool = False,
+) -> GoingOn:
+    """Return how a run goes on from a checkpoint under a plan, with `data` of `num_samples`
+    samples; its layers part if it `parts`. Raises ConfigError where it cannot."""
+    said = compared_model(found.path, request.model, plan, request.optimizer, parts)
+    state, saved = saved_state(found), saved_request(found)
+    of_data = compared_data(found.path, state, saved, request, num_samples, data)
+    return replace(of_data, decisions=(*said, *of_data.decisions))
 
 
 def saved_state(found: Resumed) -> CheckpointState:

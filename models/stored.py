@@ -5,7 +5,6 @@ written. Within `deferred` it is given tensors without memory, so that joining i
 and done where its result is read.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +17,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from whale_train.errors import ConfigError, Fault
 from whale_train.models.hub import KEY
+from whale_train.safetensors_files import BrokenCheckpoint, read_json
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# What the library and torch raise of a header that says what cannot be, beside their own.
+_OF_DAMAGED = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError),
+    *(OverflowError, MemoryError),
+)
 # transformers reads in threads of its own, where what is done to a tensor is not written down.
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -73,7 +78,7 @@ def _tensors_in(folder: Path) -> Iterator[tuple[str, tuple[str, str, list[int], 
         try:
             with _disable_current_modes(), safe_open(path, "pt") as file:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, *_OF_DAMAGED) as error:
             raise _damaged(folder, f"{path} cannot be read as safetensors ({error})") from None
         for name, tensor in found.items():
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
@@ -86,8 +91,10 @@ def _files_of(folder: Path) -> list[Path]:
         return [folder / _WEIGHTS]
     if (folder / _INDEX).exists():
         try:
-            where = json.loads((folder / _INDEX).read_text())["weight_map"]
+            where = read_json(folder / _INDEX)["weight_map"]
             return [folder / name for name in sorted(set(where.values()))]
+        except BrokenCheckpoint as error:
+            raise _damaged(folder, str(error)) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _damaged(folder, f"{folder / _INDEX} cannot be read ({error})") from None
     remedy = "write them so, with save_pretrained: files of pickles may run code"

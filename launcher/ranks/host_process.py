@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from whale_train.disk import has_no_room
+from whale_train.errors import LaunchError
+
 HOST_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.fork_server")
 EXPORT_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.export_host")
 REHEARSE_PROGRAM = (sys.executable, "-m", "whale_train.runtime.rehearse.main")
@@ -145,6 +148,10 @@ class HostProcess:
     def _failure(self, code: int) -> RunFailure:
         """Return what the host wrote, or what its end itself says when it could not."""
         failure = self._recorded()
+        full = has_no_room(self._run_dir)
+        if full and (failure is None or failure.kind == "exit"):
+            rank, log = (failure.rank, failure.log) if failure else (None, HOST_LOG)
+            return RunFailure(rank, "exception", log, type=LaunchError.__name__, message=full)
         if failure:
             return failure
         if code < 0:
@@ -171,6 +178,8 @@ def describe_failure(failure: RunFailure, rank_place: str) -> str:
         what = f"{who} ended with exit status {failure.exit_status}{when}"
     elif failure.kind == "timeout":
         what = f"{who} {failure.message}\n{(failure.traceback or '').rstrip()}"
+    elif failure.type == LaunchError.__name__:  # whose message is all there is to know
+        what = f"{who} failed{when}: {failure.message}"
     else:
         what = f"{who} failed{when}:\n{(failure.traceback or '').rstrip()}"
     return f"{what}\nIts log: {log}"

@@ -56,9 +56,8 @@ def refuse_missing_interfaces(
     if missing:
         close = closest(missing[0], there)
         remedy = f"did you mean {close}? One of: " if close else "leave it out, or use one of: "
-        rule = (
-            "names no interface" if wanted == missing[0] else f"names {missing[0]!r}, no interface"
-        )
+        named = "" if wanted == missing[0] else f"{missing[0]!r}, "
+        rule = f"names {named}no interface"
         rule += f" of {socket.gethostname()} that has an address"
         fault = Fault(GLOO_INTERFACES, wanted, rule, remedy + ", ".join(there))
         raise ConfigError([fault])

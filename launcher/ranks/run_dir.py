@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from whale_train.checkpoint_files import SAVED, STOP, unfinished_in
+from whale_train.disk import writing
 from whale_train.errors import ConfigError, Fault
 from whale_train.hosts import HOSTS, MEETING, REFUSED
 
@@ -144,8 +145,13 @@ def keep_steps(run_dir: Path, step: int) -> int:
 def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees all of it or no file (or the one before)."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
+    with writing(path, len(text.encode())):
+        try:
+            partial.write_text(text)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        partial.replace(path)
 
 
 def write_json(path: Path, content: Any) -> None:

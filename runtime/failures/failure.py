@@ -111,28 +111,30 @@ def record_failure(
     """Write a rank's failure to its own file, where that can be, and print its traceback to stderr
     (its log). `host` is given where it has a run directory of its own."""
     wait = error.wait if isinstance(error, CollectiveTimeout) else None
-    own: int | None = getattr(error if wait is None else wait, "step", None)
+    own = getattr(error if wait is None else wait, "step", None)
     record = RankError(
         rank=rank,
         time_s=time.time(),
         type=type(error).__qualname__,
         message=str(error),
         communication=is_communication_error(error),
-        step=step if own is None else own,
+        step=own if isinstance(own, int) else step,
         traceback="".join(traceback.format_exception(error)),
         wait=wait,
         host=host,
     )
     with suppress(OSError):  # a full disk
         write_record(run_dir / "logs" / f"rank_{rank}.failure.json", asdict(record))
-    sys.stderr.write(record.traceback)
+    with suppress(OSError):
+        sys.stderr.write(record.traceback)
     return record
 
 
 def record_host_failure(run_dir: Path, error: BaseException) -> None:
     """Write what the host failed of before it had ranks, or outside of them."""
     text = "".join(traceback.format_exception(error))
-    sys.stderr.write(text)
+    with suppress(OSError):  # a full disk
+        sys.stderr.write(text)
     failure = Failure(
         rank=None,
         kind="exception",
@@ -141,7 +143,14 @@ def record_host_failure(run_dir: Path, error: BaseException) -> None:
         message=str(error),
         traceback=text,
     )
-    write_record(run_dir / FAILURE_FILE, asdict(failure))
+    write_failure(run_dir, failure)
+
+
+def write_failure(run_dir: Path, failure: Failure) -> None:
+    """Write what a run failed of. On a full disk that cannot be, of which the launcher, which finds
+    no such file, then says so itself."""
+    with suppress(OSError):
+        write_record(run_dir / FAILURE_FILE, asdict(failure))
 
 
 def read_errors(run_dir: Path) -> dict[int, RankError]:
@@ -303,13 +312,22 @@ def signal_name(number: int) -> str:
 
 
 def step_in_progress(run_dir: Path) -> int | None:
-    """Return the step after the last one that `metrics.jsonl` has; None when it has none."""
+    """Return the step after the last one that `metrics.jsonl` has; None when it has none, or the
+    last one of the run."""
     try:
         lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")
     except FileNotFoundError:
         return None
     # What follows the last newline is a line still being written.
-    return int(json.loads(lines[-2])["step"]) + 1 if len(lines) > 1 else None
+    done = int(json.loads(lines[-2])["step"]) if len(lines) > 1 else None
+    return None if done is None or done == _steps(run_dir) else done + 1
+
+
+def _steps(run_dir: Path) -> int | None:
+    """Return how many steps the run was asked for, where that is known."""
+    with suppress(OSError, ValueError, KeyError):
+        return int(json.loads((run_dir / "request.json").read_text())["train"]["steps"])
+    return None
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ from whale_train.runtime.graph.block_modules import MODULE
 # What torch.fx calls the code that it writes of a graph, and a line of that.
 _WRITTEN = "<eval_with_key>"
 _LINE = re.compile(r"\s*(\w+) = ")
+_IGNORED = -100  # of which torch's cross_entropy takes no account, unless told otherwise
 
 
 class NotFinite(FloatingPointError):
@@ -40,9 +41,9 @@ class NotFinite(FloatingPointError):
 
 
 def without_targets(batches: Sequence[Mapping[str, Tensor]]) -> str:
-    """Return which whole numbers of a step, of whose samples every rank has some, can be no target
-    of a loss, as "labels are -100": all of a field are negative. '' where there are no such. A
-    collective."""
+    """Return which labels of a step, of whose samples every rank has some, are no target of a loss,
+    as "labels are -100": all of a field are that number, or all of one that is called labels or
+    targets are negative. '' where there are no such. A collective."""
     ends: dict[str, tuple[int, int]] = {}
     for batch in batches:
         for name, x in batch.items():
@@ -53,9 +54,10 @@ def without_targets(batches: Sequence[Mapping[str, Tensor]]) -> str:
     dist.all_gather_object(found, ends)
     for name in sorted({name for seen in found for name in seen}):
         lows, highs = zip(*(seen[name] for seen in found if name in seen), strict=True)
-        if max(highs) < 0:
-            value = str(min(lows)) if min(lows) == max(highs) else "negative"
-            return f"{name} are {value}"
+        low, high = min(lows), max(highs)
+        is_label = "label" in name or "target" in name
+        if (low == high == _IGNORED) or (is_label and high < 0):
+            return f"{name} are {low if low == high else 'negative'}"
     return ""
 
 

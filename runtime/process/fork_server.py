@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
@@ -32,7 +31,6 @@ from whale_train.hosts import REFUSED
 from whale_train.limits import cores
 from whale_train.parents import STOPPED, end_with_parent
 from whale_train.runtime.failures.failure import (
-    FAILURE_FILE,
     RankEnd,
     RankError,
     first_failure,
@@ -41,7 +39,7 @@ from whale_train.runtime.failures.failure import (
     record_failure,
     record_host_failure,
     step_in_progress,
-    write_record,
+    write_failure,
 )
 from whale_train.runtime.failures.timeouts import StackCall, read_stack, read_watchdog
 from whale_train.strategies.plan.plan import Plan
@@ -217,7 +215,7 @@ def serve(
             hung = any(error.wait for error in errors.values())
             stacks = ask_for_stacks(run_dir, living) if hung else {}
             failure = first_failure(ends, errors, step, stacks)
-            write_record(run_dir / FAILURE_FILE, asdict(failure))
+            write_failure(run_dir, failure)
             return 1
         return STOPPED if living else 0
     finally:

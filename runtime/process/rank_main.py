@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
+from whale_train.disk import failing_when_full, writing
 from whale_train.hosts import read_hosts
 from whale_train.limits import memory_bytes
 from whale_train.models.export.export import export_model
@@ -129,7 +130,7 @@ def run(
 ) -> None:
     """Join the others, train as the plan says, and leave. `is_asked_to_stop` says whether this
     process was told to end, where nobody tells the launcher."""
-    with named_waits(run_dir, rank):
+    with failing_when_full(), named_waits(run_dir, rank):
         # The program is let go of first: a reducer freed after its group was left joins gloo's
         # threads while holding the GIL they wait for.
         if prepared.request.mode == "calibrate":
@@ -253,9 +254,10 @@ def train_as_planned(
             summary["compiled_s"] = compiler.seconds
         if links is not None:
             summary["full_bandwidth_bytes_s"] = links.full_bytes_s
-        path = run_dir / "summary.json"
-        path.with_suffix(".partial").write_text(json.dumps(summary, indent=1) + "\n")
-        path.with_suffix(".partial").replace(path)
+        path, text = run_dir / "summary.json", json.dumps(summary, indent=1) + "\n"
+        with writing(path, len(text)):
+            path.with_suffix(".partial").write_text(text)
+            path.with_suffix(".partial").replace(path)
     return program
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 from whale_train.checkpoint_files import MANIFEST, FileRecord, Manifest
+from whale_train.disk import writing
 from whale_train.hosts import Host
 from whale_train.runtime.state.parts import Part, gathered, hand_over
 
@@ -142,8 +143,9 @@ class Carrier:
                 continue
             try:
                 view = _bytes_of(piece)
-                while view:
-                    view = view[file.write(view) :]
+                with writing(path, size):
+                    while view:
+                        view = view[file.write(view) :]
             except OSError as error:  # a full disk
                 failed = error.strerror or str(error)
         if file is not None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from whale_train.checkpoint_files import MODEL, PARTS_OF_MODEL, UNFINISHED_MODEL
+from whale_train.errors import LaunchError
 from whale_train.models.adapters import WEIGHTS_FILE as ADAPTERS
 from whale_train.models.adapters import adapter_names, describe_adapters, has_adapters
 from whale_train.models.build import given_config
@@ -53,7 +54,7 @@ def write_final(
 ) -> Path | None:
     """Write the trained weights, every rank what it saves of them, and return the folder that rank
     0 makes of it (None to the others). Where a `checkpoint` was saved after the last step, that is
-    read instead. Raises OSError where files cannot be written, which leaves none."""
+    read instead. Raises LaunchError where files cannot be written, which leaves none."""
     parts = run_dir / PARTS_OF_MODEL
     try:
         if checkpoint is not None:
@@ -70,7 +71,7 @@ def write_final(
         return export_weights(saved, run_dir, model, options)
     except OSError as error:
         why = error.strerror or error
-        raise OSError(f"the trained model could not be written: {why}") from error
+        raise LaunchError(f"the trained model could not be written: {why}") from error
     finally:
         if not rank:
             shutil.rmtree(parts, ignore_errors=True)

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ class Saver:
             line["error"] = error.strerror or str(error)
         for left in unfinished_before(self._run_dir, step):
             shutil.rmtree(left, ignore_errors=True)  # of a rank that was late with its part
-        with (self._run_dir / SAVED).open("a") as file:
+        with suppress(OSError), (self._run_dir / SAVED).open("a") as file:
             file.write(json.dumps(line) + "\n")
         if "error" not in line and self._options.keep is not None:
             for old in checkpoints_in(checkpoint.parent)[self._options.keep :]:

@@ -9,6 +9,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from whale_train.checkpoint_files import FileRecord, stored_tensors
+from whale_train.disk import writing
 from whale_train.safetensors_files import Block, BrokenCheckpoint, StoredBlock, header, whole_shape
 
 # The dtypes that safetensors has, by its codes.
@@ -38,25 +40,36 @@ _WRITE_BYTES = 2**24  # at a time
 
 
 class _Counted:
-    """A file that is being written, with the checksum of what it has; its bytes are on the disk
-    when it is closed."""
+    """A file of `whole_bytes` that is being written, with the checksum of what it has.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
+    Its bytes are on the disk when it is closed. On a full disk an OSError says what was wanted."""
+
+    def __init__(self, path: Path, whole_bytes: int) -> None:
+        self._path, self._whole_bytes = path, whole_bytes
         self.crc32 = self.size = 0
+        with self._room():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("wb", buffering=0)
+
+    def _room(self) -> AbstractContextManager[None]:
+        return writing(self._path, self._whole_bytes - self.size)
 
     def write(self, content: "memoryview[Any] | bytes") -> None:
         view = memoryview(content)
         for start in range(0, len(view), _WRITE_BYTES):
             piece = view[start : start + _WRITE_BYTES]
             self.crc32 = zlib.crc32(piece, self.crc32)
-            while len(piece):
-                piece = piece[self._file.write(piece) :]
-        self.size += len(view)
+            with self._room():
+                while len(piece):
+                    piece = piece[self._file.write(piece) :]
+            self.size += min(_WRITE_BYTES, len(view) - start)
 
     def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            with self._room():
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
 
 def write_tensors(
@@ -73,10 +86,10 @@ def write_tensors(
         name: (CODES[dtype], shape, prod(shape) * dtype.itemsize)
         for name, (dtype, shape) in shapes.items()
     }
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    file = _Counted(folder / path)
+    start = header(described, offsets or {})
+    file = _Counted(folder / path, len(start) + sum(size for _, _, size in described.values()))
     try:
-        file.write(header(described, offsets or {}))
+        file.write(start)
         for tensor in tensors:
             file.write(_bytes_of(tensor))
     finally:
@@ -91,10 +104,10 @@ def write_json(folder: Path, path: str, content: Any) -> FileRecord:
 
 def write_text(folder: Path, path: str, text: str) -> FileRecord:
     """Write a file; return its record."""
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    file = _Counted(folder / path)
+    content = text.encode()
+    file = _Counted(folder / path, len(content))
     try:
-        file.write(text.encode())
+        file.write(content)
     finally:
         file.close()
     return FileRecord(path, file.size, file.crc32)

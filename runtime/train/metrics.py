@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from whale_train.disk import writing
 from whale_train.runtime.train.expert_loads import MixtureLoad, written
 
 
@@ -46,7 +47,8 @@ class Metrics:
     ) -> None:
         self._model_flops = model_flops
         self._peak_flops_s = peak_flops_s if device.type == "cuda" else 0.0
-        self._file = (run_dir / "metrics.jsonl").open("ab", buffering=0)
+        self._path = run_dir / "metrics.jsonl"
+        self._file = self._path.open("ab", buffering=0)
         self._waiting = b""
         self._device = device
         self._board = None
@@ -92,8 +94,9 @@ class Metrics:
                 self._board.add_scalar("train/dropped_slots", dropped, step.number)
 
     def _append(self) -> None:
-        while self._waiting:
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        with writing(self._path, len(self._waiting)):
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def close(self) -> None:
         self._append()

@@ -169,13 +169,18 @@ def test_a_killed_rank_ends_the_others_and_is_named(job: Job) -> None:
     job.assert_nothing_left()
 
 
-@pytest.mark.parametrize("blow", ["a rank is killed", "Ctrl-C"])
+@pytest.mark.parametrize("blow", ["a rank is killed", "Ctrl-C", "torchrun is killed"])
 def test_torchrun_leaves_nothing(blow: str, job: Job) -> None:
+    """Also where nobody is left to end them, and they wait in a collective for one that is stopped,
+    which gets no signal it could handle."""
     start_torchrun(job, *ENDLESS)
     job.wait_for_step(2)
     assert len(job.processes()) == 4  # torchrun, the command of rank 0, and two members
     if blow == "Ctrl-C":
         os.killpg(job.started[0].pid, signal.SIGINT)
+    elif blow == "torchrun is killed":
+        os.kill(job.member(1), signal.SIGSTOP)
+        os.kill(job.started[0].pid, signal.SIGKILL)
     else:
         os.kill(job.member(1), signal.SIGKILL)
     assert job.wait() != [0]

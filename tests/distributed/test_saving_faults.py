@@ -79,6 +79,9 @@ def test_a_rank_that_ends_while_it_saves_leaves_what_was_saved(
     assert unfinished_in(run_dir) == []
 
 
+FULL = r"No space left on device \(/\S+: [\d.]+ \w+ wanted, [\d.]+ \w+ free\)"
+
+
 def can_mount() -> bool:
     """Return whether this user may have a disk of their own, in a namespace of theirs."""
     try:
@@ -107,11 +110,13 @@ def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     for step in (2, 4, 6):
-        said = rf"warning: no checkpoint after step {step}: rank \d: No space left on device\n"
+        said = rf"warning: no checkpoint after step {step}: rank \d: {FULL}\n"
         assert re.search(said, done.stdout), done.stdout
-    assert re.search(
-        r"\nOSError: the trained model could not be written: rank \d: No space", done.stderr
-    ), done.stderr
+    said = (
+        rf"error: rank 0 \(.*\) failed: the trained model could not be written: "
+        rf"rank \d: {FULL}\nIts log: logs/rank_0.log\n"
+    )
+    assert re.fullmatch(said, done.stderr), done.stderr
     lines = [json.loads(line) for line in (kept / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 7))
     assert unfinished_in(kept) == []
