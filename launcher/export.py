@@ -6,8 +6,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from whale_train.checkpoint_files import MODEL
+from whale_train.checkpoint_files import MODEL, stored_tensors
 from whale_train.config import Request
+from whale_train.errors import ConfigError
+from whale_train.launcher.going_on import broken
 from whale_train.launcher.job_end import JobEnd, model_line, run_alone
 from whale_train.launcher.ranks.host_process import EXPORT_PROGRAM
 from whale_train.launcher.ranks.run_files import make_run_dir
@@ -19,6 +21,7 @@ from whale_train.launcher.resume import (
     say_passed_over,
 )
 from whale_train.launcher.ui.terminal import Portable
+from whale_train.safetensors_files import BrokenCheckpoint
 
 
 def export(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:
@@ -36,6 +39,10 @@ def export_into(run_dir: Path, found: Resumed, console: Console, signals: StopSi
     from whale_train.models.build import load_class  # and with it torch
 
     load_class(saved_request(found).model)
+    try:
+        stored_tensors(found.path / MODEL)
+    except BrokenCheckpoint as error:
+        raise ConfigError([broken(found.path, error)]) from None
     console.print(Text(f"exporting step {found.step}, from {found.path}"), soft_wrap=True)
     program = (*EXPORT_PROGRAM, "--checkpoint", str(found.path.absolute()))
     ended = run_alone(run_dir, program, signals)

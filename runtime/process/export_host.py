@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from whale_train.config import Request
+from whale_train.disk import failing_when_full
 from whale_train.models.export.export import model_on_meta
 from whale_train.parents import end_with_parent
 from whale_train.runtime.failures.failure import record_host_failure
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         request = Request.from_json((checkpoint / "request.json").read_text())
         model = model_on_meta(request.model)
-        export_weights(checkpoint / "model", options.run_dir, model, request.model)
+        with failing_when_full():
+            export_weights(checkpoint / "model", options.run_dir, model, request.model)
     except Exception as error:
         record_host_failure(options.run_dir, error)
         return 1

@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,9 @@ def _change(holder: list[Any], draw: random.Random) -> None:
     elif kind == 2 and type(value) in (int, float):
         inside[key] = draw.choice([value + 1, value - 1, -value, value * 2, value * 10**30])
     elif kind == 3 and isinstance(value, list) and value:
-        inside[key] = draw.choice([value * 2, value[:-1], value[::-1], [*value, value[0]]])
+        inside[key] = draw.choice([value[:1] * 2, value[:-1], value[::-1], value[1:]])
     else:
-        inside[key] = draw.choice(JUNK)
+        inside[key] = deepcopy(draw.choice(JUNK))
 
 
 def damaged_safetensors(whole: bytes, draw: random.Random) -> bytes:

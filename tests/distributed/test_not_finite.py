@@ -57,12 +57,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def overrides(strategy: str, data: Path, *more: str) -> list[str]:
+def overrides(strategy: str, data: Path, *more: str, steps: int = STEPS) -> list[str]:
     devices, graph = STRATEGIES[strategy]
     return [
         *("model._target_=test_not_finite.Logs", "model.loss=cross_entropy"),
         *("data=arrays", f"data.path={data}", "data.shuffle=false", "optimizer=sgd"),
-        *(f"strategy.graph={graph}", *hardware(devices, ()), f"train.steps={STEPS}"),
+        *(f"strategy.graph={graph}", *hardware(devices, ()), f"train.steps={steps}"),
         *(f"train.global_batch={BATCH}", *more),
     ]
 
@@ -94,6 +94,72 @@ def without_step(run: Computed) -> Computed:
     for numbers in cut.values():
         del numbers[place]
     return replace(run, **cut)
+
+
+LINEAR = ("optimizer.schedule=linear", "optimizer.lr=0.06")
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero1"])
+def test_the_schedule_waits_for_a_step_that_was_left_out(
+    strategy: str, data: Path, jobs: Jobs
+) -> None:
+    found = jobs.run(overrides(strategy, data, "train.on_nan=skip", *LINEAR))
+    taken = [0, 1, 2, 3, 3, 4]  # before each step
+    assert found.rates == pytest.approx([0.06 * (1 - n / (STEPS - 1)) for n in taken])
+
+
+@pytest.fixture(scope="module")
+def hopeless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hopeless") / "data.npz"
+    points = -np.abs(np.random.default_rng(3).normal(size=(2 * BATCH, 6)))
+    save(path, {"points": points, "labels": np.arange(2 * BATCH) % 5})
+    return path
+
+
+def test_steps_are_left_out_until_it_is_clear_that_all_will_be(hopeless: Path, jobs: Jobs) -> None:
+    few = jobs.run(overrides("single", hopeless, "train.on_nan=skip"))
+    assert [line["skipped"] for line in few.lines] == [True] * STEPS
+    said = (
+        "100 steps in a row were left out, the last of them step 100, as their loss or gradient "
+        "norm was not finite; use train.on_nan=stop to see where that begins, or a lower optimi"
+    )
+    with pytest.raises(JobFailed, match=said):
+        jobs.run(overrides("dp", hopeless, "train.on_nan=skip", steps=200))
+
+
+@pytest.fixture(scope="module")
+def unlabelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """No sample of the fourth step has a target."""
+    draw = np.random.default_rng(4)
+    labels = draw.integers(0, 5, STEPS * BATCH)
+    labels[(BAD_STEP - 1) * BATCH : BAD_STEP * BATCH] = -100
+    path = tmp_path_factory.mktemp("unlabelled") / "data.npz"
+    points = np.abs(draw.normal(size=(STEPS * BATCH, 6))) + 0.1
+    save(path, {"points": points, "labels": labels})
+    return path
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_without_targets_is_named(strategy: str, unlabelled: Path, jobs: Jobs) -> None:
+    said = (
+        r"NotFinite: step 4 has no target: all its labels are -100, so that its loss is a mean "
+        r"over nothing \(samples 24, 25, 26 and 5 more\); leave samples without targets out of the"
+    )
+    with pytest.raises(JobFailed, match=said):
+        jobs.run(overrides(strategy, unlabelled))
+
+
+MOMENTUM = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.1")
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+def test_a_step_without_targets_is_left_out(strategy: str, unlabelled: Path, jobs: Jobs) -> None:
+    """Its gradients may be zeros, and momentum and decay would move what is trained."""
+    skip = ("train.on_nan=skip", *MOMENTUM)
+    found = jobs.run(overrides(strategy, unlabelled, *skip))
+    single = jobs.run(overrides("single", unlabelled, *skip))
+    assert [bool(x.get("skipped")) for x in found.lines] == [n == 4 for n in range(1, STEPS + 1)]
+    assert_equal(without_step(found), without_step(single), TOLERANCE)
 
 
 def test_a_run_may_go_on(data: Path, jobs: Jobs) -> None:

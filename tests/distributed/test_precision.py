@@ -150,6 +150,9 @@ def test_a_scale_that_overflows_skips_steps_until_it_does_not(run: Fp16Run, stra
     assert [line["grad_norm"] is None for line in lines] == [True] * skipped + [False] * (
         10 - skipped
     )
+    assert [line.get("skipped", False) for line in lines] == [True] * skipped + [False] * (
+        10 - skipped
+    )
     expected = [2.0 ** (25 - number) for number in range(skipped)]
     assert [line["loss_scale"] for line in lines] == [
         *expected,

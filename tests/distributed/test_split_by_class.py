@@ -65,6 +65,31 @@ def test_split_cross_entropy(
         torch.testing.assert_close(grad, wanted, **tolerance)
 
 
+def not_finite(sizes: tuple[int, ...], where: int, value: float) -> tuple[Tensor, ...]:
+    shards = shard_group(sizes)
+    logits, target = class_problem(sum(sizes), False)
+    logits[0, where] = value
+    mine = shard(logits, 1, 1, sizes, shards.rank).requires_grad_()
+    loss = split_cross_entropy(mine, target, shards)
+    loss.backward()
+    return loss.detach(), mine.grad, split_top1(mine.detach(), target, shards)[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [1, 6, 9])  # of ranks 0, 1 and 2
+def test_a_number_that_is_none_is_none_on_every_rank(where: int, value: float) -> None:
+    """gloo's maximum keeps a NaN of rank 0 alone: whether a row has one must not hang on that."""
+    sizes = (4, 3, 3)
+    logits, target = class_problem(sum(sizes), False)
+    logits[0, where] = value
+    whole = logits.requires_grad_()
+    functional.cross_entropy(whole, target).backward()
+    for rank, (loss, grad, right) in enumerate(run_ranks(not_finite, 3, sizes, where, value)):
+        assert loss.isnan()
+        torch.testing.assert_close(grad, shard(whole.grad, 1, 1, sizes, rank), equal_nan=True)
+        assert right == (whole.argmax(1) == target).sum()
+
+
 def smoothed(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     shards = shard_group(sizes)
     mine = shard(drawn(21, ROWS, sum(sizes)), 1, 1, sizes, shards.rank).requires_grad_()

@@ -11,6 +11,7 @@ from whale_train.runtime.failures.failure import (
     RankError,
     first_failure,
     is_communication_error,
+    record_failure,
     step_in_progress,
 )
 
@@ -107,3 +108,28 @@ PLACE = "V100_SXM2_32GB, node 0, TaskGraphs 0 and 1"
 )
 def test_a_failure_is_one_message(failure: RunFailure, message: str) -> None:
     assert describe_failure(failure, PLACE) == message
+
+
+def test_a_failure_that_says_its_step_is_of_that(tmp_path: Path) -> None:
+    """Though the next is in progress by then."""
+    (tmp_path / "logs").mkdir()
+    error = ValueError("no number")
+    error.step = 4  # type: ignore[attr-defined]
+    assert record_failure(tmp_path, 1, error, step=5).step == 4
+    error.step = "four"  # type: ignore[attr-defined]
+    assert record_failure(tmp_path, 1, error, step=5).step == 5
+
+
+def test_after_the_last_step_none_is_in_progress(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6}\n')
+    assert step_in_progress(tmp_path) == 7
+    (tmp_path / "request.json").write_text('{"train": {"steps": 6}}')
+    assert step_in_progress(tmp_path) is None
+
+
+def test_what_is_known_whole_is_said_in_a_line() -> None:
+    failure = RunFailure(
+        0, "exception", "logs/rank_0.log", 3, type="LaunchError", message="is full"
+    )
+    said = "rank 0 (a GPU) failed at step 3: is full\nIts log: logs/rank_0.log"
+    assert describe_failure(failure, "a GPU") == said

@@ -11,7 +11,12 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from whale_train.launcher.ui.progress import Progress, summary_line, unlike_predicted
+from whale_train.launcher.ui.progress import (
+    Progress,
+    skipped_note,
+    summary_line,
+    unlike_predicted,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -300,3 +305,34 @@ def test_a_prediction_far_off_is_said(
         "predicted_here_s": here,
     }
     assert unlike_predicted(summary, emulated) == said
+
+
+def test_skipped_steps_are_said(tmp_path: Path) -> None:
+    run = Run(tmp_path, 4, 100, terminal=False, encoding="utf-8")
+    for step in range(1, 5):
+        line = json.loads(record(step, 0.1))
+        run.write(json.dumps({**line, "skipped": step < 3} if step < 4 else line) + "\n")
+        run.progress.poll()
+    assert re.findall(r"step (\d)/4 .*?(\d) skipped", run.text) == [*zip("1234", "1222")]
+
+
+@pytest.mark.parametrize(
+    ("skipped", "precision", "said"),
+    [
+        (0, "fp16", ""),
+        (
+            *(3, "fp16"),
+            "3 of 12 steps were skipped, as gradients overflowed at the loss scales that were "
+            "tried: 9 steps were taken; a lower train.loss_scale, or null, skips fewer",
+        ),
+        (
+            *(12, "bf16"),
+            "12 of 12 steps were skipped, as a loss or gradient norm was not finite: no step was "
+            "taken; train.on_nan=stop says where",
+        ),
+    ],
+)
+def test_what_skipped_steps_mean_is_said_at_the_end(
+    skipped: int, precision: str, said: str
+) -> None:
+    assert skipped_note({"steps": 12, "skipped_steps": skipped}, precision) == said
