@@ -128,8 +128,6 @@ def test_after_the_last_step_none_is_in_progress(tmp_path: Path) -> None:
 
 
 def test_what_is_known_whole_is_said_in_a_line() -> None:
-    failure = RunFailure(
-        0, "exception", "logs/rank_0.log", 3, type="LaunchError", message="is full"
-    )
-    said = "rank 0 (a GPU) failed at step 3: is full\nIts log: logs/rank_0.log"
+    failure = RunFailure(0, "exception", "logs/rank_0.log", 3, type="LaunchError", message="full")
+    said = "rank 0 (a GPU) failed at step 3: full\nIts log: logs/rank_0.log"
     assert describe_failure(failure, "a GPU") == said
