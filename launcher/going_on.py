@@ -5,7 +5,7 @@ matter of the steps that follow. The model, what is trained of it and the data h
 or to differ in a way that is known to be right, of which the user is told.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,14 @@ from whale_train.config import OptimizerOptions, Request
 from whale_train.data.fingerprint import Fingerprint
 from whale_train.errors import ConfigError, Fault, listed
 from whale_train.models.options import ModelOptions
-from whale_train.safetensors_files import BrokenCheckpoint, Shape, StoredBlock, whole_shape
-from whale_train.strategies.plan.plan import Decision, Plan
+from whale_train.safetensors_files import (
+    BrokenCheckpoint,
+    Shape,
+    StoredBlock,
+    read_number,
+    whole_shape,
+)
+from whale_train.strategies.plan.plan import Decision, Plan, TaskGraph
 from whale_train.validation import as_yaml
 
 KEY, DATA_KEY = "train.resume", "train.resume_data"
@@ -184,6 +190,10 @@ def compared_model(
     if faults:
         raise ConfigError(faults)
     said = []
+    if "step" in slots and not new and (counts := _unlike_counts(path, moments, plan)):
+        why = f"{path} has from {counts[0]:g} to {counts[1]:g} of its parameters"
+        chosen = f"ZeRO goes on from {counts[1]:g} updates of all parameters"
+        said.append(Decision(KEY, chosen, "", why))
     if new:
         why = f"{path} has none: they were not trained"
         said.append(Decision(KEY, f"moments begin at zero for {listed(new)}", "", why))
@@ -282,10 +292,7 @@ def _is_whole(kept: Mapping[str, Shape] | None, slots: Sequence[str], shape: Sha
 def _counted_together(path: Path, new: Sequence[str], plan: Plan) -> list[Fault]:
     """Return the fault of a plan whose engines count the updates of all their parameters as one,
     and would correct the `new` moments by a number that is not theirs."""
-    for task_graph in plan.task_graphs:
-        engines = (plan.ranks[ranks[0]].deepspeed for ranks in task_graph.replicas)
-        if not any(found.get(str(task_graph.id)) for found in engines):
-            continue
+    for task_graph in _with_zero(plan):
         begin = [name for name in new if name in task_graph.trained]
         if begin and len(begin) < len(task_graph.trained):
             rule = f"has no moments of {listed(begin)}, and ZeRO counts the updates of all "
@@ -294,3 +301,26 @@ def _counted_together(path: Path, new: Sequence[str], plan: Plan) -> list[Fault]
             remedy += "weights of mode=export"
             return [Fault(KEY, str(path), rule, remedy)]
     return []
+
+
+def _unlike_counts(
+    path: Path, moments: Mapping[str, Sequence[StoredBlock]], plan: Plan
+) -> tuple[float, float] | None:
+    """Return the smallest and the largest number of updates of parameters that ZeRO counts
+    together, None where they are the same. Raises ConfigError for a number that is none."""
+    counts = []
+    for task_graph in _with_zero(plan):
+        stored = (moments.get(f"state.{name}.step") for name in task_graph.trained)
+        try:
+            counts += [read_number(blocks[0]) for blocks in stored if blocks]
+        except (BrokenCheckpoint, OSError) as error:
+            raise ConfigError([broken(path, BrokenCheckpoint(str(error)))]) from None
+    return (min(counts), max(counts)) if counts and min(counts) != max(counts) else None
+
+
+def _with_zero(plan: Plan) -> Iterator[TaskGraph]:
+    """Yield the parts of the model whose engines are DeepSpeed's."""
+    for task_graph in plan.task_graphs:
+        engines = (plan.ranks[ranks[0]].deepspeed for ranks in task_graph.replicas)
+        if any(found.get(str(task_graph.id)) for found in engines):
+            yield task_graph

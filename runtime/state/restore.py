@@ -40,6 +40,7 @@ def restore(
     saved_under = read_text(checkpoint / "plan.json")
     readers = {folder: TensorReader(checkpoint / folder) for folder in ("model", "optimizer")}
     delinking = Delinking(places)
+    counts: dict[int, float] = {}
     for block in state.blocks():
         name, factor = delinking.source(block.folder, block.name)
         if block.folder == "optimizer" and not readers[block.folder].has_moments(name):
@@ -47,8 +48,9 @@ def restore(
         readers[block.folder].read(name, block.block, block.tensor)
         if factor != 1.0:
             block.tensor.mul_(factor)
-        if block.counter is not None:
-            _set_count(block.counter, float(block.tensor))
+        if block.counter is not None:  # ZeRO has one of all parameters: the largest
+            counts[id(block.counter)] = max(counts.get(id(block.counter), 0.0), float(block.tensor))
+            _set_count(block.counter, counts[id(block.counter)])
     state.read()
     drawn = checkpoint / "random" / f"rank_{rank}.json"
     if _is_same(saved_under, plan) and drawn.is_file():

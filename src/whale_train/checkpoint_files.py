@@ -140,7 +140,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
     """Return what in a folder is named `prefix` and a number, by that number."""
     found = [(path.name.removeprefix(prefix), path) for path in folder.glob(f"{prefix}*")]
-    return [(int(number), path) for number, path in found if number.isdigit()]
+    return [(int(number), path) for number, path in found if number.isdecimal()]
 
 
 def check(checkpoint: Path) -> Manifest:

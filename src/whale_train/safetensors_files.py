@@ -61,11 +61,13 @@ class Block:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block of a tensor, in a file. `dtype` is the code that safetensors has for it."""
+    """A block of a tensor, in a file, from byte `start` of it on. `dtype` is the code that
+    safetensors has for it."""
 
     file: Path
     dtype: str
     block: Block
+    start: int = 0
 
 
 def header(
@@ -168,7 +170,7 @@ def _blocks_in(path: Path) -> list[tuple[str, StoredBlock]]:
             start = _numbers(offsets[name][_OF_TENSOR], f"the offsets of {name}")
         if len(start) != len(shape):
             raise ValueError(f"{name} has {len(shape)} dimensions and {len(start)} offsets")
-        found.append((name, StoredBlock(path, dtype, Block(start, shape))))
+        found.append((name, StoredBlock(path, dtype, Block(start, shape), 8 + length + begin)))
         spans.append((begin, end))
     at = 0
     for begin, end in sorted(spans):
@@ -185,6 +187,16 @@ def _numbers(values: object, what: str) -> Shape:
     if not isinstance(values, list) or not all(map(is_whole_number, values)):
         raise ValueError(f"{what} is {values!r:.40}")
     return tuple(values)
+
+
+def read_number(stored: StoredBlock) -> float:
+    """Return the value of a scalar in fp32. Raises BrokenCheckpoint for anything else."""
+    if stored.dtype != "F32" or stored.block.shape:
+        raise BrokenCheckpoint(f"{stored.file} has no scalar in fp32 where one is wanted")
+    with stored.file.open("rb") as file:
+        file.seek(stored.start)
+        (value,) = struct.unpack("<f", file.read(4))
+    return float(value)
 
 
 def join_blocks(files: Sequence[Path]) -> dict[str, list[StoredBlock]]:

@@ -74,13 +74,18 @@ def side_of(*overrides: str) -> Side:
     return Side(request, resolve_request(request))
 
 
-def write_checkpoint(run_dir: Path, side: Side, state: Mapping[str, Any] | None = None) -> Path:
+def write_checkpoint(
+    run_dir: Path,
+    side: Side,
+    state: Mapping[str, Any] | None = None,
+    counts: Mapping[str, float] | None = None,
+) -> Path:
     """Write a checkpoint as two ranks of `side` do after STEP steps; `state` is added to what its
-    `state.json` says."""
+    `state.json` says, and `counts` are the numbers of updates of parameters that had others."""
     path = folder_of(run_dir, STEP)
     files = []
     for rank in range(2):
-        files += write_blocks(path, _halves(_blocks(side), rank), rank)
+        files += write_blocks(path, _halves(_blocks(side, counts or {}), rank), rank)
     data = side.resolved.data
     said: dict[str, Any] = {"step": STEP, "samples": 8 * STEP, "loss_scale": None}
     said |= {"num_samples": side.resolved.num_samples, "data": data and data.to_plain()}
@@ -91,7 +96,7 @@ def write_checkpoint(run_dir: Path, side: Side, state: Mapping[str, Any] | None 
     return path
 
 
-def _blocks(side: Side) -> list[HeldBlock]:
+def _blocks(side: Side, counts: Mapping[str, float]) -> list[HeldBlock]:
     """Return all of the tensors of a side, each as one block."""
     options = side.request.model
     module = LossModule(model_on_meta(options), options)
@@ -106,7 +111,9 @@ def _blocks(side: Side) -> list[HeldBlock]:
         if name in trained:
             for slot in ("exp_avg", "exp_avg_sq"):
                 tensors.append(("optimizer", f"state.{name}.{slot}", torch.zeros(x.shape)))
-            tensors.append(("optimizer", f"state.{name}.step", torch.tensor(float(STEP))))
+            tensors.append(
+                ("optimizer", f"state.{name}.step", torch.tensor(counts.get(name, float(STEP))))
+            )
     return [
         HeldBlock(folder, name, Block((0,) * x.dim(), tuple(x.shape)), x, True)
         for folder, name, x in tensors

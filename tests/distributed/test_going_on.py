@@ -119,6 +119,14 @@ def test_what_is_not_is_refused_by_name(case: str, sides: Sides, tmp_path: Path)
     assert said in str(caught.value)
 
 
+def test_unlike_counts_of_updates_are_said_where_one_is_kept(sides: Sides, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, sides(), counts={"a.bias": 2.0, "b.weight": 3.0})
+    assert gone_on(path, sides()).decisions == ()
+    (said,) = gone_on(path, sides(ZERO1)).decisions
+    assert said.chosen == "ZeRO goes on from 4 updates of all parameters"
+    assert said.reason == f"{path} has from 2 to 4 of its parameters"
+
+
 def other_data(path: Path, change: str, data: Path) -> Path:
     """Write data with one thing changed."""
     arrays = dict(np.load(data))
