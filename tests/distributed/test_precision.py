@@ -175,6 +175,17 @@ def test_a_scale_that_overflows_skips_steps_until_it_does_not(run: Fp16Run, stra
             np.testing.assert_allclose(copy, wanted[path][0], rtol=2e-2, atol=2e-3, err_msg=path)
 
 
+@pytest.mark.parametrize("strategy", ["single", "zero2"])
+def test_the_schedule_waits_for_the_scale(run: Fp16Run, strategy: str) -> None:
+    devices = 1 if strategy == "single" else 2
+    linear = (*HUGE, "optimizer.schedule=linear")
+    found = run(Case("own", strategy, devices, "momentum", (), linear))
+    skipped = sum(line.get("skipped", False) for line in found.lines)
+    assert 1 <= skipped <= 8
+    taken = [max(0, step - skipped) for step in range(10)]  # before each step
+    assert found.rates == pytest.approx([found.rates[0] * (1 - n / 9) for n in taken])
+
+
 @pytest.mark.parametrize("case", NESTED, ids=str)
 def test_stages_and_shards_skip_the_same_steps(run: Fp16Run, case: Case) -> None:
     """However the overflow is divided among them: a rank that did not would wait for ever."""

@@ -12,6 +12,7 @@ from whale_train.errors import ConfigError, Fault
 from whale_train.hosts import Seen
 from whale_train.launcher.command_line import composed, rewritten
 from whale_train.launcher.ranks.on_slurm import Submission, minutes, summary_of
+from whale_train.launcher.ranks.rank_env import starter_of
 from whale_train.launcher.ranks.ranks_on import ranks_on
 
 MIX = "hardware=v100_p100_mix"
@@ -141,3 +142,20 @@ def test_hosts_that_are_too_many_are_refused() -> None:
         with pytest.raises(ConfigError) as error:
             ranks_on(over_ssh(*overrides), ["a", "b", "c"], seen(1, 1, 1))
         assert [str(fault) for fault in error.value.faults] == [said]
+
+
+@pytest.mark.parametrize(
+    ("environment", "starter"),
+    [
+        ({"RANK": "1", "TORCHELASTIC_RUN_ID": "none"}, "torchrun"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun"),
+        ({"RANK": "1", "WHALE_TRAIN_STARTER": "whale-train"}, "whale-train"),
+        ({"RANK": "1"}, ""),
+        ({}, ""),
+    ],
+)
+def test_ranks_end_with_a_starter_that_lives_as_long(
+    environment: dict[str, str], starter: str
+) -> None:
+    """A shell that has set variables and started ranks may end before them."""
+    assert starter_of(environment) == starter
