@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -305,7 +304,13 @@ def _device(run_dir: Path, rank: int) -> torch.device:
 
 def compute_fp32(in_tf32: bool) -> None:
     """Have GPUs compute products, convolutions and recurrences of fp32 in TF32, or none of them:
-    torch's default is all but products."""
-    backends: Any = torch.backends
-    for of_fp32 in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
-        of_fp32.fp32_precision = "tf32" if in_tf32 else "ieee"
+    torch's default is all but products.
+
+    Set by `allow_tf32`: torch refuses to read it, and to enter `cudnn.flags`, once the settings per
+    operation (`fp32_precision`) say something else, while these follow `allow_tf32`. A model may
+    use either.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
+        torch.backends.cuda.matmul.allow_tf32 = in_tf32
+        torch.backends.cudnn.allow_tf32 = in_tf32

@@ -1,5 +1,6 @@
 """What plans count with of GPUs that nobody measured, and the precision they are asked for in."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -104,17 +105,51 @@ def test_gradients_are_sent_in_no_other_16_bits(sent: str) -> None:
     assert planned("hardware=dgx_a100", "train.reduce_dtype=bf16").reduce_dtype == "bf16"
 
 
-@pytest.mark.parametrize("in_tf32", [True, False])
-def test_ranks_compute_fp32_as_they_are_told(in_tf32: bool) -> None:
+@pytest.fixture
+def fp32_settings() -> Iterator[None]:
+    """Leave what torch computes fp32 in as it was."""
+    backends: Any = torch.backends
+    before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+    of_cpus = backends.mkldnn.matmul.fp32_precision  # set_float32_matmul_precision sets it too
+    yield
+    backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32 = before
+    backends.mkldnn.matmul.fp32_precision = of_cpus
+
+
+def per_operation() -> list[str]:
     backends: Any = torch.backends
     parts = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
-    before = [part.fp32_precision for part in parts]
-    try:
-        compute_fp32(in_tf32)
-        assert {part.fp32_precision for part in parts} == {"tf32" if in_tf32 else "ieee"}
-    finally:
-        for part, precision in zip(parts, before, strict=True):
-            part.fp32_precision = precision
+    return [part.fp32_precision for part in parts]
+
+
+@pytest.mark.usefixtures("fp32_settings")
+@pytest.mark.parametrize("in_tf32", [True, False])
+def test_ranks_compute_fp32_as_they_are_told(in_tf32: bool) -> None:
+    compute_fp32(in_tf32)
+    assert [precision == "tf32" for precision in per_operation()] == [in_tf32] * 3
+    assert torch.backends.cuda.matmul.allow_tf32 == in_tf32
+    assert torch.backends.cudnn.allow_tf32 == in_tf32
+    assert torch.get_float32_matmul_precision() == ("high" if in_tf32 else "highest")
+
+
+@pytest.mark.usefixtures("fp32_settings")
+@pytest.mark.parametrize("in_tf32", [True, False])
+def test_a_model_may_use_either_of_torchs_precision_settings(in_tf32: bool) -> None:
+    compute_fp32(in_tf32)
+    before = per_operation()
+    with torch.backends.cudnn.flags(enabled=False, allow_tf32=not in_tf32):
+        assert torch.backends.cudnn.allow_tf32 == (not in_tf32)  # the model's own
+    with torch.backends.cudnn.flags(enabled=False), torch.backends.cudnn.flags():
+        pass
+    with torch.backends.mkldnn.flags(enabled=False):
+        pass
+    assert per_operation() == before
+    torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())
+    assert torch.backends.cuda.matmul.allow_tf32 == in_tf32
+    backends: Any = torch.backends
+    for part in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+        part.fp32_precision = "tf32" if in_tf32 else "ieee"
+    assert torch.backends.cudnn.allow_tf32 == in_tf32
 
 
 # --- What is reached of peaks --------------------------------------------------------------------
