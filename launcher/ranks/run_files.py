@@ -67,12 +67,17 @@ def start_ranks(
     checkpoint: Path | None = None,
     *,
     delinks: bool = False,
+    rounding: int | None = None,
 ) -> None:
     """Write all that the waiting ranks need, `ready` last. They go on from `checkpoint`, if there
-    is one, whose layers part if it `delinks`."""
-    launch = {"device": resolved.device, "paces": resolved.paces, "links": resolved.links}
+    is one, whose layers part if it `delinks`. With `rounding` they round weights otherwise, by
+    noise of that seed."""
     going_on_from = None if checkpoint is None else str(checkpoint.absolute())
-    write_json(run_dir / "launch.json", launch | {"checkpoint": going_on_from, "delinks": delinks})
+    launch = {
+        **{"device": resolved.device, "paces": resolved.paces, "links": resolved.links},
+        **{"checkpoint": going_on_from, "delinks": delinks, "rounding": rounding},
+    }
+    write_json(run_dir / "launch.json", launch)
     write_plan(run_dir, resolved, request)
     mark_ready(run_dir)
 

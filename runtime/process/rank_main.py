@@ -204,7 +204,8 @@ def train_as_planned(
         metrics = Metrics(run_dir, board, device, *flops)
     carrier = Carrier(run_dir, read_hosts(run_dir), rank, world_size, request.launcher.timeout_s)
     if request.mode == "verify":
-        summary, files = verify(run_dir, request, plan, program, batches, metrics, rank)
+        arguments = (run_dir, request, plan, program, batches, metrics, state, rank)
+        summary, files = verify(*arguments, rounding=_rounding(run_dir))
         carrier.gather(run_dir, Part(rank, files))
     else:
         random = RandomStates(program.shared_random)
@@ -270,6 +271,12 @@ def _delinks(run_dir: Path) -> bool:
     """Return whether the checkpoint that the run goes on from is of shared layers, and the run's
     are not."""
     return bool(json.loads((run_dir / "launch.json").read_text())["delinks"])
+
+
+def _rounding(run_dir: Path) -> int | None:
+    """Return the seed of the noise that a verification's weights get, or None without any."""
+    seed: int | None = json.loads((run_dir / "launch.json").read_text())["rounding"]
+    return seed
 
 
 def _checkpoint(run_dir: Path) -> Path | None:

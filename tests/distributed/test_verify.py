@@ -216,10 +216,11 @@ EQUAL = [
 def test_a_plan_is_one_process(sides: Sides, case: Case) -> None:
     found = sides.verify(case)
     assert found.equal, found.to_json()
-    # What is compared is all there is to train: three differences a parameter, and two a step.
-    trained = trained_paths(case)
-    assert {x.path for x in found.differences if x.path} == trained
-    assert len(found.differences) == 3 * len(trained) + 2 * STEPS
+    # What is compared is all there is: four differences a parameter, one a buffer, two a step.
+    trained, buffers = paths(case)
+    assert {x.path for x in found.differences if x.what == "buffer"} == buffers
+    assert {x.path for x in found.differences if x.path} == trained | buffers
+    assert len(found.differences) == 4 * len(trained) + len(buffers) + 2 * STEPS
     assert found.dropout_off == (case.model in ("gpt2", "bert"))
     assert not found.drew_random
     assert len(found.losses[0]) == len(found.losses[1]) == STEPS
@@ -228,11 +229,15 @@ def test_a_plan_is_one_process(sides: Sides, case: Case) -> None:
         assert found.undecided <= 0.01 * found.elements
 
 
-def trained_paths(case: Case) -> set[str]:
-    """The parameters of the case's model, which all get a gradient."""
+def paths(case: Case) -> tuple[set[str], set[str]]:
+    """The parameters of the case's model, which all get a gradient, and what a checkpoint has of
+    its buffers."""
     config = composed(rewritten(list(case.overrides)))
     model = build_model(read_request(config, {}).model)
-    return {path for path, _ in model.named_parameters()}
+    trained = {path for path, _ in model.named_parameters()}
+    return trained, set(model.state_dict(keep_vars=True)) & {
+        path for path, _ in model.named_buffers()
+    }
 
 
 WRONG = [
