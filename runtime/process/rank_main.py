@@ -21,6 +21,7 @@ from whale_train.hosts import read_hosts
 from whale_train.limits import memory_bytes
 from whale_train.models.export.export import export_model
 from whale_train.models.export.lifted_constants import with_constants
+from whale_train.models.fp32_precision import compute_fp32
 from whale_train.models.loss_module import LossModule
 from whale_train.models.shared_layers import shared_places
 from whale_train.runtime.assembly.build_program import assemble
@@ -76,6 +77,7 @@ class Prepared:
 
 def prepare(request: Request) -> Prepared:
     """Make all that needs no plan, so that it overlaps with resolving it."""
+    compute_fp32(in_tf32=request.train.tf32)
     if request.train.compile:
         import_compiler()
     dataset = open_dataset(request.data)
@@ -307,17 +309,3 @@ def _device(run_dir: Path, rank: int) -> torch.device:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device
-
-
-def compute_fp32(in_tf32: bool) -> None:
-    """Have GPUs compute products, convolutions and recurrences of fp32 in TF32, or none of them:
-    torch's default is all but products.
-
-    Set by `allow_tf32`: torch refuses to read it, and to enter `cudnn.flags`, once the settings per
-    operation (`fp32_precision`) say something else, while these follow `allow_tf32`. A model may
-    use either.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
-        torch.backends.cuda.matmul.allow_tf32 = in_tf32
-        torch.backends.cudnn.allow_tf32 = in_tf32
