@@ -215,7 +215,10 @@ class _Rules:
         own = alone.whole("gradient", path) if is_first else np.array(alone.largest.get(path, 0.0))
         error = self.tolerance * max(largest_of(own), LEAST * largest)
         _, farthest = self.first_step if is_first else self.whole_steps
-        slope = alone.whole("first_sensitivity" if is_first else "sensitivity", path)
+        slope = alone.whole("sensitivity", path)
+        if is_first:  # terms that cancelled to 0 in the first step need not elsewhere
+            first = alone.whole("first_sensitivity", path)
+            slope = np.where((first == 0) & (slope > 0), np.inf, first)
         if self.reaches:
             slope = np.where(slope == 0, np.inf, slope)
         moved: Array = slope * (error * stretch(self.rounding, ("update", steps)))

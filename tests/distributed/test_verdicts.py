@@ -170,6 +170,23 @@ def test_rounding_may_decide_whether_an_element_gets_a_gradient(tmp_path: Path) 
     assert not compare(request, other, alone, 1, "fp32", [rounded]).equal
 
 
+def test_a_gradient_that_cancels_to_0_at_first_may_be_rounding(tmp_path: Path) -> None:
+    """Adam's first step of an element that later gradients reach, and of one that none does."""
+    slopes = {"sensitivity": np.full((2, 6), 0.1) * [1, 0, 1, 1, 1, 1]}
+    slopes["first_sensitivity"] = slopes["sensitivity"] * [0, 1, 1, 1, 1, 1]
+    tensors = whole_tensors() | slopes
+    tensors["initial"] = tensors["final"] = np.zeros((2, 6))
+    request = asked(2).model_copy(update={"optimizer": OptimizerOptions(name="adamw", lr=0.1)})
+    left = replace(PLAIN, losses=(1.0, 1.0), norms=(1.0, 1.0))
+    still = tensors | {"first": np.zeros((2, 6))}
+    alone = write_side(tmp_path / "alone", [(None, still)], left)
+    for column, equal in ((0, True), (1, False)):
+        first = np.zeros((2, 6))
+        first[0, column] = 0.1  # the learning rate
+        side = write_side(tmp_path / str(column), [(None, tensors | {"first": first})], left)
+        assert compare(request, side, alone, 1).equal == equal
+
+
 def test_rounded_weights_are_put_back() -> None:
     weight, counter = nn.Parameter(torch.randn(100)), torch.arange(3)
     before, state = weight.detach().clone(), torch.get_rng_state()
