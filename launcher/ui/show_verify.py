@@ -70,6 +70,7 @@ def _reasons(found: Verification) -> Iterator[str]:
         )
     elif found.no_gradient:
         yield "no gradient but 0 reached any parameter on one process, so nothing was compared"
+        return
     if found.worst is not None:
         worst = found.worst
         yield f"the {worst.what} of {worst.path} is off by {_share(worst)}"
