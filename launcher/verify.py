@@ -18,7 +18,9 @@ from whale_train.launcher.ranks.run_dir import write_json
 from whale_train.launcher.ranks.run_files import make_run_dir, start_ranks
 from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.ui.show_resolved import show_resolved
-from whale_train.launcher.ui.show_verify import verdict_line, verification_view
+from whale_train.launcher.ui.show_verify import rounded_line, verdict_line, verification_view
+from whale_train.launcher.ui.terminal import Portable
+from whale_train.launcher.verification import ROUNDED_RUNS
 from whale_train.limits import memory_bytes
 from whale_train.strategies.resolver.resolve import resolve
 
@@ -30,8 +32,9 @@ def verify(
     place: LaunchPlace | None,
     signals: StopSignals,
 ) -> JobEnd:
-    """Run the first steps under the plan, then the same on one process of this host, and return the
-    comparison."""
+    """Run the first steps under the plan, then the same on one process of this host, and compare.
+    Where they differ and no tolerance was asked for, one process runs them again with other
+    roundings, to tell what rounding does."""
     request = only_steps(request)
     run_dir = make_run_dir(request, run_dir)
     processes = [JobProcess(run_dir, place)]
@@ -42,21 +45,32 @@ def verify(
         show_resolved(resolved, request, console)
         alone_dir = make_run_dir(alone, run_dir / "verify" / "one_process")
         processes.append(JobProcess(alone_dir, None))  # imports meanwhile, and waits for its plan
-        for process, planned, folder in zip(
-            processes, (resolved, one_process), (run_dir, alone_dir), strict=True
-        ):
-            if folder == alone_dir:
-                start_ranks(folder, planned, request)
-            outcome = process.wait(signals.poll)
-            if outcome.status != "done":
-                return finish(outcome, planned, folder, console)
+        outcome = processes[0].wait(signals.poll)
+        if outcome.status != "done":
+            return finish(outcome, resolved, run_dir, console)
+        start_ranks(alone_dir, one_process, request)
+        outcome = processes[1].wait(signals.poll)
+        if outcome.status != "done":
+            return finish(outcome, one_process, alone_dir, console)
+        ranks, precision = resolved.plan.world_size, resolved.plan.precision
+        shared = shared_by_both(request, resolved.profile)
+        found = compare(request, run_dir, alone_dir, ranks, precision, shared=shared)
+        if found.may_be_rounding and request.verify.tolerance is None:
+            console.print(Portable(rounded_line(found)))
+            rounded = []
+            for seed in range(1, ROUNDED_RUNS + 1):
+                rounded.append(make_run_dir(alone, run_dir / "verify" / f"rounded_{seed}"))
+                processes.append(JobProcess(rounded[-1], None))
+                start_ranks(rounded[-1], one_process, request, rounding=seed)
+                outcome = processes[-1].wait(signals.poll)
+                if outcome.status != "done":
+                    return finish(outcome, one_process, rounded[-1], console)
+            found = compare(request, run_dir, alone_dir, ranks, precision, rounded, shared)
     except NeverMet as error:
         return never_met(error.outcome, run_dir)
     finally:
         for process in processes:
             process.stop()
-    plan, shared = resolved.plan, shared_by_both(request, resolved.profile)
-    found = compare(request, run_dir, alone_dir, plan.world_size, plan.precision, shared)
     write_json(run_dir / "verify.json", found.to_json())
     console.print(verification_view(found))
     if not found.equal:

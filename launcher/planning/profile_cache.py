@@ -53,9 +53,11 @@ def _by_folding(request: Request) -> bool:
 
 def _measured(request: Request, dataset: Dataset) -> ModelProfile:
     # Torch is imported here and not before: a request that is wrong is answered at once.
+    from whale_train.models.fp32_precision import compute_fp32
     from whale_train.models.loss_module import LossModule
     from whale_train.models.profile.measure import profile_model
 
+    compute_fp32(in_tf32=request.train.tf32)
     try:
         with quiet_exports():
             return profile_model(

@@ -68,14 +68,18 @@ def start_ranks(
     *,
     delinks: bool = False,
     data_anew: bool = False,
+    rounding: int | None = None,
 ) -> None:
     """Write all that the waiting ranks need, `ready` last. They go on from `checkpoint`, if there
-    is one, whose layers part if it `delinks`, with `data_anew` from the first sample."""
-    launch = {"device": resolved.device, "paces": resolved.paces, "links": resolved.links}
+    is one, whose layers part if it `delinks`, with `data_anew` from the first sample. With
+    `rounding` they round weights otherwise, by noise of that seed."""
     going_on_from = None if checkpoint is None else str(checkpoint.absolute())
-    data = None if resolved.data is None else resolved.data.to_plain()
-    resumed = {"checkpoint": going_on_from, "delinks": delinks, "data_anew": data_anew}
-    write_json(run_dir / "launch.json", launch | resumed | {"data": data})
+    launch = {
+        **{"device": resolved.device, "paces": resolved.paces, "links": resolved.links},
+        **{"checkpoint": going_on_from, "delinks": delinks, "data_anew": data_anew},
+        **{"rounding": rounding, "data": resolved.data and resolved.data.to_plain()},
+    }
+    write_json(run_dir / "launch.json", launch)
     write_plan(run_dir, resolved, request)
     mark_ready(run_dir)
 

@@ -1,6 +1,6 @@
 """A verification as a person reads it: the largest differences, and the verdict.
 
-Owns wording and layout; every figure is launcher/compare_runs.py's.
+Owns wording and layout; every figure is launcher/verification.py's.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whale_train.launcher.compare_runs import Difference, Verification
 from whale_train.launcher.ui.terminal import Portable
+from whale_train.launcher.verification import MARGIN, ROUNDED_RUNS, Difference, Verification
 
 _ROWS = 8  # of parameters; verify.json has them all
 
@@ -30,33 +30,58 @@ def verification_view(found: Verification) -> RenderableType:
     for row in shown:
         style = "" if row.within else "red"
         table.add_row(*(Text(cell, style=style) for cell in _cells(row)))
-    notes = [Text(note, style="dim") for note in _notes(found, len(of_parameters))]
+    notes = [Text(note, style="dim") for note in _notes(found)]
     if found.equal:
         notes.append(Text(verdict_line(found), style="bold green"))
     return Portable(Group(table, *notes))
+
+
+def rounded_line(found: Verification) -> str:
+    """Return what is said before the runs that measure rounding."""
+    return (
+        f"not within {found.tolerance:g} of one process; running that {ROUNDED_RUNS} times more "
+        "with weights rounded otherwise, to see what rounding does"
+    )
 
 
 def verdict_line(found: Verification) -> str:
     """`equal: ...`, or `different: ...` with the worst parameter and where the losses part."""
     what = f"{_counted(found.steps, 'step')} on {_counted(found.ranks, 'rank')}"
     if found.equal:
+        said = f"equal: {what} computed what one process does, within {found.tolerance:g} "
+        if found.stretched <= 1:
+            return f"{said}({found.precision})"
         return (
-            f"equal: {what} computed what one process does, within {found.tolerance:g} "
-            f"({found.precision})"
+            f"{said}({found.precision}) or {MARGIN:g} times what rounding does to this model, "
+            f"{found.tolerance * found.stretched:.1e} at most"
         )
-    reasons = []
+    return f"different: {what} did not compute what one process does: {'; '.join(_reasons(found))}"
+
+
+def _reasons(found: Verification) -> Iterator[str]:
+    """Yield what is different, the cause first."""
+    if found.skipped[0] != found.skipped[1]:
+        plan, alone = (", ".join(map(str, steps)) or "none" for steps in found.skipped)
+        yield f"fp16 overflowed in other steps ({plan}; on one process {alone})"
+    if found.not_finite is not None:
+        yield (
+            f"the loss or gradient norm of step {found.not_finite} is no number on either side, "
+            "which compares with nothing"
+        )
+    elif found.no_gradient:
+        yield "no gradient but 0 reached any parameter on one process, so nothing was compared"
+        return
     if found.worst is not None:
         worst = found.worst
-        reasons.append(f"the {worst.what} of {worst.path} is off by {_share(worst)}")
+        yield f"the {worst.what} of {worst.path} is off by {_share(worst)}"
     if found.parted is not None:
-        reasons.append(f"the losses part at step {found.parted.step} (by {_share(found.parted)})")
-    else:
-        reasons.append("the losses agree")
+        yield f"the losses part at step {found.parted.step} (by {_share(found.parted)})"
+    elif found.not_finite is None:
+        yield "the losses agree"
     norms = [x for x in found.differences if x.what == "gradient norm" and not x.within]
     if norms and found.worst is None:
         first = min(norms, key=lambda x: x.step or 0)
-        reasons.append(f"the gradient norms part at step {first.step} (by {_share(first)})")
-    return f"different: {what} did not compute what one process does: {'; '.join(reasons)}"
+        yield f"the gradient norms part at step {first.step} (by {_share(first)})"
 
 
 def _largest(found: Verification, what: str) -> Difference:
@@ -74,9 +99,23 @@ def _cells(row: Difference) -> tuple[str, ...]:
     )
 
 
-def _notes(found: Verification, of_parameters: int) -> Iterator[str]:
-    parameters = _counted(of_parameters // 3, "parameter")
-    yield f"{parameters} by initial value, first gradient and update; all in verify.json"
+def _notes(found: Verification) -> Iterator[str]:
+    kinds = {x.path: x.what for x in found.differences if x.path}
+    constants = sum(what in ("buffer", "frozen parameter") for what in kinds.values())
+    updates = "first and last update" if found.steps > 1 else "update"
+    said = f"{_counted(len(kinds) - constants, 'parameter')} by initial value, first gradient and "
+    said += updates
+    if constants:
+        said += f", {_counted(constants, 'buffer')} or frozen by value"
+    yield f"{said}; all in verify.json"
+    if found.rounding:
+        moved = max(found.rounding.values())
+        yield (
+            f"rounding alone, in {ROUNDED_RUNS} runs of one process with weights rounded "
+            f"otherwise, comes to {_percent(moved)} of the tolerance"
+        )
+    if found.skipped[1]:
+        yield f"{_counted(len(found.skipped[1]), 'step')} overflowed in fp16 and changed nothing"
     if found.undecided:
         yield (
             f"{found.undecided:,} of {found.elements:,} elements have gradients so small that "

@@ -23,6 +23,7 @@ from whale_train.hosts import read_hosts
 from whale_train.limits import memory_bytes
 from whale_train.models.export.export import export_model
 from whale_train.models.export.lifted_constants import with_constants
+from whale_train.models.fp32_precision import compute_fp32
 from whale_train.models.kept_tensors import saved_names
 from whale_train.models.loss_module import LossModule
 from whale_train.models.shared_layers import shared_places
@@ -79,6 +80,7 @@ class Prepared:
 
 def prepare(request: Request) -> Prepared:
     """Make all that needs no plan, so that it overlaps with resolving it."""
+    compute_fp32(in_tf32=request.train.tf32)
     if request.train.compile:
         import_compiler()
     dataset = open_dataset(request.data)
@@ -208,7 +210,8 @@ def train_as_planned(
         metrics = Metrics(run_dir, board, device, *flops)
     carrier = Carrier(run_dir, read_hosts(run_dir), rank, world_size, request.launcher.timeout_s)
     if request.mode == "verify":
-        summary, files = verify(run_dir, request, plan, program, batches, metrics, rank)
+        arguments = (run_dir, request, plan, program, batches, metrics, state, rank)
+        summary, files = verify(*arguments, rounding=_rounding(run_dir))
         carrier.gather(run_dir, Part(rank, files))
     else:
         random = RandomStates(program.shared_random)
@@ -285,6 +288,12 @@ def _delinks(run_dir: Path) -> bool:
     return bool(_launched(run_dir)["delinks"])
 
 
+def _rounding(run_dir: Path) -> int | None:
+    """Return the seed of the noise that a verification's weights get, or None without any."""
+    seed: int | None = _launched(run_dir)["rounding"]
+    return seed
+
+
 def _checkpoint(run_dir: Path) -> Path | None:
     """Return the checkpoint that the run goes on from, or None where it begins."""
     path = _launched(run_dir)["checkpoint"]
@@ -313,11 +322,3 @@ def _device(run_dir: Path, rank: int) -> torch.device:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device
-
-
-def compute_fp32(in_tf32: bool) -> None:
-    """Have GPUs compute products, convolutions and recurrences of fp32 in TF32, or none of them:
-    torch's default is all but products."""
-    backends: Any = torch.backends
-    for of_fp32 in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
-        of_fp32.fp32_precision = "tf32" if in_tf32 else "ieee"

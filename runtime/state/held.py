@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from whale_train.models.export.export import model_path
@@ -28,7 +28,8 @@ Folder = Literal["model", "optimizer"]
 @dataclass(frozen=True)
 class HeldBlock:
     """A block of the tensor `name`, and the `tensor` that has its elements: a view of the rank's
-    state, but for a `counter`, whose "step" it is a copy of. `is_owner`: this rank saves it."""
+    state, but for a `counter`, whose "step" it is a copy of. `is_owner`: this rank saves it;
+    `is_buffer`: it is part of a buffer."""
 
     folder: Folder
     name: str
@@ -36,6 +37,7 @@ class HeldBlock:
     tensor: Tensor
     is_owner: bool
     counter: dict[str, Any] | None = None
+    is_buffer: bool = False
 
 
 def paths_of(engine: Engine) -> dict[int, str]:
@@ -68,7 +70,7 @@ class RankState:
     ) -> None:
         self._engines, self._plan, self._rank, self._names = engines, plan, rank, names
         self._saved_here = frozenset[tuple[str, Block]]()
-        mine = [(block.name, block.block) for block in self._constants()]
+        mine = [(block.name, block.block) for block in self.constants()]
         held: list[list[tuple[str, Block]]] = [[]] * plan.world_size
         dist.all_gather_object(held, mine)
         before = {key for keys in held[:rank] for key in keys}
@@ -86,14 +88,14 @@ class RankState:
             for path, tensor in self._left.items()
             for block, view in whole(tensor.shape).blocks(tensor.detach())
         )
-        return [*trained, *self._constants(), *left]
+        return [*trained, *self.constants(), *left]
 
     def read(self) -> None:
         """Have the next step see what was written to the blocks."""
         for engine in self._engines:
             engine.read_states()
 
-    def _constants(self) -> Iterator[HeldBlock]:
+    def constants(self) -> Iterator[HeldBlock]:
         """Yield the blocks of buffers and of parameters that are not trained."""
         for engine in self._engines:
             paths = paths_of(engine)
@@ -106,7 +108,8 @@ class RankState:
                 held, start = engine.constant(tensor)
                 for block, view in where.blocks(held, start):
                     is_owner = (path, block) in self._saved_here
-                    yield HeldBlock("model", path, block, view, is_owner)
+                    is_buffer = not isinstance(tensor, nn.Parameter)
+                    yield HeldBlock("model", path, block, view, is_owner, is_buffer=is_buffer)
 
 
 def _trained(engine: Engine, plan: Plan, rank: int) -> Iterator[HeldBlock]:

@@ -1,15 +1,18 @@
 """A rank of a verification: it trains the first steps and leaves what it holds under `verify/`.
 
-`rank_N.safetensors` has, by the parameter's path in the user's model, its `initial` and `final`
-value and the first step's `gradient` (of the mean loss, before clipping), in fp32; `rank_N.json`
-says which part of the whole tensor that is. A rank that trains alone adds what the comparison is
-judged by (`Yardstick`). Comparing is launcher/compare_runs.py's.
+`rank_N.safetensors` has, by the parameter's path in the user's model, its `initial` value, the
+ones after the `first` step (of several) and at the end (`final`), and the first step's `gradient`
+(of the mean loss, before clipping), in fp32; and blocks of what is not trained, as the steps left
+it. `rank_N.json` says which part of the whole tensor that is. A first step is one that fp16 did
+not skip. A rank that trains alone adds what the comparison is judged by (`Yardstick`). Comparing
+is launcher/compare_runs.py's.
 
 Dropout is off: its masks differ from plan to plan, so with it no two plans compute the same.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,13 @@ from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.runtime.state.blocks import placement
-from whale_train.runtime.state.held import paths_of
+from whale_train.runtime.state.held import RankState, paths_of
 from whale_train.runtime.state.tensor_files import write_json, write_tensors
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.evaluation import Evaluation, EvaluationBatches
 from whale_train.runtime.train.loop import Loop
 from whale_train.runtime.train.metrics import Metrics
+from whale_train.runtime.train.rounded_weights import RoundedWeights
 from whale_train.runtime.train.step_programs import PendingLoss, Program
 from whale_train.runtime.train.timeline import Trace
 from whale_train.strategies.plan.plan import Plan
@@ -43,32 +47,51 @@ def verify(
     program: Program,
     batches: RankBatches,
     metrics: Metrics | None,
+    state: RankState,
     rank: int,
+    rounding: int | None = None,
 ) -> tuple[dict[str, Any], tuple[FileRecord, ...]]:
     """Train the first `verify.steps` steps of the run and write `rank`'s part of what came of
-    them; return what `summary.json` holds of it, and the files."""
+    them; return what `summary.json` holds of it, and the files.
+
+    `rounding` seeds the noise that the weights of every forward and backward are rounded
+    otherwise by, on a rank that is alone.
+    """
     # One rank whose engine partitions is a plan, and compared: it offloads.
     is_alone = plan.world_size == 1 and not any(engine.partitions for engine in program.engines)
     yardstick = Yardstick(request) if is_alone else None
-    without = _WithoutDropout(program)
+    rounded = None
+    if rounding is not None:
+        assert is_alone
+        weights = (p for engine in program.engines for p in engine.module.parameters())
+        rounded = RoundedWeights(weights, plan.precision, rounding)
+    without = _WithoutDropout(program, rounded)
     loop = Loop(request, plan, without, batches, metrics)
     recorder = _Recorder(program, plan, rank, yardstick)
     recorder.keep_values("initial")
-    before = _random_states()
+    before, skipped = _random_states(), []
     for number in range(request.verify.steps):
-        recorder.step = number
+        scale = None if loop.loss_scale is None else float(loop.loss_scale.value)
         loop.step(number)
+        if loop.loss_scale is not None and float(loop.loss_scale.value) < (scale or 0.0):
+            skipped.append(number + 1)  # by all ranks: the norm they go by is the job's
+            recorder.forget_step()
+            continue
         if yardstick is not None:
             yardstick.add_step(program, loop.lr)
+        recorder.end_step(keeps_first=request.verify.steps > 1)
     loop.settle()
     batches.close()
+    recorder.keep_values("final")
+    recorder.keep_constants(state)
     said = {
         "parts": recorder.parts,
+        "constants": recorder.constants,
+        "skipped": skipped,
         "dropout_off": without.mode.met,
         "drew_random": not all(map(torch.equal, before, _random_states())),
         "largest": yardstick.largest if yardstick is not None else {},
     }
-    recorder.keep_values("final")
     if yardstick is not None:
         recorder.tensors |= {f"sensitivity/{k}": x for k, x in yardstick.sensitivity.items()}
     tensors = recorder.tensors
@@ -85,14 +108,17 @@ def verify(
 
 
 class _Recorder:
-    """Collects a rank's tensors as its engines go through their steps; `step` counts from 0."""
+    """Collects a rank's tensors as its engines go through their steps. `parts` are the places of
+    what is trained, by path; `constants` those of blocks of what is not, by tensor."""
 
     def __init__(
         self, program: Program, plan: Plan, rank: int, yardstick: "Yardstick | None"
     ) -> None:
-        self.step = 0
         self.tensors: dict[str, Tensor] = {}
         self.parts: dict[str, dict[str, Any]] = {}
+        self.constants: dict[str, dict[str, Any]] = {}
+        self._steps = 0
+        self._gradients: dict[str, Tensor] = {}
         self._program, self._plan, self._rank, self._yardstick = program, plan, rank, yardstick
         for engine in program.engines:
             engine.on_gradients = partial(self._see_gradients, engine)
@@ -104,14 +130,46 @@ class _Recorder:
                 where = placement(self._plan, self._rank, path, tuple(value.shape))
                 self.parts[path] = {"shape": where.shape, "index": where.intervals}
 
+    def keep_constants(self, state: RankState) -> None:
+        """Keep the buffers and the parameters that are not trained, block by block."""
+        for number, held in enumerate(state.constants()):
+            tensor, ends = held.tensor.detach(), held.block.stops
+            starts = zip(held.block.offsets, ends, strict=True)
+            index: list[Any] = [[interval] for interval in starts]
+            if tensor.is_complex():
+                tensor, index = torch.view_as_real(tensor), [*index, None]
+            name = f"constant/{number}"
+            is_float = tensor.is_floating_point()
+            self.tensors[name] = _kept(tensor, torch.float32 if is_float else torch.int64)
+            what = "buffer" if held.is_buffer else "frozen parameter"
+            self.constants[name] = {
+                **{"path": held.name, "what": what, "index": index, "is_float": is_float}
+            }
+
+    def end_step(self, keeps_first: bool) -> None:
+        """Count a step that updated the parameters."""
+        if self._steps == 0:
+            self.tensors |= {f"gradient/{path}": x for path, x in self._gradients.items()}
+            if keeps_first:
+                self.keep_values("first")
+                if self._yardstick is not None:
+                    slopes = self._yardstick.sensitivity
+                    self.tensors |= {f"first_sensitivity/{k}": x for k, x in slopes.items()}
+        self._gradients = {}
+        self._steps += 1
+
+    def forget_step(self) -> None:
+        """Drop what was seen of a step that changed nothing."""
+        self._gradients = {}
+
     def _see_gradients(self, engine: Engine) -> None:
-        if self.step and self._yardstick is None:
+        if self._steps and self._yardstick is None:
             return
         found = dict(_by_path(engine, engine.gradients()))
         if self._yardstick is not None:
             self._yardstick.see_gradients(found)
-        if self.step == 0:
-            self.tensors |= {f"gradient/{path}": _kept(x) for path, x in found.items()}
+        if self._steps == 0:
+            self._gradients |= {path: _kept(x) for path, x in found.items()}
 
 
 def _by_path(
@@ -124,8 +182,8 @@ def _by_path(
             yield paths[id(parameter)], value
 
 
-def _kept(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", torch.float32, copy=True).contiguous()
+def _kept(value: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return value.detach().to("cpu", dtype, copy=True).contiguous()
 
 
 # --- What is judged by ---------------------------------------------------------------------------
@@ -146,6 +204,7 @@ class Yardstick:
         self._options = request.optimizer
         self._clip = request.train.grad_clip or 0.0
         self._left_by_clipping = 1.0
+        self._seen: dict[str, float] = {}
         self._steps = 0
 
     def see_gradients(self, gradients: Mapping[str, Tensor]) -> None:
@@ -154,13 +213,15 @@ class Yardstick:
             largest = float(gradient.abs().max()) if gradient.numel() else 0.0
             # One that is no number says nothing of sizes, and must not allow any difference.
             largest = largest if math.isfinite(largest) else 0.0
-            self.largest[path] = max(self.largest.get(path, 0.0), largest)
+            self._seen[path] = largest
         norm = sum(float(x.double().square().sum()) for x in gradients.values()) ** 0.5
         self._left_by_clipping = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0
 
     def add_step(self, program: Program, rate: float) -> None:
-        """Count the update that was made at learning rate `rate`."""
+        """Count the update that was made, of the gradients seen last, at learning rate `rate`."""
         self._steps += 1
+        for path, largest in self._seen.items():
+            self.largest[path] = max(self.largest.get(path, 0.0), largest)
         for engine in program.engines:
             assert isinstance(engine, TorchEngine)
             assert engine.optimizer is not None
@@ -210,10 +271,11 @@ def slope_of(
 
 
 class _WithoutDropout:
-    """A program whose steps are under `DropoutOff`, recomputed forwards included."""
+    """A program whose steps are under `DropoutOff`, recomputed forwards included, and see
+    `rounded` weights."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, rounded: RoundedWeights | None) -> None:
+        self._program, self._rounded = program, rounded
         self.mode = DropoutOff()
         self.trace: Trace | None = None  # the loop says None as well
         self.loads = program.loads
@@ -229,7 +291,7 @@ class _WithoutDropout:
     def forward_backward(
         self, batches: Sequence[Batch], loss_scale: Tensor | None = None
     ) -> PendingLoss:
-        with self.mode:
+        with self.mode, self._rounded.moved() if self._rounded is not None else nullcontext():
             return self._program.forward_backward(batches, loss_scale)
 
     def evaluate(self, held: EvaluationBatches) -> Evaluation:

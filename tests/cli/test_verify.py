@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
@@ -104,6 +105,28 @@ def test_what_is_not_within_the_tolerance_fails_and_is_named(tmp_path: Path) -> 
     )
     assert re.fullmatch(rf"error: {said}; see \S+/run/verify.json\n", answer.stderr)
     assert "equal:" not in answer.stdout
+
+
+def test_what_rounding_decides_is_measured(tmp_path: Path) -> None:
+    """A model with a kink: one process is as far from itself, with other roundings."""
+    copy(Path(__file__).parents[1] / "distributed/kinked_model.py", tmp_path)
+    model = ("model._target_=kinked_model.Kinked", "data=classes", "data.num_classes=10")
+    arguments = [*COMMON, *model, "strategy=dp", "optimizer=sgd", "verify.steps=1"]
+    answer = whale_train(arguments, tmp_path)
+    assert (answer.status, answer.stderr) == (0, "")
+    assert answer.left_running == ()
+    lines = " ".join(answer.stdout.split())
+    assert "not within 2e-05 of one process; running that 3 times more with weights" in lines
+    assert "rounding alone, in 3 runs of one process with weights rounded otherwise" in lines
+    said = r"equal: 1 step on 2 ranks computed what one process does, within 2e-05 \(fp32\) or 2 "
+    said += r"times what rounding does to this model, \S+ at most$"
+    assert re.search(said, lines)
+    found = written(tmp_path)
+    (gradients,) = (x for x in found["rounding"] if x["what"] == "gradient")
+    assert gradients["allowed"] == 2 * gradients["of_allowed"] > 2
+    assert {(x["what"], x["step"]) for x in found["rounding"]} == {
+        *(("loss", 1), ("gradient norm", 1), ("gradient", 1), ("update", 1), ("buffer", 1)),
+    }
 
 
 def test_ranks_started_from_outside_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from tests.distributed.odd_models import CLASSES, WIDTH, Loss, Odd
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 # --- Losses called out of sight ------------------------------------------------------------------
@@ -279,6 +280,42 @@ class RunningInstanceNorm(Odd):
 
     def forward(self, points: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Loss:
         return Loss(F.cross_entropy(self.head(self.hidden(self.norm(points))), labels))
+
+
+# --- Settings of torch's own, set in a forward ---------------------------------------------------
+
+
+class CtcWithoutCudnn(Odd):
+    """A loss over sequences, as transformers calls it: in fp32 and not by cuDNN."""
+
+    def forward(self, points: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Loss:
+        logits = self.head(torch.tanh(self.inner(points)))
+        scores = F.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1)
+        targets = 1 + torch.stack([labels, ids[:, 0]], 1) % (CLASSES - 1)
+        places = torch.full_like(labels, points.shape[1])
+        with torch.backends.cudnn.flags(enabled=False):
+            loss = F.ctc_loss(scores, targets, places, torch.full_like(labels, 2), reduction="none")
+        return Loss((loss / 2).mean())
+
+
+class SetsTorchUp(Odd):
+    """What it sets to what it was, or puts back, and what only chooses a kernel."""
+
+    def hidden(self, points: Tensor) -> Tensor:
+        torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())
+        before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+        with torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+            x = torch.tanh(self.inner(points))
+            x = x + F.scaled_dot_product_attention(x, x, x)
+        with torch.backends.flags(fp32_precision="ieee"), torch.autocast("cpu", enabled=False):
+            for block in self.blocks:
+                x = x + torch.tanh(block(x))
+        return x.mean(1)
+
+    def of(self, z: Tensor, logits: Tensor, labels: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels)
 
 
 ODD_STATE = [

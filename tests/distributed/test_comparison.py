@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,18 +10,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
-from tests.distributed.test_verify import (
-    Case,
-)
+from tests.distributed.recorded_sides import PLAIN, asked, whole_tensors, write_side
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whale_train.config import OptimizerOptions, Request, read_request
+from whale_train.config import OptimizerOptions, read_request
 from whale_train.errors import PlanError
 from whale_train.launcher.command_line import composed, rewritten
-from whale_train.launcher.compare_runs import Verification, compare
+from whale_train.launcher.compare_runs import compare
 from whale_train.launcher.planning.plan_request import resolve_request
+from whale_train.launcher.verification import Verification
 from whale_train.launcher.verify import on_one_process, only_steps
 from whale_train.runtime.engines.base import Copies
 from whale_train.runtime.engines.optimizers import make_optimizer
@@ -31,37 +30,6 @@ from whale_train.strategies.plan.program import PlannedShard
 
 # --- Comparisons of tensors given here -----------------------------------------------------------
 
-_SAID = {"dropout_off": False, "drew_random": False, "largest": {"w": 2.0}}
-
-
-def one_step() -> Request:
-    overrides = [*Case("gpt", "dp", "sgd").overrides, "verify.steps=1"]
-    return read_request(composed(rewritten(overrides)), {})
-
-
-def write_side(
-    folder: Path, parts: Sequence[tuple[Any, Mapping[str, Any]]], loss: float = 1.0
-) -> Path:
-    """A run of one step with one parameter `w` of shape [2, 6]; per rank the columns it holds and
-    its tensors."""
-    (folder / "verify").mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text(
-        json.dumps({"loss": loss, "grad_norm": 1.0, "lr": 0.1}) + "\n"
-    )
-    for rank, (columns, tensors) in enumerate(parts):
-        said = {**_SAID, "parts": {"w": {"shape": [2, 6], "index": [None, columns]}}}
-        (folder / f"verify/rank_{rank}.json").write_text(json.dumps(said))
-        arrays = {f"{k}/w": np.array(x, dtype=np.float32, order="C") for k, x in tensors.items()}
-        save_file(arrays, folder / f"verify/rank_{rank}.safetensors")
-    return folder
-
-
-def whole_tensors() -> dict[str, Any]:
-    draw = np.random.default_rng(3)
-    initial, gradient = draw.normal(size=(2, 6)), draw.uniform(-2, 2, size=(2, 6))
-    final = initial - 0.1 * gradient
-    return {"initial": initial, "gradient": gradient, "final": final}
-
 
 def columns_of(tensors: Mapping[str, Any], columns: Sequence[int]) -> dict[str, Any]:
     return {k: x[:, list(columns)] for k, x in tensors.items()}
@@ -71,8 +39,8 @@ def compared(
     folder: Path, parts: Sequence[tuple[Any, Mapping[str, Any]]], loss: float = 1.0
 ) -> Verification:
     alone = write_side(folder / "alone", [(None, whole_tensors() | {"sensitivity": 0.1})])
-    side = write_side(folder / "side", parts, loss)
-    return compare(one_step(), side, alone, len(parts))
+    side = write_side(folder / "side", parts, replace(PLAIN, losses=(loss,)))
+    return compare(asked(1), side, alone, len(parts))
 
 
 # A fused weight of two pieces of three columns, cut two to one.
@@ -150,6 +118,7 @@ def test_no_number_is_not_equal(tmp_path: Path) -> None:
     assert {x.what for x in found.differences if not x.within} == {"gradient", "loss"}
     assert found.parted is not None
     assert found.parted.step == 1
+    assert found.not_finite is None  # one process has a number
 
 
 def test_one_process_that_cannot_hold_the_model_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,34 @@ def test_it_is_what_one_process_computes_or_refused(
         assert copies["shares"][0] > copies["shares"][1]
 
 
+def test_a_ctc_model_of_transformers_is_what_one_process_computes(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Its loss enters torch.backends.cudnn.flags."""
+    draw, path = np.random.default_rng(3), tmp_path / "sound.npz"
+    sound, letters = draw.normal(size=(30, 400)), draw.integers(1, 12, (30, 4))
+    np.savez(path, input_values=sound.astype(np.float32), labels=letters)
+    config = "vocab_size: 12, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, "
+    config += "intermediate_size: 32, conv_dim: [8, 8], conv_stride: [5, 4], conv_kernel: [10, 8], "
+    config += "num_feat_extract_layers: 2, num_conv_pos_embeddings: 4, layerdrop: 0.0, "
+    config += "num_conv_pos_embedding_groups: 2, ctc_loss_reduction: mean, mask_time_prob: 0.0"
+    dropouts = ("hidden", "attention", "activation", "feat_proj", "final")
+    config += "".join(f", {name}_dropout: 0.0" for name in dropouts)
+    job = [
+        *("model=hf", "model.architecture=Wav2Vec2ForCTC", f"model.config={{{config}}}"),
+        *("data=arrays", f"data.path={path}", "data.shuffle=false", "strategy=dp"),
+        *("train.steps=3", "train.global_batch=10", "optimizer=sgd", "optimizer.lr=0.05"),
+    ]
+    found = jobs.run([*job, *UNLIKE])
+    one = [*job, "hardware=cpu", "hardware.devices=1", "strategy=single"]
+    expected = jobs.run(one, plainly=True)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=LOSS)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=NORM)
+    refused = run_or_refusal(jobs, [*job, *UNLIKE, "strategy=split"])
+    assert isinstance(refused, str)
+    assert "Wav2Vec2ForCTC cannot be exported" in refused
+
+
 # What copies are refused for, by the operation in which samples meet.
 MEETING = {
     "MaxOverBatch": "amax",

@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         *(f"model.config={{{_BERT}}}", *TEXT),
     ),
     "image_classifier": ("model=image_classifier", "data=digits"),
+    "kinked": ("model._target_=kinked_model.Kinked", "data=classes", "data.num_classes=10"),
     "images": ("model=image_classifier", "data=images", "data.size=12", "model.channels=3"),
 }
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
@@ -112,35 +113,41 @@ class Sides:
         self._alone: dict[tuple[str, ...], Path] = {}
         self._served = served
 
-    def verify(self, case: Case) -> Verification:
+    def verify(self, case: Case, roundings: Sequence[int] = ()) -> Verification:
         run_dir = self._run([*case.overrides, *case.only_plan], False, case.fault)
         ranks = json.loads((run_dir / "plan.json").read_text())["world_size"]
-        return self.compared(case, run_dir, ranks)
+        return self.compared(case, run_dir, ranks, roundings)
 
-    def compared(self, case: Case, run_dir: Path, ranks: int) -> Verification:
+    def compared(
+        self, case: Case, run_dir: Path, ranks: int, roundings: Sequence[int] = ()
+    ) -> Verification:
         """Compare the side of a plan that is in `run_dir` with one process."""
-        alone = self.alone(case)
+        alone, rounded = self.alone(case), [self.alone(case, seed) for seed in roundings]
         request = Request.from_json((alone / "request.json").read_text())
-        return compare(request, run_dir, alone, ranks, request.train.precision or "fp32")
+        return compare(request, run_dir, alone, ranks, request.train.precision or "fp32", rounded)
 
-    def alone(self, case: Case) -> Path:
-        """Return the folder of the side of one process."""
-        key = replace(case, strategy="dp", fault="", only_plan=(), hardware=EVEN).overrides
+    def alone(self, case: Case, rounding: int | None = None) -> Path:
+        """Return the folder of the side of one process, with other roundings or none."""
+        overrides = replace(case, strategy="dp", fault="", only_plan=(), hardware=EVEN).overrides
+        key = (*overrides, str(rounding))
         if key not in self._alone:
-            self._alone[key] = self._run(key, True, "")
+            self._alone[key] = self._run(overrides, True, "", rounding)
         return self._alone[key]
 
-    def _run(self, overrides: Sequence[str], alone: bool, fault: str) -> Path:
+    def _run(
+        self, overrides: Sequence[str], alone: bool, fault: str, rounding: int | None = None
+    ) -> Path:
         self._count += 1
         run_dir = self._folder / f"side_{self._count}"
-        failure = self._served.ask(
-            run_side, overrides=list(overrides), alone=alone, fault=fault, run_dir=str(run_dir)
-        )
+        asked = {"overrides": list(overrides), "alone": alone, "fault": fault}
+        failure = self._served.ask(run_side, **asked, run_dir=str(run_dir), rounding=rounding)
         assert not failure, f"{' '.join(overrides)}\n{failure}"
         return run_dir
 
 
-def run_side(overrides: list[str], alone: bool, fault: str, run_dir: str) -> str:
+def run_side(
+    overrides: list[str], alone: bool, fault: str, run_dir: str, rounding: int | None
+) -> str:
     """One side of a verification, as the command runs it; why it failed."""
     config = composed(rewritten(overrides))
     request = only_steps(read_request(config, {"hardware": "inventory", "strategy": "strategy"}))
@@ -148,19 +155,33 @@ def run_side(overrides: list[str], alone: bool, fault: str, run_dir: str) -> str
     if alone:
         request, resolved = on_one_process(request, resolved)
     folder = make_run_dir(request, Path(run_dir))
-    start_ranks(folder, resolved, request)
+    start_ranks(folder, resolved, request, rounding=rounding)
     if fault == "swapped_shards":
         swap_shards(folder / "plan.json")
-    return run_host(folder, run_steep_rank if fault == "steep" else worker.run_rank)
+    faulty = {"steep": run_steep_rank, "share": run_rank_of_a_larger_share}
+    return run_host(folder, faulty.get(fault, worker.run_rank))
 
 
 def run_steep_rank(run_dir: Path, rank: int, world_size: int, prepared: worker.Prepared) -> None:
     """A rank whose losses are right, and their gradients a thousandth too large."""
+    _run_steeper(1e-3, run_dir, rank, world_size, prepared)
+
+
+def run_rank_of_a_larger_share(
+    run_dir: Path, rank: int, world_size: int, prepared: worker.Prepared
+) -> None:
+    """A rank that counts, if it is the first, an eighth too much."""
+    _run_steeper(1 / 8 if rank == 0 else 0.0, run_dir, rank, world_size, prepared)
+
+
+def _run_steeper(
+    by: float, run_dir: Path, rank: int, world_size: int, prepared: worker.Prepared
+) -> None:
     right = LossModule._loss_of
 
     def steeper(module: LossModule, batch: dict[str, Tensor]) -> Tensor:
         loss = right(module, batch)
-        return loss + (loss - loss.detach()) * 1e-3
+        return loss + (loss - loss.detach()) * by
 
     LossModule._loss_of = steeper  # type: ignore[method-assign]
     worker.run_rank(run_dir, rank, world_size, prepared)
@@ -216,10 +237,11 @@ EQUAL = [
 def test_a_plan_is_one_process(sides: Sides, case: Case) -> None:
     found = sides.verify(case)
     assert found.equal, found.to_json()
-    # What is compared is all there is to train: three differences a parameter, and two a step.
-    trained = trained_paths(case)
-    assert {x.path for x in found.differences if x.path} == trained
-    assert len(found.differences) == 3 * len(trained) + 2 * STEPS
+    # What is compared is all there is: four differences a parameter, one a buffer, two a step.
+    trained, buffers = paths(case)
+    assert {x.path for x in found.differences if x.what == "buffer"} == buffers
+    assert {x.path for x in found.differences if x.path} == trained | buffers
+    assert len(found.differences) == 4 * len(trained) + len(buffers) + 2 * STEPS
     assert found.dropout_off == (case.model in ("gpt2", "bert"))
     assert not found.drew_random
     assert len(found.losses[0]) == len(found.losses[1]) == STEPS
@@ -228,11 +250,15 @@ def test_a_plan_is_one_process(sides: Sides, case: Case) -> None:
         assert found.undecided <= 0.01 * found.elements
 
 
-def trained_paths(case: Case) -> set[str]:
-    """The parameters of the case's model, which all get a gradient."""
+def paths(case: Case) -> tuple[set[str], set[str]]:
+    """The parameters of the case's model, which all get a gradient, and what a checkpoint has of
+    its buffers."""
     config = composed(rewritten(list(case.overrides)))
     model = build_model(read_request(config, {}).model)
-    return {path for path, _ in model.named_parameters()}
+    trained = {path for path, _ in model.named_parameters()}
+    return trained, set(model.state_dict(keep_vars=True)) & {
+        path for path, _ in model.named_buffers()
+    }
 
 
 WRONG = [
@@ -284,3 +310,15 @@ def test_what_is_not_one_process_is_found(sides: Sides, case: Case, what: str) -
         wrong_gradients = [x for x in found.differences if x.what == "gradient" and not x.within]
         assert head in {x.path for x in wrong_gradients}
         assert found.parted == first_loss
+
+
+@pytest.mark.parametrize("fault", ["", "steep", "share"])
+def test_what_rounding_decides_is_told_from_a_fault(sides: Sides, fault: str) -> None:
+    """A model with a kink, whose right gradients are off by more than the tolerance."""
+    case = Case("kinked", "dp", "sgd", fault=fault)
+    found = sides.verify(case, roundings=(1, 2))
+    assert found.rounding["gradient", 1] > 5
+    assert found.stretched > 2
+    assert found.equal == (not fault), found.to_json()
+    if not fault:
+        assert not sides.verify(case).equal

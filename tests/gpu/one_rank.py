@@ -18,6 +18,7 @@ import torch
 from whale_train.config import read_request
 from whale_train.launcher.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
+from whale_train.models.fp32_precision import compute_fp32
 from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.comms.process_groups import (
     file_rendezvous,
@@ -44,7 +45,7 @@ def main() -> None:
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1"}
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    worker.compute_fp32(in_tf32=request.train.tf32)
+    compute_fp32(in_tf32=request.train.tf32)
     with tempfile.TemporaryDirectory() as folder:
         join(file_rendezvous(Path(folder)), 0, 1, device)
         compiler = Compiler() if request.train.compile else None

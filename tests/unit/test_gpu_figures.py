@@ -1,16 +1,18 @@
 """What plans count with of GPUs that nobody measured, and the precision they are asked for in."""
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 from whale_train.config import read_request
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
-from whale_train.runtime.process.rank_main import compute_fp32
+from whale_train.models.fp32_precision import compute_fp32
 from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.cost.roofline import kernel_of
 from whale_train.strategies.hardware.catalogue import DEVICES, RESERVED_BYTES
@@ -104,17 +106,85 @@ def test_gradients_are_sent_in_no_other_16_bits(sent: str) -> None:
     assert planned("hardware=dgx_a100", "train.reduce_dtype=bf16").reduce_dtype == "bf16"
 
 
-@pytest.mark.parametrize("in_tf32", [True, False])
-def test_ranks_compute_fp32_as_they_are_told(in_tf32: bool) -> None:
+@pytest.fixture
+def fp32_settings() -> Iterator[None]:
+    """Leave what torch computes fp32 in as it was."""
+    backends: Any = torch.backends
+    before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+    of_cpus = backends.mkldnn.matmul.fp32_precision  # set_float32_matmul_precision sets it too
+    yield
+    backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32 = before
+    backends.mkldnn.matmul.fp32_precision = of_cpus
+
+
+def per_operation() -> list[str]:
     backends: Any = torch.backends
     parts = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
-    before = [part.fp32_precision for part in parts]
-    try:
-        compute_fp32(in_tf32)
-        assert {part.fp32_precision for part in parts} == {"tf32" if in_tf32 else "ieee"}
-    finally:
-        for part, precision in zip(parts, before, strict=True):
-            part.fp32_precision = precision
+    return [part.fp32_precision for part in parts]
+
+
+@pytest.mark.usefixtures("fp32_settings")
+@pytest.mark.parametrize("in_tf32", [True, False])
+def test_ranks_compute_fp32_as_they_are_told(in_tf32: bool) -> None:
+    compute_fp32(in_tf32)
+    assert [precision == "tf32" for precision in per_operation()] == [in_tf32] * 3
+    assert torch.backends.cuda.matmul.allow_tf32 == in_tf32
+    assert torch.backends.cudnn.allow_tf32 == in_tf32
+    assert torch.get_float32_matmul_precision() == ("high" if in_tf32 else "highest")
+
+
+@pytest.mark.usefixtures("fp32_settings")
+@pytest.mark.parametrize("in_tf32", [True, False])
+def test_a_model_may_use_either_of_torchs_precision_settings(in_tf32: bool) -> None:
+    compute_fp32(in_tf32)
+    before = per_operation()
+    with torch.backends.cudnn.flags(enabled=False, allow_tf32=not in_tf32):
+        assert torch.backends.cudnn.allow_tf32 == (not in_tf32)  # the model's own
+    with torch.backends.cudnn.flags(enabled=False), torch.backends.cudnn.flags():
+        pass
+    with torch.backends.mkldnn.flags(enabled=False):
+        pass
+    assert per_operation() == before
+    torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())
+    assert torch.backends.cuda.matmul.allow_tf32 == in_tf32
+    backends: Any = torch.backends
+    for part in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+        part.fp32_precision = "tf32" if in_tf32 else "ieee"
+    assert torch.backends.cudnn.allow_tf32 == in_tf32
+
+
+class AsksForTf32(nn.Module):
+    """It computes something else where convolutions may be rounded."""
+
+    seen: ClassVar[list[bool]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        self.seen.append(torch.backends.cudnn.allow_tf32)
+        logits: torch.Tensor = self.head(features)
+        return logits
+
+
+@pytest.mark.usefixtures("fp32_settings")
+@pytest.mark.parametrize("in_tf32", [True, False])
+def test_a_model_is_measured_in_the_precision_it_trains_in(in_tf32: bool) -> None:
+    compute_fp32(not in_tf32)
+    AsksForTf32.seen.clear()
+    overrides = (f"model._target_={__name__}.AsksForTf32", "model.loss=cross_entropy")
+    config = composed(
+        rewritten(
+            [
+                *(*overrides, "data=classes", "data.num_classes=10", "mode=plan"),
+                *("hardware=dgx_a100", "strategy=dp", "train.precision=fp32"),
+                *(f"train.tf32={str(in_tf32).lower()}", "train.global_batch=16"),
+            ]
+        )
+    )
+    resolve_request(read_request(config, {"hardware": "dgx_a100", "strategy": "dp"}))
+    assert set(AsksForTf32.seen) == {in_tf32}
 
 
 # --- What is reached of peaks --------------------------------------------------------------------

@@ -1,0 +1,94 @@
+"""How far roundings alone move the first gradients of the image classifier.
+
+python benchmarks/relu_kinks.py --size 224 --batch 8
+
+The gradients of one batch are computed in fp64, and again in fp32, with other convolution kernels,
+and with weights moved by 2^-24 of themselves: all of them are right. Printed are how many ReLUs
+decide otherwise than in fp64, and the gradient that is farthest off, by its largest element.
+"""
+
+import argparse
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from whale_train.data.images import ImagesOptions, open_images
+from whale_train.data.order import indices_from
+from whale_train.models.image_classifier import ImageClassifier
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=224, help="height and width of the images")
+    parser.add_argument("--batch", type=int, default=8)
+    options = parser.parse_args()
+    data = open_images(ImagesOptions(num_classes=10, channels=1, size=options.size))
+    batch = data.samples(indices_from(0, data.num_samples, options.batch, 0, True))
+    images, labels = (torch.from_numpy(batch[key]) for key in ("pixel_values", "labels"))
+    torch.manual_seed(0)
+    model = ImageClassifier()
+    wide = copy.deepcopy(model).double()
+    expected, kinks = gradients(wide, images.double(), labels)
+    print(f"{sum(len(x) for x in kinks):,} ReLUs")
+
+    def show(name: str, of: nn.Module, inputs: Tensor) -> None:
+        found, decided = gradients(of, inputs, labels)
+        flips = sum(int((a != b).sum()) for a, b in zip(decided, kinks, strict=True))
+        off = {
+            path: float((found[path] - x).abs().max() / x.abs().max())
+            for path, x in expected.items()
+        }
+        worst = max(off, key=lambda path: off[path])
+        print(f"{name}: {flips} ReLUs differ from fp64, {worst} is {off[worst]:.1e} off")
+
+    show("fp32", model, images)
+    with torch.backends.mkldnn.flags(enabled=False):
+        show("fp32, mkldnn off", model, images)
+    for seed in range(3):
+        show(f"fp32, weights moved ({seed})", moved(model, seed), images)
+        show(f"fp64, weights moved ({seed})", moved(wide, seed), images.double())
+
+
+def moved(model: nn.Module, seed: int) -> nn.Module:
+    """Return a copy of `model` whose weights are up or down by 2^-24 of themselves."""
+    changed, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            up = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + 2**-24 * up.to(parameter.dtype))
+    return changed
+
+
+def gradients(
+    model: nn.Module, images: Tensor, labels: Tensor
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the first gradients in fp64, and of every ReLU which elements it lets through."""
+    own = copy.deepcopy(model)
+    with deciding() as decided:
+        own(images, labels).loss.backward()
+    return {path: p.grad.double() for path, p in own.named_parameters()}, decided
+
+
+@contextmanager
+def deciding() -> Iterator[list[Tensor]]:
+    """Collect what every ReLU inside lets through."""
+    right, decided = functional.relu, list[Tensor]()
+
+    def seen(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        decided.append((x > 0).flatten())
+        return right(x, *args, **kwargs)
+
+    functional.relu = seen
+    try:
+        yield decided
+    finally:
+        functional.relu = right
+
+
+if __name__ == "__main__":
+    main()
