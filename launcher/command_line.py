@@ -24,9 +24,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from whale_train.bounds import shortened, too_large
+from whale_train.bounds import too_large
 from whale_train.config import read_request
-from whale_train.errors import ConfigError, Fault, RequestError, nearest
+from whale_train.errors import ConfigError, Fault, RequestError, nearest, shortened
 from whale_train.launcher.config_files import read_within_bounds
 from whale_train.launcher.hydra_keys import code_faults
 from whale_train.launcher.output_dirs import run_dir_faults

@@ -16,8 +16,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from whale_train.bounds import shortened
-from whale_train.errors import Fault, nearest
+from whale_train.errors import Fault, nearest, shortened
 from whale_train.validation import as_yaml
 
 # Called by Hydra (`_target_`) and by logging (`()` and `class`).

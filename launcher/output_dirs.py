@@ -8,9 +8,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from whale_train.bounds import shortened
 from whale_train.config import AUTO
-from whale_train.errors import Fault
+from whale_train.errors import Fault, shortened
 from whale_train.launcher.ranks.run_dir import taken_by
 
 # What a run writes inside is no longer than that: checkpoints/step_N/optimizer/..., logs/...

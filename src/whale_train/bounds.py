@@ -56,12 +56,6 @@ def too_large(text: str) -> tuple[str, str] | None:
     return None
 
 
-def shortened(text: str, most: int = 200) -> str:
-    """Return a value as a message shows it: one of thousands of characters as its beginning and
-    its length."""
-    return text if len(text) <= most else f"{text[: most // 2]}... ({len(text):,} characters)"
-
-
 def read_file(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """Return the text of a file in UTF-8. Raises ConfigError for one that is larger, no file, or
     not text."""
