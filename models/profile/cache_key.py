@@ -4,7 +4,6 @@ It owns which content that is; a profile with the same key is the same profile. 
 it can be known there is no key: a constructor of the user's reads what it likes.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from whale_train.models.hub import folder_of
+from whale_train.models.hub import saved_configs
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.graph.operation_graph import InputField
 
@@ -50,7 +49,7 @@ def profile_key(
         return None
     search = [os.getcwd(), *sys.path]  # where a model's class is looked for
     try:
-        saved = _saved_config(options.pretrained)
+        saved = saved_configs(options.pretrained)
         if _names_others(options.config) or any(_names_others(each) for each in saved.values()):
             return None
         content = (
@@ -87,13 +86,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) is list:
         return all(map(_is_plain, value))
     return value is None or type(value) in (str, int, float, bool)
-
-
-def _saved_config(folder: str | None) -> dict[str, Any]:
-    """Return what `from_pretrained` may read of a folder for a config. Raises OSError and
-    ValueError."""
-    found = sorted(folder_of(folder).glob("config*.json")) if folder else []
-    return {path.name: json.loads(path.read_bytes()) for path in found}
 
 
 def _names_others(config: Any) -> bool:

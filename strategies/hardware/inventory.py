@@ -388,7 +388,7 @@ def _number(value: object, key: str, faults: list[Fault]) -> float | None:
         number = float(str(value))
         if math.isfinite(number) and number <= _LARGEST:
             return number
-        if number > _LARGEST:
+        if math.isfinite(number) and number > 0:
             rule, remedy = f"is above {_LARGEST:g}", f"use {_LARGEST:g} or less"
             faults.append(Fault(key, shortened(_text(value)), rule, remedy))
             return None
