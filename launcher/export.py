@@ -30,7 +30,7 @@ def export_into(run_dir: Path, found: Resumed, console: Console, signals: StopSi
     """Make the folder of weights of a run directory from a checkpoint."""
     from whale_train.models.build import load_class  # and with it torch
 
-    load_class(Request.from_json((found.path / "request.json").read_text()).model)
+    load_class(Request.from_json((found.path / "request.json").read_text(encoding="utf-8")).model)
     console.print(Text(f"exporting step {found.step}, from {found.path}"), soft_wrap=True)
     program = (*EXPORT_PROGRAM, "--checkpoint", str(found.path.absolute()))
     ended = run_alone(run_dir, program, signals)

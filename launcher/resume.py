@@ -135,7 +135,7 @@ def phase_of(request: Request, found: Resumed | None) -> Request:
     own."""
     if not request.is_pseudo or found is None:
         return request
-    state = json.loads((found.path / "state.json").read_text())
+    state = json.loads((found.path / "state.json").read_text(encoding="utf-8"))
     at = request.train.delink_at
     due = state.get("delinks", False) or (isinstance(at, int) and found.step >= at)
     if not due and saved_request(found).model.share_layers:
@@ -152,7 +152,7 @@ def delinks(found: Resumed | None, request: Request) -> bool:
 
 
 def saved_request(found: Resumed) -> Request:
-    return Request.from_json((found.path / "request.json").read_text())
+    return Request.from_json((found.path / "request.json").read_text(encoding="utf-8"))
 
 
 def _order_of_data(request: Request) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _kind(options: OptimizerOptions) -> str:
 def refuse_other_size(checkpoint: Path, num_samples: int) -> None:
     """Raise ConfigError where the data has another number of samples than the checkpoint's run had:
     which of them it has seen is not known."""
-    state = json.loads((checkpoint / "state.json").read_text())
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     before = state.get("num_samples", num_samples)  # which earlier checkpoints do not say
     if before != num_samples:
         rule = f"has seen a part of {before:,} samples, and the data has {num_samples:,}"

@@ -31,7 +31,7 @@ from whale_train.models.options import RULES, ModelOptions
 from whale_train.models.shared_layers import share_layers
 from whale_train.models.stored import open_folder
 
-MOST_PARTS = 500_000  # modules and parameters of a model
+MOST_PARTS = 250_000  # modules and parameters of a model
 
 _MODEL_NAME = re.compile(r"(?!Auto|TF|Flax)\w*(For[A-Z]\w*|Model)(?<!PreTrainedModel)")
 _NO_MODEL_NAME = re.compile(r"\w*(Config|Processor|Pil|Fast|Output|Tokenizer)|\w*Dataset\w*")

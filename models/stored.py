@@ -86,7 +86,7 @@ def _files_of(folder: Path) -> list[Path]:
         return [folder / _WEIGHTS]
     if (folder / _INDEX).exists():
         try:
-            where = json.loads((folder / _INDEX).read_text())["weight_map"]
+            where = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
             return [folder / name for name in sorted(set(where.values()))]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _damaged(folder, f"{folder / _INDEX} cannot be read ({error})") from None

@@ -33,7 +33,8 @@ def kept() -> list[Calibration]:
         try:
             found.append(Calibration.from_mapping(load_yaml(path)))
         except ConfigError as error:
-            faults += [replace(fault, remedy=REMEDY) for fault in error.faults]
+            why = "; ".join(fault.rule for fault in error.faults)
+            faults.append(Fault(str(path), "", f"is no calibration ({why})", REMEDY))
         except ValueError as error:
             faults.append(Fault(str(path), "", f"is no calibration ({error})", REMEDY))
     if faults:

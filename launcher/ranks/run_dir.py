@@ -133,7 +133,7 @@ def keep_steps(run_dir: Path, step: int) -> int:
     if not path.exists():
         return 0
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         with suppress(ValueError, KeyError):  # a line cut off by the end of an attempt
             if json.loads(line)["step"] <= step:
                 kept.append(line)
@@ -144,7 +144,7 @@ def keep_steps(run_dir: Path, step: int) -> int:
 def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees all of it or no file (or the one before)."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

@@ -146,7 +146,9 @@ def record_host_failure(run_dir: Path, error: BaseException) -> None:
 def read_errors(run_dir: Path) -> dict[int, RankError]:
     """Return the failures that ranks have recorded so far, by rank."""
     files = (run_dir / "logs").glob("rank_*.failure.json")
-    return {e.rank: e for e in (RankError.from_json(file.read_text()) for file in files)}
+    return {
+        e.rank: e for e in (RankError.from_json(file.read_text(encoding="utf-8")) for file in files)
+    }
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -319,5 +321,5 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader sees all of it or no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)

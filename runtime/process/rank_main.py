@@ -98,7 +98,7 @@ def _exported(prepared: Prepared) -> fx.GraphModule | None:
 def complete(run_dir: Path, prepared: Prepared) -> Prepared:
     """Make what only the plan told of, once for all ranks: the graph of a model that is run by it,
     and the optimizer that DeepSpeed compiles at first use."""
-    plan = Plan.from_json((run_dir / "plan.json").read_text())
+    plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
     if plan.rewrite is not None and prepared.graph is None:
         prepared = replace(prepared, graph=_exported(prepared))
     if prepared.request.optimizer.name != "sgd" and any(
@@ -147,7 +147,7 @@ def measure(
     precision = request.train.precision or "fp32"
     alone = request.launcher.threads or num_threads(1)
     has_others = device.type == "cpu" and alone != torch.get_num_threads()
-    planned = Plan.from_json((run_dir / "plan.json").read_text()).ranks
+    planned = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")).ranks
     ranks = Ranks(tuple(each.device for each in planned), tuple(each.node for each in planned))
     has_others = has_others and len(set(ranks.nodes)) == 1  # plans for one host count with it
     calibrate(run_dir, ranks, device, precision, optimizer, alone if has_others else None)
@@ -180,7 +180,7 @@ def train_as_planned(
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed")
     request = prepared.request
-    plan = Plan.from_json((run_dir / "plan.json").read_text())
+    plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
     assert world_size == plan.world_size, (world_size, plan.world_size)
     timeout = timedelta(seconds=request.launcher.timeout_s)
     device, links = _joined(run_dir, rank, world_size, rendezvous, request)
@@ -250,7 +250,9 @@ def train_as_planned(
         if links is not None:
             summary["full_bandwidth_bytes_s"] = links.full_bytes_s
         path = run_dir / "summary.json"
-        path.with_suffix(".partial").write_text(json.dumps(summary, indent=1) + "\n")
+        path.with_suffix(".partial").write_text(
+            json.dumps(summary, indent=1) + "\n", encoding="utf-8"
+        )
         path.with_suffix(".partial").replace(path)
     return program
 
@@ -263,33 +265,33 @@ def _here(rank: int) -> range:
 
 def _pace(run_dir: Path, rank: int) -> Pace | None:
     """Return the slowdown that this rank emulates, or None at full speed."""
-    paces = json.loads((run_dir / "launch.json").read_text())["paces"]
+    paces = json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))["paces"]
     return None if paces is None else Pace(paces[rank])
 
 
 def _delinks(run_dir: Path) -> bool:
     """Return whether the checkpoint that the run goes on from is of shared layers, and the run's
     are not."""
-    return bool(json.loads((run_dir / "launch.json").read_text())["delinks"])
+    return bool(json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))["delinks"])
 
 
 def _checkpoint(run_dir: Path) -> Path | None:
     """Return the checkpoint that the run goes on from, or None where it begins."""
-    path = json.loads((run_dir / "launch.json").read_text())["checkpoint"]
+    path = json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))["checkpoint"]
     return None if path is None else Path(path)
 
 
 def _links(run_dir: Path) -> EmulatedLinks | None:
     """Return the links that this rank emulates, or None where they are not slowed."""
-    relative = json.loads((run_dir / "launch.json").read_text())["links"]
+    relative = json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))["links"]
     return None if relative is None else EmulatedLinks(relative)
 
 
 def _device(run_dir: Path, rank: int) -> torch.device:
     """Return the device that the plan puts `rank` on. Raises RuntimeError where it is not here."""
-    if json.loads((run_dir / "launch.json").read_text())["device"] == "cpu":
+    if json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))["device"] == "cpu":
         return torch.device("cpu")
-    planned = Plan.from_json((run_dir / "plan.json").read_text()).ranks[rank]
+    planned = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")).ranks[rank]
     assert planned.uuid is not None
     # CUDA has started in no process that forks, and numbers what this one sees of it.
     os.environ["CUDA_VISIBLE_DEVICES"] = planned.uuid

@@ -36,8 +36,10 @@ def restore(
     seeded anew by the step. Raises BrokenCheckpoint where something is missing.
     """
     try:
-        scalars: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
-        saved_under = (checkpoint / "plan.json").read_text()
+        scalars: dict[str, Any] = json.loads(
+            (checkpoint / "state.json").read_text(encoding="utf-8")
+        )
+        saved_under = (checkpoint / "plan.json").read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise BrokenCheckpoint(f"{checkpoint} cannot be read ({error})") from None
     readers = {folder: TensorReader(checkpoint / folder) for folder in ("model", "optimizer")}
@@ -52,7 +54,7 @@ def restore(
     state.read()
     drawn = checkpoint / "random" / f"rank_{rank}.json"
     if _on_any_host(Plan.from_json(saved_under)) == _on_any_host(plan) and drawn.is_file():
-        random.write(json.loads(drawn.read_text()))
+        random.write(json.loads(drawn.read_text(encoding="utf-8")))
     else:
         torch.manual_seed(torch.initial_seed() + 7_368_787 * scalars["step"])
     return scalars

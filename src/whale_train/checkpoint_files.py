@@ -69,7 +69,7 @@ class Manifest:
     def read(cls, checkpoint: Path) -> "Manifest":
         """Return the manifest of a checkpoint. Raises BrokenCheckpoint."""
         try:
-            content = json.loads((checkpoint / MANIFEST).read_text())
+            content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
             if content.pop(_CRC) != _checksum_of(content):
                 raise ValueError("its checksum is another")
             files = tuple(FileRecord(**file) for file in content["files"])

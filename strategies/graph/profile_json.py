@@ -1,8 +1,8 @@
 """A ModelProfile as JSON and back, exactly: what is read equals what was written.
 
 Its first line is the checksum of the rest, so that a file that was damaged is none. An operation is
-a list of its fields, in their order; of its arguments, an object is what JSON has no word for, and a
-list a tuple.
+a list of its fields, in their order; of its arguments, an object is what JSON has no word for, and
+a list a tuple.
 """
 
 import json

@@ -29,7 +29,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
 
-MOST_DEVICES = 100_000  # of an inventory; a plan has a line for each
+MOST_DEVICES = 32_768  # of an inventory; a plan has a line for each
 
 # Figures outside are no machine's, and divided by each other no numbers either.
 _SMALLEST, _LARGEST = 1e-6, 1e24
