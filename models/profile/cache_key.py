@@ -12,6 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from whale_train.errors import ConfigError
 from whale_train.models.hub import saved_configs
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.graph.operation_graph import InputField
@@ -66,7 +67,7 @@ def profile_key(
             _environment(),
             sorted(name for name in os.listdir("/dev") if name.startswith(("nvidia", "kfd"))),
         )
-    except (OSError, ValueError):
+    except (OSError, ValueError, ConfigError):
         return None
     return sha256(repr(content).encode()).hexdigest()
 

@@ -27,6 +27,7 @@ _REQUIRED = ("device", "threads", "ranks", "kernels", "link", "shared_memory")
 _PASSES = ("forward", "backward")
 _ROOFLINE = ("overhead_s", "flops_s", "bytes_s")
 _LINK = ("name", "bandwidth_bytes_s", "latency_s")
+_UNSAID = "unsaid"  # the checksum of a file that somebody edited
 _SMALLEST = 1e-6  # of a rate: what is less is no device's
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -60,7 +61,7 @@ class Calibration:
     def from_mapping(cls, mapping: Any) -> "Calibration":
         """Return what `to_mapping` gave; a file that somebody edited has no checksum. Raises
         ValueError for anything else, and for figures that are none."""
-        fields = _fields(mapping, "the file", _REQUIRED, {CHECKSUM: None})
+        fields = _fields(mapping, "the file", _REQUIRED, {CHECKSUM: _UNSAID})
         written = fields.pop(CHECKSUM)
         kernels = {
             precision: {
@@ -80,7 +81,7 @@ class Calibration:
             _count(fields["ranks"], "ranks", 1), kernels,
             *(_link(fields[x], x) for x in ("link", "shared_memory")),
         )  # fmt: skip
-        if written is not None and written != checksum(fields):
+        if written != _UNSAID and written != checksum(fields):
             rule = f"its {CHECKSUM} is not that of its figures"
             raise ValueError(f"{rule}: damaged, or edited, and then without that line")
         return found
