@@ -29,6 +29,7 @@ from whale_train.config import read_request
 from whale_train.errors import ConfigError, Fault, RequestError, nearest, shortened
 from whale_train.launcher.config_files import read_within_bounds
 from whale_train.launcher.hydra_keys import code_faults
+from whale_train.launcher.interpolations import interpolation_faults
 from whale_train.launcher.output_dirs import run_dir_faults
 from whale_train.launcher.sweeps import PARAMS, jobs, refuse_swept, value_of
 from whale_train.models.options import MODEL_KEYS
@@ -229,9 +230,11 @@ def _attempt(name: str, overrides: Sequence[str]) -> DictConfig | Exception:
     """Return the config, or what composing it raises: Hydra, OmegaConf and what they are made of
     meet values that they do not expect by errors of any kind."""
     try:
-        return compose(name, list(overrides), return_hydra_config=True)
+        config = compose(name, list(overrides), return_hydra_config=True)
     except Exception as error:
         return error
+    passed = interpolation_faults(config)
+    return ConfigError(passed) if passed else config
 
 
 def _culprit(name: str, overrides: Sequence[str], error: Exception) -> int | None:

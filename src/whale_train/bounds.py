@@ -99,6 +99,9 @@ def load_yaml(path: Path) -> Any:
 def load_json(path: Path, most_bytes: int) -> Any:
     """Return what a JSON file holds. Raises ConfigError for one that is none, or passes a bound."""
     text = read_file(path, most_bytes)
+    if levels_of(text) > MOST_LEVELS:
+        rule = f"has more than {MOST_LEVELS} levels of lists and mappings"
+        raise _refusal(path, rule, "write it with fewer inside each other")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -33,6 +33,7 @@ from whale_train.strategies.search.written import with_cut, written
 from whale_train.strategies.stages.analysis import Findings
 from whale_train.strategies.stages.within_memory import ShortOfMemoryError
 
+MOST_KINDS = 32  # of devices that are searched
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _REFUSED = 4_000  # tasks that a strategy which cannot be counts for
 _REFUSALS = 2  # of its like, after which no more of them are resolved
@@ -105,6 +106,10 @@ def _able(
     }
     if faults and (use_all or not able):
         raise PlanError(faults)
+    if len(able) > MOST_KINDS:
+        rule = f"searches devices of at most {MOST_KINDS} kinds, and these are of {len(able)}"
+        remedy = "name devices, as strategy.devices={KIND: COUNT}, or give a graph"
+        raise PlanError([Fault("strategy.graph", "auto", rule, remedy)])
     idle = []
     if faults:
         reason = f"train.precision={precision} {faults[0].rule}"
