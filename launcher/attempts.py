@@ -44,7 +44,7 @@ class Attempt:
 def steps_done(run_dir: Path, began: int) -> int:
     """Return how many steps the metrics of a run have, of which `began` were done before."""
     path = run_dir / METRICS
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in reversed(lines):
         try:
             return int(json.loads(line)["step"])

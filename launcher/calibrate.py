@@ -128,7 +128,7 @@ class Measured:
 
 def kept_of(run_dir: Path) -> Measured:
     """Return what the ranks measured, a file a kind of device."""
-    written = json.loads((run_dir / "calibration.json").read_text())
+    written = json.loads((run_dir / "calibration.json").read_text(encoding="utf-8"))
     found = (Calibration.from_mapping(each) for each in written["devices"])
     network = written["network"] and Link(**written["network"])
     return Measured(tuple((calibration, keep(calibration)) for calibration in found), network)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -25,6 +26,9 @@ from whale_train.launcher.ui.terminal import open_console
 def main() -> None:
     """Run the command. Exit status: 0 done, 1 a run failed, 2 a request refused, 130
     interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="backslashreplace")  # of a locale without these letters
     # What pip installed beside this Python (ninja) is found, though the environment may not be
     # activated.
     beside = str(Path(sys.executable).parent)

@@ -4,8 +4,6 @@ Hydra itself then composes, sweeps and makes the directories. Owns the few rewri
 user's own model take arguments, and a strategy keys, that its config file does not list.
 """
 
-import os
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,31 +17,25 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from whale_train.config import AUTO, read_request
-from whale_train.errors import ConfigError, Fault, nearest
-from whale_train.launcher.ranks.run_dir import taken_by
+from whale_train.bounds import too_large
+from whale_train.config import read_request
+from whale_train.errors import ConfigError, Fault, RequestError, nearest, shortened
+from whale_train.launcher.config_files import read_within_bounds
+from whale_train.launcher.hydra_keys import code_faults
+from whale_train.launcher.interpolations import interpolation_faults
+from whale_train.launcher.output_dirs import run_dir_faults
+from whale_train.launcher.sweeps import PARAMS, jobs, refuse_swept, value_of
 from whale_train.models.options import MODEL_KEYS
 from whale_train.validation import close_key
 
 CONFIG_MODULE = "whale_train.conf"
-
-# What composing raises: Hydra, what it is made of, and files that cannot be read or hold no
-# mapping (ValueError, AssertionError).
-_COMPOSING = (
-    HydraException,
-    OmegaConfBaseException,
-    yaml.YAMLError,
-    OSError,
-    ValueError,
-    AssertionError,
-)
 
 
 def rewritten(arguments: Sequence[str]) -> list[str]:
@@ -84,31 +76,53 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Compose as Hydra will and read what it composes, before it makes any directory.
+    """Compose as Hydra will and read what it composes, before it makes any directory or calls
+    anything.
 
     Of a sweep only what would stop all of it is refused here; its jobs are read one by one as
     they run. Raises ConfigError with all faults found.
     """
     options = _flags(arguments)
-    if options.help or options.hydra_help or options.info or options.shell_completion:
+    if options.shell_completion:
         return
-    if options.config_path or options.experimental_rerun:
-        return  # another primary config: Hydra speaks for itself
     name = options.config_name or "config"
-    multirun = options.multirun or "hydra.mode=MULTIRUN" in options.overrides
+    shows = options.help or options.hydra_help or options.info
     faults: list[Fault] = []
-    with _hydra(options.config_dir):
-        for number, overrides in enumerate(_jobs(options.overrides, multirun)):
-            config, wrong = _compose(name, overrides)
-            faults += [fault for fault in wrong if fault not in faults]
+    with _hydra(options.config_dir, options.config_path):
+        parsed = OverridesParser.create().parse_overrides(list(options.overrides))
+        common = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
+        if shows:  # Hydra itself says what is wrong, but does what logging is said to
+            found = _attempt(name, common)
+            if isinstance(found, RequestError):
+                raise found
+            faults = code_faults(found) if isinstance(found, DictConfig) else []
+            if faults:
+                raise ConfigError(faults)
+            return
+        mode = next((value_of(o) for o in parsed if o.key_or_group == "hydra.mode"), "")
+        multirun = options.multirun or mode == "MULTIRUN"
+        if not multirun:
+            refuse_swept(parsed)
+        config, wrong = _compose(name, common)
+        faults += wrong
+        if config is not None:
+            faults += code_faults(config)
+            multirun = multirun or (not mode and config.hydra.mode == RunMode.MULTIRUN)
+        for number, overrides in enumerate(jobs(config, options.overrides) if multirun else [[]]):
+            if multirun:
+                config, wrong = _compose(name, overrides)
+                faults += [fault for fault in wrong if fault not in faults]
+                if config is not None:
+                    faults += [fault for fault in code_faults(config) if fault not in faults]
             if config is None or options.cfg:
                 continue
             if config.get("mode") == "export":
-                faults += [x for x in _faults_of_export(overrides, wrong) if x not in faults]
+                given = overrides if multirun else options.overrides
+                faults += [x for x in _faults_of_export(given, wrong) if x not in faults]
             if not multirun:
                 faults += _request_faults(config, wrong)
             if not faults:
-                faults += _run_dir_faults(config, number if multirun else None)
+                faults += run_dir_faults(config, number if multirun else None)
     if faults:
         raise ConfigError(faults)
 
@@ -123,16 +137,20 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 
 @contextmanager
-def _hydra(config_dir: str | None) -> Iterator[None]:
-    """Hydra initialised as its command line will be, the user's own folder first."""
-    path = create_config_search_path(f"pkg://{CONFIG_MODULE}")
-    if config_dir is not None:
-        folder = Path(config_dir).absolute()
-        if not folder.is_dir():
-            fault = Fault("--config-dir", config_dir, "is not a folder", "name one with your files")
+def _hydra(config_dir: str | None, config_path: str | None = None) -> Iterator[None]:
+    """Hydra initialised as its command line will be, the user's own folder first; `config_path` is
+    where the primary config is, if not ours."""
+    folders = (("--config-dir", config_dir), ("--config-path", config_path))
+    for flag, given in folders:
+        if given is not None and "://" not in given and not Path(given).absolute().is_dir():
+            fault = Fault(flag, given, "is not a folder", "name one with your files")
             raise ConfigError([fault])
+    path = create_config_search_path(config_path or f"pkg://{CONFIG_MODULE}")
+    if config_dir is not None:
         assert isinstance(path, ConfigSearchPathImpl)
-        path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+        folder = f"file://{Path(config_dir).absolute()}"
+        path.prepend("command-line", folder, SearchPathQuery(provider="schema"))
+    read_within_bounds()
     Hydra.create_main_hydra2("whale-train", path)
     try:
         yield
@@ -148,6 +166,11 @@ def _flags(arguments: Sequence[str]) -> Namespace:
     if unknown:
         remedy = "see whale-train --hydra-help for the flags; settings are KEY=VALUE"
         raise ConfigError([Fault(text, "", "is not a flag", remedy) for text in unknown])
+    if options.experimental_rerun is not None:
+        rule = "would unpickle a file, which can call anything"
+        remedy = "give the overrides of the run, which are in its .hydra/overrides.yaml"
+        given = str(options.experimental_rerun)
+        raise ConfigError([Fault("--experimental-rerun", given, rule, remedy)])
     return options
 
 
@@ -155,6 +178,11 @@ def _parsed(text: str, faults: list[Fault]) -> Override | None:
     """Return an override; None when it is a fault."""
     if "=" not in text and not text.startswith("~"):
         faults.append(Fault(text, "", "is neither KEY=VALUE nor a flag", f"write {text}=VALUE"))
+        return None
+    passed = too_large(text)
+    if passed is not None:
+        key, _, value = text.partition("=")
+        faults.append(Fault(key, shortened(value), *passed))
         return None
     try:
         return OverridesParser.create().parse_overrides([text])[0]
@@ -164,43 +192,6 @@ def _parsed(text: str, faults: list[Fault]) -> Override | None:
         remedy = "quote values with spaces, commas or brackets, as in 'key={a: 1}'"
         faults.append(Fault(text, "", rule, remedy))
         return None
-
-
-def _jobs(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
-    """Return the overrides of each job: one, or the product of a sweep's choices, in Hydra's
-    order."""
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    parsed = parser.parse_overrides(list(overrides))
-    swept = [override for override in parsed if override.is_sweep_override()]
-    if swept and not multirun:
-        rule = "gives several values to one run"
-        raise ConfigError(
-            [
-                Fault(o.key_or_group, _value(o), rule, f"add -m to sweep, or give one {_kind(o)}")
-                for o in swept
-            ]
-        )
-    jobs: list[list[str]] = [[]]
-    for override in parsed:
-        choices = [str(override.input_line)]
-        if override.is_sweep_override():
-            if not override.is_discrete_sweep():
-                rule = "is a range without steps, which nothing here can sweep"
-                fault = Fault(override.key_or_group, _value(override), rule, "list the values")
-                raise ConfigError([fault])
-            key = override.get_key_element()
-            choices = [f"{key}={value}" for value in override.sweep_string_iterator()]
-        jobs = [[*job, choice] for job in jobs for choice in choices]
-    return jobs
-
-
-def _value(override: Override) -> str:
-    """Return what was written after the equals sign."""
-    return str(override.input_line).partition("=")[2]
-
-
-def _kind(override: Override) -> str:
-    return "value" if "." in override.key_or_group else "option"
 
 
 def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, list[Fault]]:
@@ -217,7 +208,9 @@ def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, li
             config = found
             continue
         culprit = _culprit(name, left, found)
-        if culprit is None:
+        if isinstance(found, RequestError):
+            broken = list(found.faults)
+        elif culprit is None:
             broken = [_file_fault(found)]
         else:
             parsed = OverridesParser.create().parse_overrides([left.pop(culprit)])
@@ -234,10 +227,14 @@ def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, li
 
 
 def _attempt(name: str, overrides: Sequence[str]) -> DictConfig | Exception:
+    """Return the config, or what composing it raises: Hydra, OmegaConf and what they are made of
+    meet values that they do not expect by errors of any kind."""
     try:
-        return compose(name, list(overrides), return_hydra_config=True)
-    except _COMPOSING as error:
+        config = compose(name, list(overrides), return_hydra_config=True)
+    except Exception as error:
         return error
+    passed = interpolation_faults(config)
+    return ConfigError(passed) if passed else config
 
 
 def _culprit(name: str, overrides: Sequence[str], error: Exception) -> int | None:
@@ -251,7 +248,7 @@ def _culprit(name: str, overrides: Sequence[str], error: Exception) -> int | Non
 
 def _override_fault(override: Override, error: Exception, known: Sequence[str]) -> Fault:
     """Hydra's complaint about one override, in our words."""
-    key, value = override.key_or_group, _value(override)
+    key, value = override.key_or_group, value_of(override)
     said = " ".join(str(error).split())
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file or "").rpartition("/")[2]
@@ -270,7 +267,12 @@ def _override_fault(override: Override, error: Exception, known: Sequence[str]) 
         return Fault(key, value, "is not a key of the config", close_key(key, list(known)))
     if said.startswith("Config group override must be"):
         return Fault(key, value, "is not the name of an option", f"write {key}=NAME")
-    if isinstance(error, HydraException | OmegaConfBaseException):
+    if key == PARAMS or key.startswith(f"{PARAMS}."):  # which OmegaConf cannot update where null
+        rule = "is for config files, and cannot be given on the command line"
+        return Fault(key, value, rule, "write the choices themselves, as -m seed=1,2")
+    of_a_file = (yaml.YAMLError, OSError, ValueError, AssertionError)
+    is_theirs = isinstance(error, HydraException | OmegaConfBaseException)
+    if is_theirs or not isinstance(error, of_a_file):
         reason = " ".join(str(error.__cause__ or error).split("\n")[0].split())
         return Fault(key, value, f"cannot be set ({reason})", close_key(key, list(known)))
     return _file_fault(error)
@@ -352,34 +354,7 @@ def _faults_of_export(overrides: Sequence[str], wrong: Sequence[Fault]) -> list[
     others = [o for o in parsed if o.key_or_group not in known]
     rule, remedy = "has no effect on mode=export", "leave it out: the checkpoint has it"
     return [
-        Fault(o.key_or_group, _value(o), rule, remedy)
+        Fault(o.key_or_group, value_of(o), rule, remedy)
         for o in others
         if not o.key_or_group.startswith("hydra")
     ]
-
-
-def _run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
-    """Return what is wrong with the directory Hydra will make; `job` is its number in a sweep."""
-    key = "hydra.run.dir" if job is None else "hydra.sweep.dir"
-    HydraConfig.instance().set_config(config)
-    try:
-        if job is None:
-            shown = str(config.hydra.run.dir)
-        else:
-            with read_write(config.hydra.job), open_dict(config.hydra.job):
-                config.hydra.job.num = job
-            shown = os.path.join(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        return [Fault(key, "", f"cannot be resolved ({reason})", "correct its ${...}")]
-    path = Path(shown).absolute()
-    taken = taken_by(path, key, shown)
-    if taken is not None and OmegaConf.select(config, "train.resume") != AUTO:
-        return [taken]
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            return []
-    except OSError as error:
-        rule = f"cannot be made a run directory ({error.strerror})"
-        return [Fault(key, shown, rule, "name a directory that can be written")]

@@ -61,7 +61,7 @@ def run_alone(run_dir: Path, program: Sequence[str], signals: StopSignals) -> Jo
 
 def summary_of(run_dir: Path) -> dict[str, Any]:
     """Return what a run that is done came to."""
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -105,7 +105,9 @@ def started_elsewhere(status: int, run_dir: Path) -> JobEnd:
     What was measured is in the run directory, where their first host shares it."""
     named = {number: name for name, number in EXIT_STATUS.items()}
     summary = run_dir / "summary.json"
-    measured = json.loads(summary.read_text()) if status == 0 and summary.exists() else {}
+    measured = (
+        json.loads(summary.read_text(encoding="utf-8")) if status == 0 and summary.exists() else {}
+    )
     remove_unused(run_dir)  # of Hydra's own files, where it is not shared
     return JobEnd(named.get(status, "failed"), run_dir, measured, is_told=True)
 

@@ -29,7 +29,10 @@ class RecordedRun:
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
         folder = run_dir / "verify"
-        said = [json.loads((folder / f"rank_{r}.json").read_text()) for r in range(ranks)]
+        said = [
+            json.loads((folder / f"rank_{r}.json").read_text(encoding="utf-8"))
+            for r in range(ranks)
+        ]
         self.dropout_off = any(rank["dropout_off"] for rank in said)
         self.drew_random = any(rank["drew_random"] for rank in said)
         self.largest: dict[str, float] = said[0]["largest"]
@@ -150,6 +153,6 @@ def _place(index: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
 
 def _metric(run_dir: Path, key: str) -> list[float]:
     """Return a figure of every step; what is no number is written as null."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     values = (json.loads(line)[key] for line in lines)
     return [math.nan if value is None else value for value in values]

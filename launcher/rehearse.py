@@ -36,7 +36,7 @@ def rehearse(request: Request, run_dir: Path, console: Console, signals: StopSig
     ended = run_alone(run_dir, (*REHEARSE_PROGRAM, "--ranks", said), signals)
     if ended is not None:
         return ended
-    found = Rehearsal.from_json((run_dir / FILE).read_text())
+    found = Rehearsal.from_json((run_dir / FILE).read_text(encoding="utf-8"))
     if request.mode == "rehearse" or not found.is_clean:
         console.print(Portable(rehearsal_view(found)))
     console.print(Text(verdict(found), style="green" if found.is_clean else "red"), soft_wrap=True)

@@ -16,16 +16,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import UninitializedParameter
 
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.adapters import adapter_faults, add_adapters
 from whale_train.models.batch_parts.targets import REMEDY, no_module
-from whale_train.models.hub import folder_of
+from whale_train.models.hub import folder_of, saved_configs, too_many_layers
 from whale_train.models.loss_module import by_keyword
 from whale_train.models.options import RULES, ModelOptions
 from whale_train.models.shared_layers import share_layers
 from whale_train.models.stored import open_folder
+
+MOST_PARTS = 250_000  # modules and parameters of a model
 
 _MODEL_NAME = re.compile(r"(?!Auto|TF|Flax)\w*(For[A-Z]\w*|Model)(?<!PreTrainedModel)")
 _NO_MODEL_NAME = re.compile(r"\w*(Config|Processor|Pil|Fast|Output|Tokenizer)|\w*Dataset\w*")
@@ -166,6 +172,10 @@ def _hugging_face_class(options: ModelOptions) -> Callable[..., Any]:
         rule = "is a folder without a config.json" if folder.is_dir() else rule
         faults.append(Fault("model.pretrained", str(named), rule, remedy))
     if not faults:
+        faults = too_many_layers(options.config, "model.config")
+        for name, saved in saved_configs(options.pretrained).items():
+            faults += too_many_layers(saved, str(folder_of(str(named)) / name))
+    if not faults:
         faults = _config_faults(made, options)
     if options.adapters is not None:
         faults += adapter_faults(options.adapters)
@@ -268,6 +278,32 @@ def hugging_face(
     return model if adapters is None else add_adapters(model, adapters)
 
 
+class _TooManyPartsError(Exception):
+    """Raised where a model's constructor goes on and on."""
+
+
+@contextmanager
+def _bounded_parts() -> Iterator[None]:
+    """Raise _TooManyPartsError where more than MOST_PARTS modules and parameters are registered."""
+    left = MOST_PARTS
+
+    def count(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise _TooManyPartsError
+
+    handles = [
+        register_module_module_registration_hook(count),
+        register_module_parameter_registration_hook(count),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def build_model(options: ModelOptions) -> nn.Module:
     """Return the model on the current default device, in train mode.
 
@@ -280,13 +316,17 @@ def build_model(options: ModelOptions) -> nn.Module:
     if options.is_hugging_face:
         key, value, remedy = "model.architecture", options.class_name, "correct model.config"
     try:
-        if options.is_hugging_face:
-            given = (options.config, options.pretrained, options.adapters)
-            model = hugging_face(options.class_name, *given)
-        else:
-            model = made(**options.arguments)
+        with _bounded_parts():
+            if options.is_hugging_face:
+                given = (options.config, options.pretrained, options.adapters)
+                model = hugging_face(options.class_name, *given)
+            else:
+                model = made(**options.arguments)
     except ConfigError:
         raise
+    except _TooManyPartsError:
+        rule = f"makes more than {MOST_PARTS:,} modules and parameters"
+        raise _refusal(key, value, rule, "use fewer layers") from None
     except Exception as error:
         rule = f"cannot be built: {options.class_name} raised {_said(error)}"
         raise _refusal(key, value, rule, remedy) from error

@@ -4,13 +4,16 @@
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
+from whale_train.bounds import load_yaml
 from whale_train.errors import ConfigError, Fault
 from whale_train.strategies.hardware.calibration import Calibration
 
+REMEDY = "measure again with whale-train mode=calibrate, or remove it"
 VARIABLE = "WHALE_TRAIN_CALIBRATIONS"
 
 
@@ -28,11 +31,12 @@ def kept() -> list[Calibration]:
     found, faults = [], []
     for path in sorted(folder().glob("*.yaml")):
         try:
-            found.append(Calibration.from_mapping(yaml.safe_load(path.read_text())))
-        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            remedy = "measure again with whale-train mode=calibrate, or remove it"
-            faults.append(Fault(str(path), "", f"is no calibration ({said})", remedy))
+            found.append(Calibration.from_mapping(load_yaml(path)))
+        except ConfigError as error:
+            why = "; ".join(fault.rule for fault in error.faults)
+            faults.append(Fault(str(path), "", f"is no calibration ({why})", REMEDY))
+        except ValueError as error:
+            faults.append(Fault(str(path), "", f"is no calibration ({error})", REMEDY))
     if faults:
         raise ConfigError(faults)
     return found
@@ -43,16 +47,17 @@ def keep(calibration: Calibration) -> Path:
     links where they were not measured again, stays. Raises ConfigError where it cannot be
     written."""
     path = folder() / f"{calibration.name}.yaml"
-    mapping = calibration.to_mapping()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            old = yaml.safe_load(path.read_text()) or {}
-            mapping["kernels"] = {**old.get("kernels", {}), **mapping["kernels"]}
-            if mapping["link"] is None:  # which one rank alone on its host cannot measure
-                mapping |= {joins: old.get(joins) for joins in ("link", "shared_memory")}
-        path.write_text(yaml.safe_dump(mapping, sort_keys=False))
-    except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+            old = Calibration.from_mapping(load_yaml(path))
+            calibration = replace(calibration, kernels={**old.kernels, **calibration.kernels})
+            if calibration.link is None:  # which one rank alone on its host cannot measure
+                link, memory = old.link, old.shared_memory
+                calibration = replace(calibration, link=link, shared_memory=memory)
+        text = yaml.safe_dump(calibration.to_mapping(), sort_keys=False)
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError, ConfigError) as error:
         rule = f"cannot be written ({' '.join(str(error).split())})"
         remedy = f"set ${VARIABLE} to a folder that can"
         raise ConfigError([Fault(str(path), "", rule, remedy)]) from None

@@ -126,6 +126,8 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     cluster, device, emulated = place.cluster, place.device, place.emulated
     profile = profile_of(request, dataset)
     check_data(request, profile, dataset, faults)
+    if not profile.parameters:  # and no plan to find more faults by
+        raise ConfigError(faults)
     weights = _weights(request, faults)
     planned = partial(_planned, request, strategy, cluster, emulated, use_all)
     try:

@@ -1,12 +1,13 @@
 """The profile of a request's model: measured, or kept from an earlier plan.
 
 It owns the folder they are kept in: a file a profile, under the key of all that determines it
-(`models/profile/cache_key.py`). Nothing depends on that folder: what cannot be read is measured
+(`models/profile/cache_key.py`). Nothing depends on that folder: what is damaged is measured
 again, and where nothing can be written nothing is kept.
 """
 
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -25,6 +26,7 @@ from whale_train.strategies.graph.profile_json import profile_from_json, profile
 
 VARIABLE = "WHALE_TRAIN_CACHE"
 MOST_KEPT = 64
+MOST_BYTES = 512_000_000  # of a profile; that of 126 blocks with 405 B parameters has 5 MB
 
 
 def profile_of(request: Request, dataset: Dataset) -> ModelProfile:
@@ -104,8 +106,14 @@ def kept(key: str) -> ModelProfile | None:
     """Return the profile of that key, if there is one."""
     path = folder() / f"{key}.json"
     try:
-        profile = profile_from_json(path.read_text())
-    except (OSError, ValueError):
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"has more than {MOST_BYTES:,} bytes")
+        profile = profile_from_json(path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    except ValueError as error:
+        said = f"note: {path} {error}; the model is measured again"
+        sys.stderr.write(said + "\n")
         return None
     with suppress(OSError):  # of a folder that is only read
         os.utime(path)  # when it was last used: `keep` removes by it
@@ -118,7 +126,7 @@ def keep(key: str, profile: ModelProfile) -> None:
         folder().mkdir(parents=True, exist_ok=True)
         # A name nobody else writes to, then all of it at once under the one that is read.
         handle, written = tempfile.mkstemp(suffix=".json", dir=folder())
-        with open(handle, "w") as file:
+        with open(handle, "w", encoding="utf-8") as file:
             file.write(profile_to_json(profile))
         os.replace(written, folder() / f"{key}.json")
         _remove_oldest()

@@ -141,7 +141,7 @@ class HostProcess:
 
     def _recorded(self) -> RunFailure | None:
         with suppress(FileNotFoundError):
-            content = json.loads((self._run_dir / "failure.json").read_text())
+            content = json.loads((self._run_dir / "failure.json").read_text(encoding="utf-8"))
             return RunFailure(**{**content, "absent": tuple(content["absent"])})
         return None
 

@@ -52,7 +52,7 @@ def _users_secret(path: Path) -> str:
             _make(path)
         # A symbolic link may lead to a file of somebody else's choice.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with os.fdopen(file) as opened:
+        with os.fdopen(file, encoding="utf-8") as opened:
             about, secret = os.fstat(file), opened.read().strip()
     except OSError as error:
         reason = error.strerror or str(error)
@@ -73,7 +73,7 @@ def _make(path: Path) -> None:
     partial = path.with_name(f".{path.name}.{token_hex(8)}")
     file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(file, "w") as opened:
+        with os.fdopen(file, "w", encoding="utf-8") as opened:
             opened.write(token_hex(32) + "\n")
         # Never replaces a file, on a network's file system neither.
         os.link(partial, path)

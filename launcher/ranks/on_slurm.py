@@ -178,7 +178,7 @@ def wait_for(jobs: Sequence[Any], changed: Callable[[int, str], None]) -> list[i
 def last_lines(job: Any) -> str:
     """Return the end of what rank 0 of a job said on stderr."""
     try:
-        lines: list[str] = job.paths.stderr.read_text().splitlines()
+        lines: list[str] = job.paths.stderr.read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
     own = [line for line in lines if not line.startswith(("submitit ", "srun: ", "slurmstepd: "))]
@@ -188,7 +188,7 @@ def last_lines(job: Any) -> str:
 def summary_of(job: Any) -> str:
     """Return how a job that is done said so, '' of another."""
     try:
-        said: str = job.paths.stdout.read_text()
+        said: str = job.paths.stdout.read_text(encoding="utf-8")
     except OSError:
         return ""
     _, done, rest = said.rpartition("\ndone: ")
@@ -272,7 +272,7 @@ def _states(ids: Sequence[str]) -> dict[str, str]:
     """Return the states of the jobs that are in the queue."""
     whole = {each.partition("_")[0] for each in ids}
     command = ("squeue", "--noheader", "--array", "--format=%i %T", f"--jobs={','.join(whole)}")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     if done.returncode and "Invalid job id" not in done.stderr:
         return dict.fromkeys(ids, "UNKNOWN")  # of a controller that does not answer
     lines = (line.split() for line in done.stdout.splitlines())

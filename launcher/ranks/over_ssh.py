@@ -138,7 +138,7 @@ def _looked(host: str, wanted: str, python: str) -> Found | tuple[str, str]:
             [*_SSH, host, _script(python)],
             input=wanted,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=_LOOK_S,
             check=False,
         )
@@ -192,7 +192,7 @@ def _start(
         connection = subprocess.Popen(
             [*_SSH, host, _script(python)],
             stdin=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             start_new_session=True,  # a terminal's Ctrl-C is for us to pass on
         )
         connections.append(connection)
@@ -204,7 +204,9 @@ def _start(
 
 def _address(host: str) -> str:
     """Return where a host is: what ssh's own configuration has for its name."""
-    said = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False).stdout
+    said = subprocess.run(
+        ["ssh", "-G", host], capture_output=True, encoding="utf-8", check=False
+    ).stdout
     lines = (line.split(maxsplit=1) for line in said.splitlines())
     found = {words[0]: words[1] for words in lines if len(words) == 2}
     return found.get("hostname", host.rpartition("@")[2])

@@ -134,7 +134,7 @@ def keep_steps(run_dir: Path, step: int) -> int:
     if not path.exists():
         return 0
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         with suppress(ValueError, KeyError):  # a line cut off by the end of an attempt
             if json.loads(line)["step"] <= step:
                 kept.append(line)
@@ -147,7 +147,7 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path, len(text.encode())):
         try:
-            partial.write_text(text)
+            partial.write_text(text, encoding="utf-8")
         except OSError:
             partial.unlink(missing_ok=True)
             raise

@@ -4,7 +4,6 @@ It owns which content that is; a profile with the same key is the same profile. 
 it can be known there is no key: a constructor of the user's reads what it likes.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -13,7 +12,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from whale_train.models.hub import folder_of
+from whale_train.errors import ConfigError
+from whale_train.models.hub import saved_configs
 from whale_train.models.options import ModelOptions
 from whale_train.strategies.graph.operation_graph import InputField
 
@@ -24,7 +24,7 @@ OWN_SOURCES = (  # what makes a profile, and what writes it down
         _PACKAGE / "strategies" / "graph" / f"{name}.py"
         for name in ("saved_tensors", "operation_graph", "profile_json")
     ),
-    *(_PACKAGE / f"{name}.py" for name in ("__init__", "errors", "validation")),
+    *(_PACKAGE / f"{name}.py" for name in ("__init__", "bounds", "errors", "validation")),
 )
 _OWN_MODELS = "whale_train.models."
 # Variables that torch and transformers read begin so; what compiles, which nothing here does, sets
@@ -50,7 +50,7 @@ def profile_key(
         return None
     search = [os.getcwd(), *sys.path]  # where a model's class is looked for
     try:
-        saved = _saved_config(options.pretrained)
+        saved = saved_configs(options.pretrained)
         if _names_others(options.config) or any(_names_others(each) for each in saved.values()):
             return None
         content = (
@@ -67,7 +67,7 @@ def profile_key(
             _environment(),
             sorted(name for name in os.listdir("/dev") if name.startswith(("nvidia", "kfd"))),
         )
-    except (OSError, ValueError):
+    except (OSError, ValueError, ConfigError):
         return None
     return sha256(repr(content).encode()).hexdigest()
 
@@ -87,13 +87,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) is list:
         return all(map(_is_plain, value))
     return value is None or type(value) in (str, int, float, bool)
-
-
-def _saved_config(folder: str | None) -> dict[str, Any]:
-    """Return what `from_pretrained` may read of a folder for a config. Raises OSError and
-    ValueError."""
-    found = sorted(folder_of(folder).glob("config*.json")) if folder else []
-    return {path.name: json.loads(path.read_bytes()) for path in found}
 
 
 def _names_others(config: Any) -> bool:

@@ -122,7 +122,7 @@ def calibrate(
             kernels = by_itself.kernels(lambda mine: mine)
             found.append(_written(kind, alone, 1, precision, kernels, None, None))
         content = {DEVICES: found, NETWORK: network and asdict(network)}
-        (run_dir / RESULT).write_text(json.dumps(content, indent=1) + "\n")
+        (run_dir / RESULT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def home() -> str | None:
     None where the system has no anonymous files to share."""
     if not hasattr(os, "memfd_create"):
         return None
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
 
 

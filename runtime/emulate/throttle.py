@@ -52,7 +52,7 @@ def _of_this_thread() -> tuple[float, float]:
     """Return the seconds on a processor, and seconds ready to run without one (0 where the kernel
     does not say: Documentation/scheduler/sched-stats)."""
     try:
-        on, waited, _ = _SCHEDSTAT.read_text().split()
+        on, waited, _ = _SCHEDSTAT.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return time.thread_time(), 0.0
     return int(on) / 1e9, int(waited) / 1e9

@@ -156,7 +156,9 @@ def write_failure(run_dir: Path, failure: Failure) -> None:
 def read_errors(run_dir: Path) -> dict[int, RankError]:
     """Return the failures that ranks have recorded so far, by rank."""
     files = (run_dir / "logs").glob("rank_*.failure.json")
-    return {e.rank: e for e in (RankError.from_json(file.read_text()) for file in files)}
+    return {
+        e.rank: e for e in (RankError.from_json(file.read_text(encoding="utf-8")) for file in files)
+    }
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -326,7 +328,9 @@ def step_in_progress(run_dir: Path) -> int | None:
 def _steps(run_dir: Path) -> int | None:
     """Return how many steps the run was asked for, where that is known."""
     with suppress(OSError, ValueError, KeyError):
-        return int(json.loads((run_dir / "request.json").read_text())["train"]["steps"])
+        return int(
+            json.loads((run_dir / "request.json").read_text(encoding="utf-8"))["train"]["steps"]
+        )
     return None
 
 
@@ -338,5 +342,5 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader sees all of it or no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -41,8 +41,8 @@ def named_waits(run_dir: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        plan = Plan.from_json((run_dir / "plan.json").read_text())
-        request = Request.from_json((run_dir / "request.json").read_text())
+        plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
+        request = Request.from_json((run_dir / "request.json").read_text(encoding="utf-8"))
         wait = find_wait(error, plan, rank, request.launcher.timeout_s)
         if wait is None:
             raise

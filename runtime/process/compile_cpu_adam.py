@@ -16,7 +16,7 @@ def load_cpu_adam() -> None:
     folder = kernel_cache()
     os.environ[VARIABLE] = str(folder)
     (folder / CPU_ADAM).mkdir(parents=True, exist_ok=True)
-    with (folder / f"{CPU_ADAM}.lock").open("w") as lock:
+    with (folder / f"{CPU_ADAM}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / CPU_ADAM / "lock").unlink(missing_ok=True)
         import_deepspeed()

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_with_parent(options.parent, signal.SIGTERM)
     checkpoint: Path = options.checkpoint
     try:
-        request = Request.from_json((checkpoint / "request.json").read_text())
+        request = Request.from_json((checkpoint / "request.json").read_text(encoding="utf-8"))
         model = model_on_meta(request.model)
         with failing_when_full():
             export_weights(checkpoint / "model", options.run_dir, model, request.model)

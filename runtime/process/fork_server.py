@@ -42,6 +42,7 @@ from whale_train.runtime.failures.failure import (
     write_failure,
 )
 from whale_train.runtime.failures.timeouts import StackCall, read_stack, read_watchdog
+from whale_train.runtime.process.uncompiled import uncompiled
 from whale_train.strategies.plan.plan import Plan
 
 Prepared = TypeVar("Prepared")
@@ -112,10 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from whale_train.config import Request
         from whale_train.runtime.process import rank_main as worker
 
-        request = Request.from_json((run_dir / "request.json").read_text())
+        request = Request.from_json((run_dir / "request.json").read_text(encoding="utf-8"))
         prepared = worker.prepare(request)
         wait_until_ready(run_dir, options.parent)
-        world_size = json.loads((run_dir / "plan.json").read_text())["world_size"]
+        world_size = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["world_size"]
         return serve(
             run_dir,
             world_size,
@@ -147,10 +148,11 @@ def preload() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # An OpenMP pool made before the fork would be broken after it; one thread has none.
     set_num_threads(1)
-    importlib.import_module("deepspeed")
-    for name in LAZILY_IMPORTED:
-        with suppress(ModuleNotFoundError):
-            importlib.import_module(name)
+    with uncompiled():
+        importlib.import_module("deepspeed")
+        for name in LAZILY_IMPORTED:
+            with suppress(ModuleNotFoundError):
+                importlib.import_module(name)
 
 
 def wait_until_ready(run_dir: Path, parent: int) -> bool:
@@ -264,8 +266,10 @@ def aborted_waits(run_dir: Path, ends: Sequence[RankEnd], step: int | None) -> d
     for end in ends:
         if end.code != -signal.SIGABRT:
             continue
-        plan = Plan.from_json((run_dir / "plan.json").read_text())
-        log = (run_dir / "logs" / f"rank_{end.rank}.log").read_text(errors="replace")
+        plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
+        log = (run_dir / "logs" / f"rank_{end.rank}.log").read_text(
+            errors="replace", encoding="utf-8"
+        )
         wait = read_watchdog(log, plan, end.rank, step)
         if wait is not None:
             said = (str(wait), True, step, str(wait))

@@ -33,7 +33,7 @@ class Job:
     def read(cls, run_dir: Path) -> "Job":
         """Return the job of a run directory that is ready."""
         run_dir = run_dir.absolute()
-        return cls(run_dir, {name: (run_dir / name).read_text() for name in FILES})
+        return cls(run_dir, {name: (run_dir / name).read_text(encoding="utf-8") for name in FILES})
 
     def host_of(self, rank: int) -> Host:
         """Return the host that `rank` is on."""
@@ -43,7 +43,7 @@ class Job:
         """Return the first of FILES that does not hold here what rank 0 sent; None if all do."""
         for name, text in self.texts.items():
             path = self.run_dir / name
-            if not path.is_file() or path.read_text() != text:
+            if not path.is_file() or path.read_text(encoding="utf-8") != text:
                 return name
         return None
 

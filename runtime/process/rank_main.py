@@ -102,7 +102,7 @@ def _exported(prepared: Prepared) -> fx.GraphModule | None:
 def complete(run_dir: Path, prepared: Prepared) -> Prepared:
     """Make what only the plan told of, once for all ranks: the graph of a model that is run by it,
     and the optimizer that DeepSpeed compiles at first use."""
-    plan = Plan.from_json((run_dir / "plan.json").read_text())
+    plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
     if plan.rewrite is not None and prepared.graph is None:
         prepared = replace(prepared, graph=_exported(prepared))
     if prepared.request.optimizer.name != "sgd" and any(
@@ -151,7 +151,7 @@ def measure(
     precision = request.train.precision or "fp32"
     alone = request.launcher.threads or num_threads(1)
     has_others = device.type == "cpu" and alone != torch.get_num_threads()
-    planned = Plan.from_json((run_dir / "plan.json").read_text()).ranks
+    planned = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")).ranks
     ranks = Ranks(tuple(each.device for each in planned), tuple(each.node for each in planned))
     has_others = has_others and len(set(ranks.nodes)) == 1  # plans for one host count with it
     calibrate(run_dir, ranks, device, precision, optimizer, alone if has_others else None)
@@ -184,7 +184,7 @@ def train_as_planned(
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed")
     request = prepared.request
-    plan = Plan.from_json((run_dir / "plan.json").read_text())
+    plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
     assert world_size == plan.world_size, (world_size, plan.world_size)
     timeout = timedelta(seconds=request.launcher.timeout_s)
     device, links = _joined(run_dir, rank, world_size, rendezvous, request)
@@ -259,7 +259,7 @@ def train_as_planned(
             summary["full_bandwidth_bytes_s"] = links.full_bytes_s
         path, text = run_dir / "summary.json", json.dumps(summary, indent=1) + "\n"
         with writing(path, len(text)):
-            path.with_suffix(".partial").write_text(text)
+            path.with_suffix(".partial").write_text(text, encoding="utf-8")
             path.with_suffix(".partial").replace(path)
     return program
 
@@ -272,7 +272,7 @@ def _here(rank: int) -> range:
 
 def _launched(run_dir: Path) -> dict[str, Any]:
     """Return what the launcher wrote for the ranks beside the plan."""
-    content: dict[str, Any] = json.loads((run_dir / "launch.json").read_text())
+    content: dict[str, Any] = json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))
     return content
 
 
@@ -310,7 +310,7 @@ def _device(run_dir: Path, rank: int) -> torch.device:
     """Return the device that the plan puts `rank` on. Raises RuntimeError where it is not here."""
     if _launched(run_dir)["device"] == "cpu":
         return torch.device("cpu")
-    planned = Plan.from_json((run_dir / "plan.json").read_text()).ranks[rank]
+    planned = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8")).ranks[rank]
     assert planned.uuid is not None
     # CUDA has started in no process that forks, and numbers what this one sees of it.
     os.environ["CUDA_VISIBLE_DEVICES"] = planned.uuid

@@ -156,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     run_dir: Path = options.run_dir
     try:
-        request = Request.from_json((run_dir / "request.json").read_text())
-        plan = Plan.from_json((run_dir / "plan.json").read_text())
+        request = Request.from_json((run_dir / "request.json").read_text(encoding="utf-8"))
+        plan = Plan.from_json((run_dir / "plan.json").read_text(encoding="utf-8"))
         processes = len(os.sched_getaffinity(0))
         model = model_of(request, plan)
         found = rehearse(request, plan, model, chosen(plan, options.ranks), processes)
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write(run_dir: Path, found: Mapping[str, object]) -> None:
     """Write `rehearsal.json`, whole or not at all."""
     partial = run_dir / f"{FILE}.partial"
-    partial.write_text(json.dumps(found, indent=1) + "\n")
+    partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     partial.replace(run_dir / FILE)
 
 

@@ -78,7 +78,7 @@ class Carrier:
         copy was made on its host. A collective."""
         if self._group is None or not (self._rank == 0 or self.is_apart):
             return checkpoint
-        text = [(checkpoint / MANIFEST).read_text() if self._rank == 0 else ""]
+        text = [(checkpoint / MANIFEST).read_text(encoding="utf-8") if self._rank == 0 else ""]
         dist.broadcast_object_list(text, src=0, group=self._group)
         sees: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(sees, _text_of(checkpoint / MANIFEST) == text[0], self._group)
@@ -94,7 +94,7 @@ class Carrier:
             elif self._rank == first:
                 shutil.rmtree(copy, ignore_errors=True)
                 copy.mkdir(parents=True)
-                (copy / MANIFEST).write_text(text[0])
+                (copy / MANIFEST).write_text(text[0], encoding="utf-8")
                 for file in Manifest.read(copy).files:
                     if failed := self._receive_file(copy / file.path, file.bytes, 0):
                         raise OSError(f"{copy / file.path} could not be written: {failed}")
@@ -167,6 +167,6 @@ def _bytes_of(piece: torch.Tensor) -> "memoryview[int]":
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""

@@ -55,7 +55,7 @@ def hand_over(folder: Path, part: Part) -> None:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".part_{part.rank}.partial"
-        partial.write_text(part.to_json())
+        partial.write_text(part.to_json(), encoding="utf-8")
         partial.replace(folder / f".part_{part.rank}")
 
 
@@ -71,7 +71,7 @@ def gathered(folder: Path, own: Part, ranks: int, timeout_s: float) -> list[File
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if path.exists():
-            parts.append(Part.from_json(path.read_text()))
+            parts.append(Part.from_json(path.read_text(encoding="utf-8")))
             path.unlink()
         else:
             parts.append(Part(rank, error=f"had not written its part after {timeout_s:g} s"))

@@ -151,7 +151,12 @@ class Saver:
             files = self._carrier.gathered(folder, own)
             files.append(write_json(folder, STATE, {"step": step, **scalars, "data": self._data}))
             files += [
-                write_text(folder, name, (self._run_dir / name).read_text()) for name in _COPIED
+                write_text(
+                    folder,
+                    name,
+                    (self._run_dir / name).read_text(encoding="utf-8"),
+                )
+                for name in _COPIED
             ]
             manifest = Manifest(step, time.monotonic() - started, tuple(files))
             write_text(folder, MANIFEST, manifest.to_json())
@@ -164,7 +169,7 @@ class Saver:
             line["error"] = error.strerror or str(error)
         for left in unfinished_before(self._run_dir, step):
             shutil.rmtree(left, ignore_errors=True)  # of a rank that was late with its part
-        with suppress(OSError), (self._run_dir / SAVED).open("a") as file:
+        with suppress(OSError), (self._run_dir / SAVED).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if "error" not in line and self._options.keep is not None:
             for old in checkpoints_in(checkpoint.parent)[self._options.keep :]:

@@ -49,5 +49,5 @@ def merge(run_dir: Path, files: Iterable[FileRecord]) -> None:
     """Write one timeline of all ranks, `run_dir/trace.json`, out of the `files` of each."""
     events: list[dict[str, Any]] = []
     for file in files:
-        events += json.loads((run_dir / file.path).read_text())["traceEvents"]
-    (run_dir / "trace.json").write_text(json.dumps({"traceEvents": events}))
+        events += json.loads((run_dir / file.path).read_text(encoding="utf-8"))["traceEvents"]
+    (run_dir / "trace.json").write_text(json.dumps({"traceEvents": events}), encoding="utf-8")

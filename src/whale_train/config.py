@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.options import ModelOptions
-from whale_train.strategies.grammar.nodes import Strategy, read_strategy
+from whale_train.strategies.grammar.nodes import MOST_MICRO_BATCHES, Strategy, read_strategy
 from whale_train.validation import DURATION, as_yaml, no_truth_value, validated
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -52,7 +52,7 @@ class TrainOptions(_Section):
 
     steps: _Count
     global_batch: _Count
-    accumulate: _Count = 1
+    accumulate: Annotated[_Whole, Field(ge=1, le=MOST_MICRO_BATCHES)] = 1
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     loss_scale: float | None = Field(None, ge=1)
     tf32: bool = False

@@ -69,3 +69,9 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """Return a value as a message shows it: one of thousands of characters as its beginning and
+    its length."""
+    return text if len(text) <= most else f"{text[: most // 2]}... ({len(text):,} characters)"

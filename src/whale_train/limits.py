@@ -64,5 +64,5 @@ def _words(path: Path) -> list[str]:
 def _lines(path: Path) -> list[str]:
     """Return the lines of a file that may not be there, nor be one this process may read."""
     with suppress(OSError):
-        return path.read_text().splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     return []

@@ -72,7 +72,11 @@ def _asked_of_cuda(gpus: list[GpuFacts]) -> list[str]:
     command = [sys.executable, "-c", _ASKS_CUDA]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_ASKING_S, check=True
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=_ASKING_S,
+            check=True,
         )
         return done.stdout.split()
     return [gpu.uuid for gpu in gpus]

@@ -10,7 +10,7 @@ from math import prod
 
 from whale_train.errors import Fault, nearest
 from whale_train.strategies.grammar.form import Form, StageForm
-from whale_train.strategies.grammar.nodes import Replicate, Split
+from whale_train.strategies.grammar.nodes import Pipeline, Replicate, Split
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,13 @@ def _filled(
                 stage = replace(stage, copies=each // stage.shards)
         found.append(stage)
     return found
+
+
+def too_many_stages(pipeline: Pipeline, devices: int, hardware: str) -> Fault:
+    """Return the fault of a pipeline with more stages than there are devices."""
+    rule = f"leaves {devices} of {devices} devices of hardware={hardware} to share"
+    rule += f" among {pipeline.stages} stages"
+    return Fault(f"{pipeline.path}.stages", "", rule, f"use {legal_degrees(devices)} stages")
 
 
 def _not_dividing(key: str, number: int, devices: int, hardware: str) -> Fault:

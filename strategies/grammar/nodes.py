@@ -19,6 +19,7 @@ PATTERNS = ("replicate", "column", "row", "vocabulary", "experts")
 RECOMPUTE = ("none", "full", "auto")
 OFFLOAD = ("none", "cpu")
 BALANCE = ("hardware", "even")
+MOST_MICRO_BATCHES = 10_000  # of a step; a plan orders each
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,11 @@ class _Reader:
     def pipeline(self, body: Mapping[str, Any], path: str) -> Pipeline | None:
         given = self.keys(body, path, ("micro_batches", "schedule", "stages"))
         micro_batches = self.count_or_auto(given, path, "micro_batches")
+        if micro_batches is not None and micro_batches > MOST_MICRO_BATCHES:
+            rule = f"is more than the {MOST_MICRO_BATCHES:,} micro-batches that are planned for"
+            remedy = f"use at most {MOST_MICRO_BATCHES}"
+            self.fault(f"{path}.micro_batches", micro_batches, rule, remedy)
+            micro_batches = None
         schedule = self.choice(given, path, "schedule", SCHEDULES, "1f1b")
         stages = given.get("stages")
         key = f"{path}.stages"

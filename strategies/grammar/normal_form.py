@@ -4,7 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from whale_train.errors import Fault
-from whale_train.strategies.grammar.degrees import OpenStage, settled, settled_by_kind
+from whale_train.strategies.grammar.degrees import (
+    OpenStage,
+    settled,
+    settled_by_kind,
+    too_many_stages,
+)
 from whale_train.strategies.grammar.form import Form
 from whale_train.strategies.grammar.nodes import (
     Node,
@@ -28,6 +33,10 @@ def read_form(
     before = len(faults)
     outer, inner = _outer(strategy.graph, faults)
     pipeline = inner[0] if inner and isinstance(inner[0], Pipeline) else None
+    total = devices if isinstance(devices, int) else sum(devices.values())
+    if pipeline and isinstance(pipeline.stages, int) and pipeline.stages > total:
+        faults.append(too_many_stages(pipeline, total, hardware))
+        return None
     listed: list[OpenStage | None]
     if not inner:
         listed = [OpenStage(outer[-1].path, 1, 1, None, None)]
@@ -44,7 +53,6 @@ def read_form(
     if len(faults) > before:
         return None
     kinds = {} if isinstance(devices, int) else devices
-    total = devices if isinstance(devices, int) else sum(devices.values())
     if any(stage.device for stage in stages):
         form = settled_by_kind(outer, stages, kinds, per_node, hardware, faults)
     else:

@@ -1,12 +1,14 @@
 """A ModelProfile as JSON and back, exactly: what is read equals what was written.
 
-An operation is a list of its fields, in their order; of its arguments, an object is what JSON has
-no word for, and a list a tuple.
+Its first line is the checksum of the rest, so that a file that was damaged is none. An operation is
+a list of its fields, in their order; of its arguments, an object is what JSON has no word for, and
+a list a tuple.
 """
 
 import json
 from collections.abc import Iterable
 from dataclasses import astuple
+from hashlib import sha256
 from typing import Any
 
 from whale_train.strategies.graph.operation_graph import (
@@ -23,7 +25,7 @@ from whale_train.strategies.graph.operation_graph import (
 
 
 def profile_to_json(profile: ModelProfile) -> str:
-    """Return the profile as JSON, in one line."""
+    """Return the profile as JSON, in one line, after one with its checksum."""
     mapping = {
         "name": profile.name,
         "parameters": _listed(profile.parameters),
@@ -43,13 +45,17 @@ def profile_to_json(profile: ModelProfile) -> str:
         "own_draws": profile.own_draws,
         "logits": profile.logits and astuple(profile.logits),
     }
-    return json.dumps(mapping, separators=(",", ":"))
+    content = json.dumps(mapping, separators=(",", ":"))
+    return f"{_checksum(content)}\n{content}"
 
 
 def profile_from_json(text: str) -> ModelProfile:
     """Raises ValueError for what `profile_to_json` did not write."""
+    checksum, _, content = text.partition("\n")
+    if checksum != _checksum(content):
+        raise ValueError("is no profile, or another than was written (its checksum is another)")
     try:
-        mapping: dict[str, Any] = json.loads(text)
+        mapping: dict[str, Any] = json.loads(content)
         parameters, frozen, inputs, graph, logits = (
             mapping.pop(x) for x in ("parameters", "frozen", "inputs", "graph", "logits")
         )
@@ -67,8 +73,12 @@ def profile_from_json(text: str) -> ModelProfile:
             logits=None if logits is None else Logits(tuple(logits[0]), *logits[1:]),
             **rest,
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"is no profile ({type(error).__name__}: {error})") from error
+
+
+def _checksum(content: str) -> str:
+    return sha256(content.encode()).hexdigest()
 
 
 def _listed(parameters: Iterable[Parameter]) -> list[Any]:

@@ -4,8 +4,11 @@ Owns the figures and their file's form; measuring is `runtime/calibrate/calibrat
 files `launcher/planning/calibrations.py`'s.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
 from whale_train.strategies.hardware.cluster import (
@@ -17,6 +20,16 @@ from whale_train.strategies.hardware.cluster import (
     Node,
     Roofline,
 )
+
+CHECKSUM = "checksum"
+PRECISIONS = ("fp32", "bf16", "fp16")
+_REQUIRED = ("device", "threads", "ranks", "kernels", "link", "shared_memory")
+_PASSES = ("forward", "backward")
+_ROOFLINE = ("overhead_s", "flops_s", "bytes_s")
+_LINK = ("name", "bandwidth_bytes_s", "latency_s")
+_UNSAID = "unsaid"  # the checksum of a file that somebody edited
+_SMALLEST = 1e-6  # of a rate: what is less is no device's
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 Kernels = Mapping[str, Mapping[str, Kernel]]  # by precision and kind
 
@@ -40,27 +53,100 @@ class Calibration:
         return f"{self.device}-{self.threads}-threads" if self.threads else self.device
 
     def to_mapping(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return what its file has, with the checksum of the figures."""
+        mapping = asdict(self)
+        return {**mapping, CHECKSUM: checksum(mapping)}
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> "Calibration":
-        """Return what `to_mapping` gave. Raises KeyError, TypeError, ValueError or AttributeError
-        for anything else."""
+    def from_mapping(cls, mapping: Any) -> "Calibration":
+        """Return what `to_mapping` gave; a file that somebody edited has no checksum. Raises
+        ValueError for anything else, and for figures that are none."""
+        fields = _fields(mapping, "the file", _REQUIRED, {CHECKSUM: _UNSAID})
+        written = fields.pop(CHECKSUM)
         kernels = {
-            str(precision): {
-                str(kind): Kernel(Roofline(**each["forward"]), Roofline(**each["backward"]))
-                for kind, each in kinds.items()
+            precision: {
+                kind: Kernel(*(_roofline(both[x], f"{kind}.{x}") for x in _PASSES))
+                for kind, both in (
+                    (kind, _fields(given, kind, _PASSES))
+                    for kind, given in _mapping(kinds, f"kernels.{precision}").items()
+                )
             }
-            for precision, kinds in mapping["kernels"].items()
+            for precision, kinds in _mapping(fields["kernels"], "kernels").items()
         }
-        link, memory = (
-            Link(**mapping[key]) if mapping[key] is not None else None
-            for key in ("link", "shared_memory")
-        )
-        return cls(
-            str(mapping["device"]), int(mapping["threads"]), int(mapping["ranks"]),
-            kernels, link, memory,
+        unknown = [x for x in kernels if x not in PRECISIONS]
+        if unknown:
+            raise ValueError(f"kernels has {unknown[0]}, which is no precision")
+        found = cls(
+            _name(fields["device"], "device"), _count(fields["threads"], "threads", 0),
+            _count(fields["ranks"], "ranks", 1), kernels,
+            *(_link(fields[x], x) for x in ("link", "shared_memory")),
         )  # fmt: skip
+        if written != _UNSAID and written != checksum(fields):
+            rule = f"its {CHECKSUM} is not that of its figures"
+            raise ValueError(f"{rule}: damaged, or edited, and then without that line")
+        return found
+
+
+def checksum(mapping: Mapping[str, Any]) -> str:
+    """Return the checksum of a calibration's figures, whatever the order they are written in."""
+    content = {key: value for key, value in mapping.items() if key != CHECKSUM}
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _fields(
+    value: Any, what: str, required: Sequence[str], optional: Mapping[str, Any] = _NONE
+) -> dict[str, Any]:
+    fields = _mapping(value, what)
+    for key in required:
+        if key not in fields:
+            raise ValueError(f"{what} has no {key}")
+    for key in fields:
+        if key not in required and key not in optional:
+            raise ValueError(f"{what} has {key}, which is none of its keys")
+    return {**optional, **fields}
+
+
+def _mapping(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{what} is not a mapping")
+    return value
+
+
+def _roofline(value: Any, what: str) -> Roofline:
+    fields = _fields(value, what, _ROOFLINE)
+    rates = (_figure(fields[x], f"{what}.{x}", _SMALLEST) for x in _ROOFLINE[1:])
+    return Roofline(_figure(fields["overhead_s"], f"{what}.overhead_s", 0), *rates)
+
+
+def _link(value: Any, what: str) -> Link | None:
+    if value is None:
+        return None
+    fields = _fields(value, what, _LINK, {"busy": 0.0})
+    return Link(
+        _name(fields["name"], f"{what}.name"),
+        _figure(fields["bandwidth_bytes_s"], f"{what}.bandwidth_bytes_s", _SMALLEST),
+        _figure(fields["latency_s"], f"{what}.latency_s", 0),
+        _figure(fields["busy"], f"{what}.busy", 0, 1),
+    )
+
+
+def _figure(value: Any, what: str, smallest: float, largest: float = 1e24) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not smallest <= value <= largest:
+        raise ValueError(f"{what} is no number from {smallest:g} to {largest:g}")
+    return float(value)
+
+
+def _count(value: Any, what: str, least: int) -> int:
+    if type(value) is not int or not least <= value <= 100_000:
+        raise ValueError(f"{what} is no whole number from {least} to 100000")
+    return value
+
+
+def _name(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{what} is no name")
+    return value
 
 
 def is_measured(cluster: Cluster, precision: str) -> bool:

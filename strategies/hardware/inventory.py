@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from whale_train.errors import Fault, nearest
+from whale_train.errors import Fault, nearest, shortened
 from whale_train.strategies.hardware.catalogue import DEVICES, HOSTS, LINKS
 from whale_train.strategies.hardware.cluster import (
     CPU_PROCESS,
@@ -28,6 +28,11 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 # YAML 1.1 reads 15.7e12 as text (it wants 15.7e+12), so numbers are also read from text.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
+
+MOST_DEVICES = 32_768  # of an inventory; a plan has a line for each
+
+# Figures outside are no machine's, and divided by each other no numbers either.
+_SMALLEST, _LARGEST = 1e-6, 1e24
 
 # What to write for a key that is missing.
 _EXAMPLES = {
@@ -138,6 +143,10 @@ def _long_form(
         faults.append(_missing("hardware", "network"))
     complete = [entry for entry in entries if entry]
     if faults or not complete:
+        return None
+    total = sum(entry.count * len(entry.devices) for entry in complete)
+    if total > MOST_DEVICES:
+        faults.append(_too_many("hardware.nodes", total))
         return None
     return _cluster(name, complete, network or complete[0].link, machine)
 
@@ -344,14 +353,24 @@ def _count(value: object, key: str, faults: list[Fault]) -> int | None:
     if number < 1:
         faults.append(Fault(key, _text(value), "is not positive", "use 1 or more"))
         return None
+    if number > MOST_DEVICES:
+        faults.append(_too_many(key, number))
+        return None
     return number
+
+
+def _too_many(key: str, number: int) -> Fault:
+    rule = f"is more than the {MOST_DEVICES:,} devices that are planned for"
+    return Fault(key, str(number), rule, f"use at most {MOST_DEVICES}")
 
 
 def _positive(value: object, key: str, faults: list[Fault]) -> float | None:
     number = _number(value, key, faults)
-    if number is None or number > 0:
+    if number is None or number >= _SMALLEST:
         return number
-    faults.append(Fault(key, _text(value), "is not positive", "use a number above 0"))
+    rule = "is not positive" if number <= 0 else f"is below {_SMALLEST:g}"
+    remedy = "use a number above 0" if number <= 0 else f"use {_SMALLEST:g} or more"
+    faults.append(Fault(key, _text(value), rule, remedy))
     return None
 
 
@@ -367,9 +386,14 @@ def _number(value: object, key: str, faults: list[Fault]) -> float | None:
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     if numeric or (isinstance(value, str) and _NUMBER.fullmatch(value)):
         number = float(str(value))
-        if math.isfinite(number):
+        if math.isfinite(number) and number <= _LARGEST:
             return number
-    faults.append(Fault(key, _text(value), "is not a number", "write it as 32e9 or 15.7e12"))
+        if math.isfinite(number) and number > 0:
+            rule, remedy = f"is above {_LARGEST:g}", f"use {_LARGEST:g} or less"
+            faults.append(Fault(key, shortened(_text(value)), rule, remedy))
+            return None
+    shown = shortened(_text(value))
+    faults.append(Fault(key, shown, "is not a number", "write it as 32e9 or 15.7e12"))
     return None
 
 

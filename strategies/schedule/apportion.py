@@ -34,7 +34,8 @@ def apportion_by_time(
     minimum: int = 0,
 ) -> tuple[int, ...] | None:
     """Return whole shares of `total` as `apportion` does, for members that take `times[i](n)`
-    seconds for n samples, such that all end together as nearly as whole samples allow.
+    seconds for n samples, such that all end together as nearly as whole samples allow. Members with
+    the same function, which are priced once, are alike.
 
     Around a share, a time is a line: a fixed part, and one that grows with the samples. From equal
     shares on, each round takes the shares whose lines end together; the best of a few rounds is
@@ -48,11 +49,13 @@ def apportion_by_time(
     shares: Sequence[int] = [min(cap, max(1, total // count)) for cap in caps]
     best: tuple[float, tuple[int, ...]] | None = None
     for _ in range(_ROUNDS):
-        lines = [_line(time, n) for time, n in zip(times, shares, strict=True)]
+        members = [*zip(times, shares, strict=True)]
+        of_unlike = {member: _line(*member) for member in dict.fromkeys(members)}
+        lines = [of_unlike[member] for member in members]
         next_shares = apportion(balance, total, _ending_together(total, lines), caps, minimum)
         if next_shares is None:
             return None
-        slowest = max(time(n) for n, time in zip(next_shares, times, strict=True))
+        slowest = max(time(n) for time, n in set(zip(times, next_shares, strict=True)))
         if best is None or slowest < best[0]:
             best = (slowest, next_shares)
         if next_shares == tuple(shares):

@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, inf, isfinite, lcm
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ class ScheduledPipeline:
         """Whether every stage is one position."""
         return len(self.positions) == len(self.owners) == self.num_stages
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         return len({position.chunks for position in self.positions})
 
@@ -241,6 +241,14 @@ def simulated(pipeline: ScheduledPipeline) -> "Simulation":
     return found
 
 
+def _by_owner(row: Sequence[int]) -> dict[int, list[int]]:
+    """Return the micro-batches of a chunk that each position owns, in order."""
+    owned: dict[int, list[int]] = {}
+    for micro_batch, owner in enumerate(row):
+        owned.setdefault(owner, []).append(micro_batch)
+    return owned
+
+
 class Simulation:
     """The positions at work: what each has computed, and the clock when the last is done."""
 
@@ -249,6 +257,7 @@ class Simulation:
         meanwhile."""
         self.pipeline, self.patient = pipeline, patient
         self.owners = pipeline.owners
+        self.owned = [_by_owner(row) for row in pipeline.owners]
         self.links = ChunkLinks(pipeline.edges, len(self.owners))
         # A group fills the pipeline once: a position of several chunks takes it through one
         # chunk after the other, as Megatron-LM does with its groups of S micro-batches.
@@ -276,7 +285,7 @@ class Simulation:
     def _start(self, index: int) -> _Progress:
         durations, owned, times = self.pipeline.durations, {}, {}
         for chunk in self.pipeline.positions[index].chunks:
-            owned[chunk] = [m for m, owner in enumerate(self.owners[chunk]) if owner == index]
+            owned[chunk] = self.owned[chunk].get(index, [])
             each = Durations() if durations is None else durations.get((chunk, index), Durations())
             times[chunk] = {
                 Kind.FORWARD: each.forward,

@@ -112,6 +112,8 @@ def _dealt(weights: tuple[float, ...], micro_batches: int) -> tuple[int, ...]:
     counts = optimal_shares(micro_batches, weights, [micro_batches] * len(weights), minimum)
     if counts is None or not counts:
         raise ValueError(f"{micro_batches} micro-batches cannot be shared by {len(weights)}")
+    if len(set(counts)) == 1:  # in turns: each has most credit once a round, the first first
+        return tuple(range(len(counts))) * counts[0]
     credits = [0] * len(counts)
     dealt = []
     for _ in range(micro_batches):

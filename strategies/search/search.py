@@ -33,10 +33,12 @@ from whale_train.strategies.search.written import with_cut, written
 from whale_train.strategies.stages.analysis import Findings
 from whale_train.strategies.stages.within_memory import ShortOfMemoryError
 
+MOST_KINDS = 32  # of devices that are searched
 _SAME = 1 - 1e-9  # steps closer than this are equally long
 _REFUSED = 4_000  # tasks that a strategy which cannot be counts for
 _REFUSALS = 2  # of its like, after which no more of them are resolved
 _BUDGET = 100_000  # tasks simulated, and ranks laid out, where a search has no time limit
+_SHIPPED_BUDGET = 500_000  # after which no shipped strategies are simulated either
 _FEW = 128  # promising candidates that are all simulated, near or not
 _FAR = 1.3  # times the fastest: estimates err by less, so that what is further is not simulated
 _NEAR = 1.1  # times the fastest: what is estimated further, once a family's error is known
@@ -104,6 +106,10 @@ def _able(
     }
     if faults and (use_all or not able):
         raise PlanError(faults)
+    if len(able) > MOST_KINDS:
+        rule = f"searches devices of at most {MOST_KINDS} kinds, and these are of {len(able)}"
+        remedy = "name devices, as strategy.devices={KIND: COUNT}, or give a graph"
+        raise PlanError([Fault("strategy.graph", "auto", rule, remedy)])
     idle = []
     if faults:
         reason = f"train.precision={precision} {faults[0].rule}"
@@ -156,6 +162,7 @@ class _Search:
         self.shipped: list[tuple[Promise, Mapping[str, Any]]] = []
         self.simulated: list[tuple[float, Candidate, Mapping[str, Any], tuple[int, ...]]] = []
         self.short: list[tuple[float, Candidate, Mapping[str, Any], tuple[int, ...]]] = []
+        self.is_whole: dict[Devices, bool] = {}  # devices that are all, in the inventory's order
         self.best_s, self.estimated, self.work, self.resolved = inf, 0, 0, 0
         self.floor_s = inf
 
@@ -252,6 +259,8 @@ class _Search:
         for promise, mapping in sorted(self.shipped, key=lambda each: each[0].seconds):
             family = self.family(promise.candidate.family)
             known = {each[1] for each in self.simulated}
+            if self.simulated and self.work > _SHIPPED_BUDGET:
+                return
             near = promise.seconds * min(1.0, family.error) < self.best_s * _FAR
             if near and promise.candidate not in known:
                 self.resolve(promise.candidate, replace(promise.estimate, cut=()), mapping)
@@ -364,7 +373,7 @@ class _Search:
         none."""
         if self.space.use_all:
             return {"devices": self.asked.devices} if self.asked.devices is not None else {}
-        counts = dict(candidate.mesh.devices)
-        if self.cluster.of_kinds(counts) == self.cluster:
-            return {}
-        return {"devices": counts}
+        devices = candidate.mesh.devices
+        if devices not in self.is_whole:
+            self.is_whole[devices] = self.cluster.of_kinds(dict(devices)) == self.cluster
+        return {} if self.is_whole[devices] else {"devices": dict(devices)}

@@ -39,7 +39,7 @@ def strategy_files() -> Mapping[str, Mapping[str, Any]]:
     found = {}
     for path in sorted(folder.iterdir(), key=lambda path: path.name):
         if path.name.endswith(".yaml"):
-            written = yaml.safe_load(path.read_text())
+            written = yaml.safe_load(path.read_text(encoding="utf-8"))
             if written.get("graph") != "auto":
                 found[path.name.removesuffix(".yaml")] = written
     return found

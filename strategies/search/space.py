@@ -24,6 +24,7 @@ Devices = tuple[tuple[str, int], ...]  # kinds of devices, and how many of each
 # Beyond so many micro-batches a stage, a pipeline's bubble is under a ninth of its step.
 _MOST_PER_STAGE = 8
 _SETS = 64  # sets of devices up to which every number of each kind is one
+_COMBINED = 8  # kinds of devices of which every combination is one
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,27 @@ class Space:
             numbers = product(*(range(count + 1) for _, count in self.devices))
             found = {self._set(each) for each in numbers if any(each)}
         else:
-            found = set[Devices]()
-            for size in range(1, len(self.devices) + 1):
-                found |= set(combinations(self.devices, size))
+            found = set(self._of_whole_kinds())
             found |= {
                 ((kind, 1 << power),)
                 for kind, count in self.devices
                 for power in range(count.bit_length())
             }
         return sorted(found, key=lambda used: (-sum(count for _, count in used), used))
+
+    def _of_whole_kinds(self) -> Iterator[Devices]:
+        """Yield sets of all devices of some kinds: of every few kinds, or, of many, of each alone
+        and of the fastest so many."""
+        kinds = len(self.devices)
+        if kinds <= _COMBINED:
+            for size in range(1, kinds + 1):
+                yield from combinations(self.devices, size)
+            return
+        speeds = {device.name: max(device.flops.values()) for device in self.cluster.devices}
+        fastest = sorted(self.devices, key=lambda each: -speeds[each[0]])
+        for number, each in enumerate(fastest):
+            yield (each,)
+            yield tuple(sorted(fastest[: number + 1]))
 
     def _set(self, numbers: Sequence[int]) -> Devices:
         pairs = zip(self.devices, numbers, strict=True)

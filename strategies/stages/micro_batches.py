@@ -54,6 +54,9 @@ class BatchTooLargeError(Exception):
         self.most = most
 
 
+MOST_PARTS = 1_000_000  # micro-batches of a step, of all stages of all copies
+
+
 def share_batch(
     job: Staging, times: ChunkTimes, micro_batches: int, limits: Sequence[int] = ()
 ) -> Batches:
@@ -80,9 +83,17 @@ def count_micro_batches(job: Staging, times: ChunkTimes, decisions: list[Decisio
     bubble, which `decisions` then gains."""
     form, pipeline = job.form, job.form.pipeline
     if pipeline is None:
-        return job.training.accumulate
-    if pipeline.micro_batches:
-        return pipeline.micro_batches
+        key, asked = "train.accumulate", job.training.accumulate
+    else:
+        key, asked = f"{pipeline.path}.micro_batches", pipeline.micro_batches or 0
+    each = form.copies * len(form.stages)
+    if asked > 1 and asked * each > MOST_PARTS:
+        rule = f"makes {asked * each:,} parts of a step on {each:,} stages of all copies, and at "
+        rule += f"most {MOST_PARTS:,} are planned for"
+        remedy = f"use at most {max(1, MOST_PARTS // each)}"
+        raise PlanError([Fault(key, str(asked), rule, remedy)])
+    if asked or pipeline is None:
+        return asked
     smallest_share = min(copy_shares(job, times, 1))
     wanted = max(stage.copies for stage in form.stages)
     if len(form.stages) > 1:

@@ -65,6 +65,12 @@ class Adversarial(Net):
         return functional.cross_entropy(self.outer(hidden), labels)
 
 
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+
+
 class Headless(nn.Module):
     def __init__(self):
         super().__init__()

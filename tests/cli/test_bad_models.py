@@ -27,7 +27,7 @@ MODEL = (
         "no_class",
         f"model._target_=nets.Nett {CUSTOM}",
         "model._target_=nets.Nett cannot be imported: nets has no Nett; did you mean Net? One "
-        "of: Adversarial, Headless, Net, Pixels, Rows, Scores, Unlabelled",
+        "of: Adversarial, Frozen, Headless, Net, Pixels, Rows, Scores, Unlabelled",
     ),
     Case(
         "module_raises",
@@ -66,6 +66,14 @@ MODEL = (
         f"model._target_=nets.Scores {CUSTOM}",
         "model.loss=model finds no loss in what Scores returns (dict); return it as .loss, or "
         "use model.loss=cross_entropy",
+    ),
+    *(
+        Case(
+            f"frozen_{strategy}",
+            f"strategy={strategy} model._target_=nets.Frozen {CUSTOM}",
+            "model=custom has no parameter to train; give it one with requires_grad",
+        )
+        for strategy in ("dp", "split", "zero_bubble", "hybrid_split_dp", "auto")
     ),
     Case(
         "headless",

@@ -1,0 +1,76 @@
+"""The directories that Hydra makes for a run or a sweep, looked at before it makes any."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from whale_train.config import AUTO
+from whale_train.errors import Fault, shortened
+from whale_train.launcher.ranks.run_dir import taken_by
+
+# What a run writes inside is no longer than that: checkpoints/step_N/optimizer/..., logs/...
+_INSIDE_BYTES = 256
+_NAME_BYTES, _PATH_BYTES = 255, 4096  # NAME_MAX and PATH_MAX of limits.h, the NUL included
+
+
+def run_dir_faults(config: DictConfig, job: int | None) -> list[Fault]:
+    """Return what is wrong with the directories Hydra will make; `job` is its number in a sweep."""
+    key = "hydra.run.dir" if job is None else "hydra.sweep.dir"
+    HydraConfig.instance().set_config(config)
+    try:
+        if job is None:
+            shown = str(config.hydra.run.dir)
+        else:
+            with read_write(config.hydra.job), open_dict(config.hydra.job):
+                config.hydra.job.num = job
+            shown = os.path.join(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
+        inside = config.hydra.output_subdir
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        return [Fault(key, "", f"cannot be resolved ({reason})", "correct its ${...}")]
+    path = Path(shown).absolute()
+    faults = _path_faults(path, key, shown)
+    if not faults and (taken := taken_by(path, key, shown)) is not None:
+        faults = [taken] if OmegaConf.select(config, "train.resume") != AUTO else []
+        if faults:
+            return faults
+    faults = faults or _unwritable(path, key, shown)
+    if not faults and inside is not None:
+        key = "hydra.output_subdir"
+        faults = _path_faults(path / str(inside), key, str(inside))
+        faults = faults or _unwritable(path / str(inside), key, str(inside))
+    return faults
+
+
+def _path_faults(path: Path, key: str, shown: str) -> list[Fault]:
+    """Return why no system call would take a path."""
+    rule = ""
+    try:
+        written = os.fsencode(path)
+    except UnicodeError:
+        return [Fault(key, ascii(shortened(shown)), "is no text", "name a directory in UTF-8")]
+    longest = max((len(name) for name in written.split(b"/")), default=0)
+    if "\0" in shown:
+        rule = "has a NUL, which no path has"
+    elif longest > _NAME_BYTES:
+        rule = f"has a name of {longest:,} bytes, and at most {_NAME_BYTES} are one"
+    elif len(written) > _PATH_BYTES - _INSIDE_BYTES:
+        most = _PATH_BYTES - _INSIDE_BYTES
+        rule = f"is a path of {len(written):,} bytes, and those inside a run have at most {most:,}"
+    value = shortened(shown.replace("\0", "\\0"))
+    return [Fault(key, value, rule, "name a directory by a shorter path")] if rule else []
+
+
+def _unwritable(path: Path, key: str, shown: str) -> list[Fault]:
+    """Return why a directory cannot be made, and files in it."""
+    try:
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            return []
+    except OSError as error:
+        rule = f"cannot be made a run directory ({error.strerror})"
+        return [Fault(key, shortened(shown), rule, "name a directory that can be written")]

@@ -1,0 +1,98 @@
+"""The jobs of a sweep: the product of the choices that the command line and a config file give."""
+
+from collections.abc import Iterable, Sequence
+from math import ceil, prod
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from whale_train.errors import ConfigError, Fault
+
+MOST_JOBS = 1_000  # of a sweep
+PARAMS = "hydra.sweeper.params"
+
+
+def value_of(override: Override) -> str:
+    """Return what was written after the equals sign."""
+    return str(override.input_line).partition("=")[2]
+
+
+def refuse_swept(overrides: Iterable[Override]) -> None:
+    """Refuse several values for one run."""
+    rule = "gives several values to one run"
+    faults = [
+        Fault(o.key_or_group, value_of(o), rule, f"add -m to sweep, or give one {_kind(o)}")
+        for o in overrides
+        if o.is_sweep_override()
+    ]
+    if faults:
+        raise ConfigError(faults)
+
+
+def jobs(config: DictConfig | None, overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each job of a sweep, in Hydra's order. `config` is what all jobs have
+    in common, which may have choices too (`hydra.sweeper.params`). Raises ConfigError for choices
+    that cannot be swept, and for more jobs than MOST_JOBS."""
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    parsed = {o.get_key_element(): o for o in [*_params(config, parser), *_all(parser, overrides)]}
+    numbers = []
+    for override in parsed.values():
+        if override.is_sweep_override() and not override.is_discrete_sweep():
+            rule = "is a range without steps, which nothing here can sweep"
+            fault = Fault(override.key_or_group, value_of(override), rule, "list the values")
+            raise ConfigError([fault])
+        numbers.append(_choices(override))
+    if prod(numbers) > MOST_JOBS:
+        widest = max(parsed.values(), key=_choices)
+        rule = f"makes a sweep of {prod(numbers):,} jobs, and at most {MOST_JOBS:,} are swept"
+        remedy = "sweep fewer values, or in several commands"
+        raise ConfigError([Fault(widest.key_or_group, value_of(widest), rule, remedy)])
+    found: list[list[str]] = [[]]
+    for key, override in parsed.items():
+        choices = [str(override.input_line)]
+        if override.is_sweep_override():
+            choices = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        found = [[*job, choice] for job in found for choice in choices]
+    return found
+
+
+def _all(parser: OverridesParser, overrides: Sequence[str]) -> list[Override]:
+    return list(parser.parse_overrides(list(overrides)))
+
+
+def _params(config: DictConfig | None, parser: OverridesParser) -> list[Override]:
+    """Return the choices that a config file gives. Raises ConfigError for what is none."""
+    sweeper: Any = None if config is None else config.hydra.get("sweeper")
+    params = sweeper.get("params") if isinstance(sweeper, DictConfig) else None
+    found, faults = [], []
+    for key, value in (params or {}).items():
+        try:
+            found += parser.parse_overrides([f"{key}={value}"])
+        except HydraException as error:
+            reason = str(error).splitlines()[0].rpartition("Exception: ")[2].rstrip(".:")
+            remedy = "write values as on the command line, as '1,2'"
+            faults.append(
+                Fault(f"{PARAMS}.{key}", str(value), f"cannot be read ({reason})", remedy)
+            )
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+def _choices(override: Override) -> int:
+    """Return how many values an override gives, without making them."""
+    value = override.value()
+    if isinstance(value, RangeSweep):
+        start, stop, step = (float(x or 0) for x in (value.start, value.stop, value.step))
+        return max(0, ceil((stop - start) / step)) if step else MOST_JOBS + 1
+    if not override.is_sweep_override():
+        return 1
+    return sum(1 for _ in override.sweep_string_iterator())
+
+
+def _kind(override: Override) -> str:
+    return "value" if "." in override.key_or_group else "option"
