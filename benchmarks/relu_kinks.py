@@ -49,9 +49,9 @@ def main() -> None:
     show("fp32", model, images)
     with torch.backends.mkldnn.flags(enabled=False):
         show("fp32, mkldnn off", model, images)
-    for seed in range(3):
+    for seed in range(2):
         show(f"fp32, weights moved ({seed})", moved(model, seed), images)
-        show(f"fp64, weights moved ({seed})", moved(wide, seed), images.double())
+    show("fp64, weights moved (0)", moved(wide, 0), images.double())
 
 
 def moved(model: nn.Module, seed: int) -> nn.Module:
