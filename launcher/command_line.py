@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from whale_train.config import AUTO, read_request
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.launcher.override_text import read_override
 from whale_train.launcher.ranks.run_dir import taken_by
 from whale_train.models.options import MODEL_KEYS
 from whale_train.validation import close_key
@@ -58,7 +59,7 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     flags = [text for text in arguments if text not in options.overrides]
     faults: list[Fault] = []
-    parsed = [o for text in options.overrides if (o := _parsed(text, faults)) is not None]
+    parsed = [o for text in options.overrides if (o := read_override(text, faults)) is not None]
     if faults:
         raise ConfigError(faults)
     keys = {o.key_or_group for o in parsed}
@@ -149,21 +150,6 @@ def _flags(arguments: Sequence[str]) -> Namespace:
         remedy = "see whale-train --hydra-help for the flags; settings are KEY=VALUE"
         raise ConfigError([Fault(text, "", "is not a flag", remedy) for text in unknown])
     return options
-
-
-def _parsed(text: str, faults: list[Fault]) -> Override | None:
-    """Return an override; None when it is a fault."""
-    if "=" not in text and not text.startswith("~"):
-        faults.append(Fault(text, "", "is neither KEY=VALUE nor a flag", f"write {text}=VALUE"))
-        return None
-    try:
-        return OverridesParser.create().parse_overrides([text])[0]
-    except HydraException as error:
-        reason = str(error).splitlines()[0].rpartition("Exception: ")[2].rstrip(".:")
-        rule = f"cannot be read ({reason})" if reason != text else "cannot be read"
-        remedy = "quote values with spaces, commas or brackets, as in 'key={a: 1}'"
-        faults.append(Fault(text, "", rule, remedy))
-        return None
 
 
 def _jobs(overrides: Sequence[str], multirun: bool) -> list[list[str]]:

@@ -28,6 +28,7 @@ from whale_train.strategies.stages.analysis import Findings
 from whale_train.strategies.stages.beside_copies import head_cut, named_weights, span, split_parts
 from whale_train.strategies.stages.patterns import sharded
 from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
+from whale_train.strategies.stages.split_names import refuse_idle_patterns
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def _chunked(
     chunks = tuple(
         _chunk(job, i % stages, part, ends[i : i + 2], shared) for i, part in enumerate(slices)
     )
+    refuse_idle_patterns(job, chunks)
     edges = findings.once(("edges", ends), lambda: _edges(job, slices))
     axes = _axes(job, chunks, dict(caps))
     _check_shapes(job, chunks, axes)

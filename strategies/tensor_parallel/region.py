@@ -1,6 +1,6 @@
 """A region whose patterns are searched: what is asked of it, and what is known of its weights."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -131,8 +131,9 @@ def by_token(operation: Operation) -> Shard | None:
     return Shard(1, f"sequence.{shape[1].fixed}", 1, (shape[1].fixed,))
 
 
-def matches(path: str, glob: str) -> bool:
-    return fnmatchcase(path, glob) or fnmatchcase(path.rpartition(".")[0], glob)
+def matches(names: Iterable[str], glob: str) -> bool:
+    """Return whether `glob` is of one of a weight's `names`, or of its module."""
+    return any(fnmatchcase(x, glob) or fnmatchcase(x.rpartition(".")[0], glob) for x in names)
 
 
 def _limited(weight: Weight, dim: str) -> Weight:
