@@ -27,7 +27,7 @@ from whale_train.strategies.estimate.whole_copies import (
     beside_split_head,
     unexported,
 )
-from whale_train.strategies.hardware.cluster import Cluster, Device
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.simulate.tasks import PIECES
@@ -59,6 +59,7 @@ class Estimator:
     _cuts: dict[Candidate, Cut | None] = field(default_factory=dict)
     _totals: dict[object, float] = field(default_factory=dict)
     _with_sums: dict[object, Sequence[float]] = field(default_factory=dict)
+    expert_sums: dict[int, tuple[float, Link]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Estimate:
         """Return the estimate of a candidate that uses all devices of the cluster."""
