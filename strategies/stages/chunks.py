@@ -29,6 +29,8 @@ from whale_train.strategies.stages.beside_copies import head_cut, named_weights,
 from whale_train.strategies.stages.patterns import sharded
 from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
 from whale_train.strategies.stages.split_names import refuse_idle_patterns
+from whale_train.strategies.tensor_parallel.choose import Sharded
+from whale_train.strategies.tensor_parallel.region import SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -239,10 +241,20 @@ def _chunk(
     like = findings.once(("like", what, typed.groups), lambda: part)  # the slice it was found for
     if not typed.weights:
         _refuse_whole(job, stage, part, shared)
+    owner = stage if job.chunk_count > 1 else None
     renamed = findings.once(
-        ("renamed", interval, key), lambda: findings.likeness.renamed(typed, like, part)
+        ("renamed", interval, key, owner),
+        lambda: findings.likeness.renamed(typed, like, part, _own_axes(typed, owner)),
     )
     return StageChunk(stage, part, key, renamed)
+
+
+def _own_axes(typed: Sharded, stage: int | None) -> Mapping[str, str]:
+    """Return a stage's names for the axes that are not named after weights: groups of other stages
+    cut their tokens otherwise."""
+    if stage is None:
+        return {}
+    return {axis: f"stage_{stage}.{axis}" for axis in typed.axes if axis.startswith(SEQUENCE)}
 
 
 def _refuse_whole(

@@ -16,6 +16,7 @@ from whale_train.strategies.layouts.propagation import (
 from whale_train.strategies.layouts.rules.reductions import batch_norm, embedding
 from whale_train.strategies.tensor_parallel.candidates import Weight, WeightSharding, find_weights
 
+SEQUENCE = "sequence."  # how an axis of tokens, as many as follow it, is named
 _SMALL = 100  # a weight of less than 1/100 of its block may stay whole without being counted
 
 
@@ -128,7 +129,7 @@ def by_token(operation: Operation) -> Shard | None:
     shape = operation.shape or ()
     if len(shape) != 3 or not shape[0].per_sample or shape[1].per_sample or shape[1].fixed < 2:
         return None
-    return Shard(1, f"sequence.{shape[1].fixed}", 1, (shape[1].fixed,))
+    return Shard(1, f"{SEQUENCE}{shape[1].fixed}", 1, (shape[1].fixed,))
 
 
 def matches(names: Iterable[str], glob: str) -> bool:

@@ -171,3 +171,10 @@ def test_stages_with_equal_patterns_have_one_list() -> None:
         "strategy.graph.pipeline.stages[1].split.patterns.block=column names weights of other "
         "stages alone; give it to a split of these, or leave it out"
     ]
+
+
+def test_stages_cut_their_tokens_by_their_own_numbers() -> None:
+    """Shard groups of two and of three have other tokens of the same sequences."""
+    stages = [split(degree=2, dim="sequence"), split(degree=3, dim="sequence")]
+    plan = planned({"pipeline": {"stages": stages}}, gpt(), devices=5)
+    assert [len(task.replicas[0]) for task in plan.task_graphs] == [2, 3]
