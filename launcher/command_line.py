@@ -24,13 +24,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from whale_train.bounds import too_large
 from whale_train.config import read_request
-from whale_train.errors import ConfigError, Fault, RequestError, nearest, shortened
+from whale_train.errors import ConfigError, Fault, RequestError, nearest
 from whale_train.launcher.config_files import read_within_bounds
 from whale_train.launcher.hydra_keys import code_faults
 from whale_train.launcher.interpolations import interpolation_faults
 from whale_train.launcher.output_dirs import run_dir_faults
+from whale_train.launcher.override_text import read_override
 from whale_train.launcher.sweeps import PARAMS, jobs, refuse_swept, value_of
 from whale_train.models.options import MODEL_KEYS
 from whale_train.validation import close_key
@@ -50,7 +50,7 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     flags = [text for text in arguments if text not in options.overrides]
     faults: list[Fault] = []
-    parsed = [o for text in options.overrides if (o := _parsed(text, faults)) is not None]
+    parsed = [o for text in options.overrides if (o := read_override(text, faults)) is not None]
     if faults:
         raise ConfigError(faults)
     keys = {o.key_or_group for o in parsed}
@@ -172,26 +172,6 @@ def _flags(arguments: Sequence[str]) -> Namespace:
         given = str(options.experimental_rerun)
         raise ConfigError([Fault("--experimental-rerun", given, rule, remedy)])
     return options
-
-
-def _parsed(text: str, faults: list[Fault]) -> Override | None:
-    """Return an override; None when it is a fault."""
-    if "=" not in text and not text.startswith("~"):
-        faults.append(Fault(text, "", "is neither KEY=VALUE nor a flag", f"write {text}=VALUE"))
-        return None
-    passed = too_large(text)
-    if passed is not None:
-        key, _, value = text.partition("=")
-        faults.append(Fault(key, shortened(value), *passed))
-        return None
-    try:
-        return OverridesParser.create().parse_overrides([text])[0]
-    except HydraException as error:
-        reason = str(error).splitlines()[0].rpartition("Exception: ")[2].rstrip(".:")
-        rule = f"cannot be read ({reason})" if reason != text else "cannot be read"
-        remedy = "quote values with spaces, commas or brackets, as in 'key={a: 1}'"
-        faults.append(Fault(text, "", rule, remedy))
-        return None
 
 
 def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, list[Fault]]:

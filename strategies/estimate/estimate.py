@@ -12,26 +12,25 @@ from itertools import pairwise
 from math import inf
 
 from whale_train.errors import PlanError
-from whale_train.strategies.cost.roofline import (
-    flops_rate,
-)
+from whale_train.strategies.cost.roofline import flops_rate
 from whale_train.strategies.estimate.block_costs import BlockCosts, Holding, Seconds
 from whale_train.strategies.estimate.candidates import Candidate, Estimate, Mesh, Part
 from whale_train.strategies.estimate.gradient_times import GradientTimes
 from whale_train.strategies.estimate.needs import Needs
 from whale_train.strategies.estimate.pipeline_times import in_flight_of, pipeline_s
-from whale_train.strategies.estimate.stage_dp import Cut, Hop, StageCosts, cut
+from whale_train.strategies.estimate.stage_dp import Cut, Hop, StageCosts, cut, short_of_room
 from whale_train.strategies.estimate.transfers import Transfers
 from whale_train.strategies.estimate.whole_copies import (
     beside_experts,
     beside_split_head,
     unexported,
 )
-from whale_train.strategies.hardware.cluster import Cluster, Device
+from whale_train.strategies.hardware.cluster import Cluster, Device, Link
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.simulate.tasks import PIECES
 
+_COARSE = 1e6  # bytes, less than which is no more than the rounding of such a sum
 _UNHIDDEN = 1 - 1 / PIECES  # of a backward, the part in which there are gradients to sum
 
 
@@ -59,6 +58,7 @@ class Estimator:
     _cuts: dict[Candidate, Cut | None] = field(default_factory=dict)
     _totals: dict[object, float] = field(default_factory=dict)
     _with_sums: dict[object, Sequence[float]] = field(default_factory=dict)
+    expert_sums: dict[int, tuple[float, Link]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Estimate:
         """Return the estimate of a candidate that uses all devices of the cluster."""
@@ -153,6 +153,8 @@ class Estimator:
 
     def _hops(self, mesh: Mesh, parts: Sequence[Part]) -> Sequence[Hop]:
         """Return what sends between the stages of a pipeline."""
+        if mesh.widest > 1 and not mesh.by_kind:
+            return self.transfers.hops(mesh)
         known: dict[tuple[Part, Part], Hop] = {}
         found = []
         for pair in pairwise(parts):
@@ -197,7 +199,7 @@ class Estimator:
                     self._cuts[alone] = cut(stages, hops, crossing, pieces)
                 found = self._cuts[alone]
                 if found is None:
-                    return Estimate(inf, self._short(candidate, stages))
+                    return Estimate(inf, self._short(stages, len(crossing) - 1))
                 ends = found.ends
             seconds = self._step(candidate, parts, alike, size, stages, hops, crossing, ends)
             slowest = max(slowest, seconds)
@@ -325,12 +327,13 @@ class Estimator:
 
     # --- Memory ---
 
-    def _short(self, candidate: Candidate, stages: Sequence[StageCosts]) -> float:
-        """Return how many bytes one pipeline's devices, together, have too little."""
+    def _short(self, stages: Sequence[StageCosts], units: int) -> float:
+        """Return how many bytes a pipeline's devices, together, are short of at the least: by the
+        sum of all, or, where that is enough, by what each would need for some cut."""
         needs = sum(s.copies * s.element_bytes * s.elements[-1] for s in stages) / len(stages)
-        room = sum(stage.copies * stage.room for stage in stages)
         saved = min(stage.samples * stage.entering[-1] for stage in stages)
-        return max(1.0, needs + saved - room)
+        together = needs + saved - sum(stage.copies * stage.room for stage in stages)
+        return together if together > _COARSE else short_of_room(stages, units)
 
     # --- What candidates have in common ---
 

@@ -8,7 +8,7 @@ micro-batches each has in flight, and may compute their blocks again where that 
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -155,6 +155,25 @@ def cut(
         if best is None or seconds < best.seconds:
             best = Cut(found, seconds)
     return best
+
+
+def short_of_room(stages: Sequence[StageCosts], units: int) -> float:
+    """Return how many bytes more every device would need for a cut to have room, to a part in
+    some thousands; infinite where there are fewer units than stages."""
+    if len(stages) > units:
+        return inf
+
+    def fits(more: float) -> bool:
+        roomier = [replace(stage, room=stage.room + more) for stage in stages]
+        return _ends(roomier, units, inf) is not None
+
+    low, high = 0.0, 1.0
+    while not fits(high):
+        low, high = high, 4 * high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _sent(hops: Sequence[Hop], crossing: Prefix, ends: Sequence[int]) -> float:

@@ -4,14 +4,17 @@ Devices of a kind follow each other, copy by copy, stage by stage: which of them
 arithmetic on the nodes' size. Owns those estimates of links; the resolver's are exact.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
+from math import lcm
 
-from whale_train.strategies.cost.collectives import all_reduce_time_s, group_link
+from whale_train.strategies.cost.collectives import all_reduce_time_s, crowd_of, group_link
 from whale_train.strategies.estimate.candidates import Mesh, Part
 from whale_train.strategies.estimate.stage_dp import Hop
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link
+from whale_train.strategies.stages.placement import seats
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Transfers:
 
     cluster: Cluster
     _shard_links: dict[tuple[str, int], Link] = field(default_factory=dict)
+    _hops: dict[Mesh, Sequence[Hop]] = field(default_factory=dict)
 
     @cached_property
     def device_of(self) -> Mapping[str, Device]:
@@ -101,6 +105,30 @@ class Transfers:
             crossing * network.latency_s + (1 - crossing) * inside.latency_s,
             crossing * outside + (1 - crossing) / inside.bandwidth_bytes_s,
         )
+
+    def hops(self, mesh: Mesh) -> Sequence[Hop]:
+        """Return what sends between the stages of a mesh, by the seats of its ranks: as a pipeline
+        whose stages have copies on whichever devices come next may lie anywhere."""
+        if mesh not in self._hops:
+            self._hops[mesh] = [*self._by_seats(mesh)]
+        return self._hops[mesh]
+
+    def _by_seats(self, mesh: Mesh) -> Iterator[Hop]:
+        parts = [part for part in mesh.parts for _ in range(part.stages)]
+        stages = [(part.kind or None, part.copies, part.shards) for part in parts]
+        seated = seats(stages, mesh.copies, self.cluster.devices)
+        crowd = crowd_of(self.cluster, seated.edges())
+        for number, (here, there) in enumerate(pairwise(parts)):
+            senders, receivers = seated.of_stage(number), seated.of_stage(number + 1)
+            pairs = {
+                (positions[senders[turn % here.copies]][0],
+                 positions[receivers[turn % there.copies]][0])
+                for positions in seated.positions
+                for turn in range(lcm(here.copies, there.copies))
+            }  # fmt: skip
+            links = (group_link(self.cluster, pair, crowd, by_memory=True) for pair in pairs)
+            slowest = min(links, key=lambda link: link.bandwidth_bytes_s)
+            yield Hop(slowest.latency_s, 1 / slowest.bandwidth_bytes_s)
 
     def group(self, copies: int, part: Part) -> Group:
         """Return the ranks that hold the same shard of a stage of `part`, in all `copies` of the

@@ -4,11 +4,17 @@ beside experts."""
 from math import inf
 from typing import TYPE_CHECKING
 
-from whale_train.strategies.cost.collectives import gather_time_s, group_link
+from whale_train.strategies.cost.collectives import (
+    crowd_of,
+    gather_time_s,
+    group_link,
+    sum_time_s,
+)
 from whale_train.strategies.cost.resharding import routing_times
 from whale_train.strategies.cost.roofline import fetch_time_s
 from whale_train.strategies.estimate.candidates import Candidate, Estimate
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
+from whale_train.strategies.simulate.tasks import sum_pieces
 
 if TYPE_CHECKING:
     from whale_train.strategies.estimate.estimate import Estimator
@@ -88,18 +94,46 @@ def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
         range(spread),
         of.training.global_batch * spread / count,
     ).total
-    slowest = 0.0
+    slowest, saved = 0.0, of.costs.holding(1, "auto").saved[-1]
     for alike in of.copies_of(mesh):
         device = alike.devices[0]
-        if need > device.room_bytes:
-            return Estimate(inf, need - device.room_bytes)
+        at_once = -(-alike.samples // of.training.accumulate)
+        held_at_once = need + ROUNDED_UP * saved * at_once
+        if held_at_once > device.room_bytes:
+            return Estimate(inf, held_at_once - device.room_bytes)
         times = of.seconds(device, part, "auto", alike.samples)
         whole, backward = times.total[-1], times.total[-1] - times.forward[-1]
         gathers = sum(of.sums.gathers_s(candidate, part, device, elements))
         summed = of.sums.after_s(candidate, part, elements, backward, device)
+        left = max(0.0, backward - elements * of.sums.element_s(mesh.copies, part))
+        summed += _summed_experts_s(of, candidate, held, left)
         slowest = max(slowest, whole + routing + gathers + 3 * streamed + summed)
     slowest = max(slowest, of.by_processors(mesh, 1, whole))
     return Estimate(slowest + of.sums.norm_s)
+
+
+def _summed_experts_s(
+    of: "Estimator", candidate: Candidate, elements: float, backward_s: float
+) -> float:
+    """Return what is shown of the sum of experts' gradients, so many `elements` a device, over
+    the groups that each have all experts; `backward_s` of a backward is left to hide behind."""
+    count, spread = candidate.mesh.copies, candidate.experts
+    if count == spread:
+        return 0.0
+    if spread not in of.expert_sums:
+        groups = [range(member, count, spread) for member in range(spread)]
+        crowd = crowd_of(of.cluster, groups)
+        num_bytes = of.training.sent_width * elements
+        of.expert_sums[spread] = (
+            sum_time_s(of.cluster, groups[0], num_bytes, crowd),
+            group_link(of.cluster, groups[0], crowd),
+        )
+    summed, link = of.expert_sums[spread]
+    if candidate.zero:
+        width = of.costs.findings.weight_width(1)
+        return summed + gather_time_s(width * elements, count // spread, link)
+    pieces = sum_pieces(elements)
+    return max(summed / pieces, summed - (1 - 1 / pieces) * backward_s)
 
 
 def _streams(candidate: Candidate) -> bool:

@@ -6,7 +6,7 @@ such as `strategy.graph.replicate.of.pipeline.stages[2].split.degree`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ RECOMPUTE = ("none", "full", "auto")
 OFFLOAD = ("none", "cpu")
 BALANCE = ("hardware", "even")
 MOST_MICRO_BATCHES = 10_000  # of a step; a plan orders each
+_BY_GLOB, _LISTED = "{*.q_proj.weight: column}", '[{weight: "*.q_proj.weight", pattern: column}]'
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Split:
-    """One copy whose tensors are sharded over its devices. `patterns` are (glob of parameter
-    paths, pattern) given by hand, the first that matches counting."""
+    """One copy whose tensors are sharded over its devices. `patterns` are (glob of weights or
+    modules, pattern) given by hand, the first that matches a weight and that it can have
+    counting."""
 
     path: str
     degree: int | None = None
@@ -223,21 +225,20 @@ class _Reader:
         )
 
     def split(self, body: Mapping[str, Any], path: str) -> Split:
-        given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of"))
-        return replace(self.any_split(given, path, SPLIT_DIMS), patterns=self.patterns(given, path))
+        return self.any_split(body, path, SPLIT_DIMS)
 
     def split_beside(self, body: Mapping[str, Any], path: str) -> Split:
         """Return a split beside a replicate: of the head's classes, experts, or other modules."""
-        given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of"))
-        found = self.any_split(given, path, BESIDE_DIMS)
-        return replace(found, patterns=self.patterns(given, path))
+        return self.any_split(body, path, BESIDE_DIMS)
 
-    def any_split(self, given: Mapping[str, Any], path: str, dims: tuple[str, ...]) -> Split:
+    def any_split(self, body: Mapping[str, Any], path: str, dims: tuple[str, ...]) -> Split:
+        given = self.keys(body, path, ("degree", "dim", "modules", "patterns", "of"))
         return Split(
             path,
             degree=self.count_or_auto(given, path, "degree"),
             dim=self.choice(given, path, "dim", dims, "auto"),
             modules=self.modules(given, path) or ("*",),
+            patterns=self.patterns(given, path),
             of=self.children(given, path, "split"),
         )
 
@@ -340,12 +341,30 @@ class _Reader:
         value = given.get("patterns")
         if value is None:
             return ()
-        if not isinstance(value, Mapping):
-            remedy = 'use {"*.q_proj.weight": column}'
-            self.fault(f"{path}.patterns", value, "is not a mapping", remedy)
-            return ()
         key = f"{path}.patterns"
+        if isinstance(value, list):
+            read = (self.pattern(item, f"{key}[{i}]") for i, item in enumerate(value))
+            return tuple(pair for pair in read if pair is not None)
+        if not isinstance(value, Mapping):
+            rule, remedy = "is neither a mapping nor a list", f"use {_BY_GLOB} or {_LISTED}"
+            self.fault(key, value, rule, remedy)
+            return ()
         return tuple((str(k), self.choice(value, key, k, PATTERNS, "replicate")) for k in value)
+
+    def pattern(self, item: Any, path: str) -> tuple[str, str] | None:
+        """Return the glob and the pattern of an item of a list of patterns."""
+        if not isinstance(item, Mapping):
+            self.fault(path, item, "is not a weight with its pattern", f"use {_LISTED[1:-1]}")
+            return None
+        given = self.keys(item, path, ("weight", "pattern"))
+        for key in ("weight", "pattern"):
+            if key not in given:
+                self.fault(f"{path}.{key}", "", "is missing", f"use {_LISTED[1:-1]}")
+        weight = given.get("weight", "*")
+        if not _is_name(weight):
+            self.fault(f"{path}.weight", weight, "is not a glob of weights", f"use {_LISTED[1:-1]}")
+            return None
+        return weight, self.choice(given, path, "pattern", PATTERNS, "replicate")
 
     def modules(self, given: Mapping[str, Any], path: str) -> tuple[str, ...] | None:
         value = given.get("modules")

@@ -80,9 +80,10 @@ class Likeness:
         rows.append((part.flops, part.activation_bytes, part.entering_bytes, part.block_bytes))
         return self._number(tuple(rows))
 
-    def renamed(self, found: Sharded, of: Slice, to: Slice) -> Sharded:
-        """Return what was `found` of a slice, of one that is like it."""
-        if of.operations == to.operations:
+    def renamed(self, found: Sharded, of: Slice, to: Slice, axes: Mapping[str, str]) -> Sharded:
+        """Return what was `found` of a slice, of one that is like it, with the names `axes` for
+        axes that are not named after weights."""
+        if of.operations == to.operations and not axes:
             return found
         names = dict(zip((*of.operations, *of.takes), (*to.operations, *to.takes), strict=True))
         paths = {
@@ -90,7 +91,7 @@ class Likeness:
             for a, b in names.items()
             if self.graph[a].target in HELD
         }
-        return _Renaming(names, paths).sharded(found)
+        return _Renaming(names, {**paths, **axes}).sharded(found)
 
     # --- One operation ---
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from math import inf
 
-from whale_train.errors import Fault
+from whale_train.errors import Fault, closest
 from whale_train.strategies.graph.forward_state import updates_beside
 from whale_train.strategies.graph.operation_graph import (
     WEIGHTS,
@@ -210,10 +210,9 @@ def stage_of_modules(
             ]
             if not matched:
                 known = sorted({block.split(".")[0] for block in order.blocks if block})
-                rule, remedy = (
-                    "names no module that computes",
-                    f"use a path below {', '.join(known)}",
-                )
+                near = closest(pattern, {block for block in order.blocks if block} | {*known})
+                rule, remedy = "names no module that computes", f"a path below {', '.join(known)}"
+                remedy = f"did you mean {near}? Else use {remedy}" if near else f"use {remedy}"
                 faults.append(Fault(f"{path}.modules", pattern, rule, remedy))
             for i in matched:
                 if fixed.get(i, stage) != stage:

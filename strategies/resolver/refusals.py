@@ -8,6 +8,7 @@ from whale_train.strategies.resolver.shared_batch import (
     refuse_written_parameters,
 )
 from whale_train.strategies.stages.placement import Staging
+from whale_train.strategies.stages.split_names import refuse_unknown_names
 
 
 def refuse_model(job: Staging) -> None:
@@ -15,6 +16,7 @@ def refuse_model(job: Staging) -> None:
     faults: list[Fault] = []
     if job.profile.graph is None and not job.as_is:
         _refuse_no_graph(job, faults)
+    refuse_unknown_names(job, faults)
     refuse_written_parameters(job.profile, job.zero, faults)
     if job.zero:
         _refuse_partitions(job, faults)

@@ -131,14 +131,16 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-_Likes = tuple[str, Devices, int, bool]  # candidates whose estimates err alike
+_Likes = tuple[str, Devices, int, bool, int, bool]  # candidates whose estimates err alike
 
 
 def _likes(candidate: Candidate) -> _Likes:
     """Return what candidates have in common whose estimates err alike: the family, the devices, the
-    number of copies, whether stages are interleaved."""
+    number of copies, whether stages have some, over how many experts are spread, whether stages
+    are interleaved."""
     mesh, interleaved = candidate.mesh, candidate.schedule == "interleaved_1f1b"
-    return candidate.family, mesh.devices, mesh.copies, interleaved
+    copied = mesh.widest > 1
+    return candidate.family, mesh.devices, mesh.copies, copied, candidate.experts, interleaved
 
 
 class _Search:

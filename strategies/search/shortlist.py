@@ -68,7 +68,7 @@ def shortlist(space: Space, devices: Devices, estimator: Estimator) -> Shortlist
                 except PlanError:  # nothing to cut so
                     continue
                 family = Candidate(mesh, pieces, dim=dim).family
-                pipelines[family, mesh.copies].append((seconds, mesh, pieces, dim))
+                pipelines[family, mesh.copies, mesh.widest > 1].append((seconds, mesh, pieces, dim))
     nearest = min((each[0] for listed in pipelines.values() for each in listed), default=0.0)
     for listed in pipelines.values():
         found.estimated += len(listed)

@@ -23,6 +23,7 @@ Devices = tuple[tuple[str, int], ...]  # kinds of devices, and how many of each
 
 # Beyond so many micro-batches a stage, a pipeline's bubble is under a ninth of its step.
 _MOST_PER_STAGE = 8
+_FEW = 8  # shard groups of which stages of unlike widths are formed
 _SETS = 64  # sets of devices up to which every number of each kind is one
 _COMBINED = 8  # kinds of devices of which every combination is one
 
@@ -121,6 +122,8 @@ class Space:
         """Yield the meshes on `devices`, which are all of `cluster`; those whose stages name kinds
         with their parts in one order."""
         yield from dict.fromkeys(self._alike(devices, cluster))
+        if len(devices) == 1 and self.exported:
+            yield from dict.fromkeys(self._of_copied_stages(devices, cluster))
         if len(devices) > 1 and self.exported:
             yield from dict.fromkeys(self._by_kind(devices, cluster))
 
@@ -162,6 +165,33 @@ class Space:
                 if copies <= self.global_batch and (self.shared or copies == 1):
                     yield Mesh(devices, copies, (Part("", stages, 1, shards),))
 
+    def _of_copied_stages(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
+        """Yield pipelines with several copies of a stage, on whichever devices come next."""
+        count = len(cluster.devices)
+        for copies, shards in product(divisors(count), self._shard_numbers(cluster)):
+            groups, left = divmod(count // copies, shards)
+            most = self.global_batch // copies
+            if left or not most or not (self.shared or copies == 1):
+                continue
+            for parts in self._copied_stages(groups, shards):
+                of_all = sum(part.stages for part in parts)
+                if of_all <= self.places and max(part.copies for part in parts) <= most:
+                    yield Mesh(devices, copies, parts)
+
+    def _copied_stages(self, groups: int, shards: int) -> Iterator[tuple[Part, ...]]:
+        """Yield the ways for so many shard groups to be stages of which some have copies: all as
+        many, or, of few groups, the first ones so many and the others so many."""
+        for stages in divisors(groups)[1:-1]:
+            yield (Part("", stages, groups // stages, shards),)
+        for first in range(1, groups if groups <= _FEW else 1):
+            for before, after in product(divisors(first), divisors(groups - first)):
+                parts = (
+                    Part("", before, first // before, shards),
+                    Part("", after, (groups - first) // after, shards),
+                )
+                if parts[0].copies != parts[1].copies:
+                    yield parts
+
     def _by_kind(self, devices: Devices, cluster: Cluster) -> Iterator[Mesh]:
         """Yield pipelines with stages on every kind of device."""
         for copies in divisors(gcd(*(count for _, count in devices))):
@@ -175,8 +205,6 @@ class Space:
                 for chosen in product(*parts):
                     if sum(part.stages for part in chosen) > self.places:
                         continue
-                    if gcd(*(part.copies for part in chosen)) > 1:
-                        continue  # more copies of the whole do the same
                     yield Mesh(devices, copies, chosen)
 
     def _parts(self, kind: str, count: int, shards: int, copies: int) -> Iterator[Part]:
@@ -233,14 +261,10 @@ class Space:
             yield Candidate(mesh, micro_batches, schedule, zero, offload, dim=dim)
 
     def _expert_groups(self, mesh: Mesh) -> Sequence[int]:
-        """Return over how many of the copies of the rest experts are spread: as many as there are
-        experts for, as many as those divide by, and a node's."""
+        """Return over how many of the copies of the rest experts are spread."""
         if not self.experts or mesh.shards > 1 or mesh.copies == 1:
             return ()
-        sizes = [n for n in divisors(mesh.copies) if 1 < n <= self.experts]
-        in_node = gcd(*(len(node.devices) for node in self.cluster.nodes))
-        even = [n for n in sizes if self.experts % n == 0]
-        return sorted({*sizes[-1:], *even[-1:], *(n for n in sizes if n == in_node)})
+        return [n for n in divisors(mesh.copies) if 1 < n <= self.experts]
 
     def keeps(self, zero: int, offload: str) -> bool:
         """Return whether copies may keep their optimizer's state so."""

@@ -5,7 +5,7 @@ mixture, spread over the devices that share the samples, other modules, or an ou
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from whale_train.errors import Fault, PlanError, closest, listed
+from whale_train.errors import Fault, PlanError
 from whale_train.strategies.grammar.nodes import Split
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
@@ -13,17 +13,18 @@ from whale_train.strategies.graph.operation_graph import (
     Size,
 )
 from whale_train.strategies.independence.states import PerSample
+from whale_train.strategies.layouts.propagation import RULES
+from whale_train.strategies.layouts.rules.reductions import embedding
 from whale_train.strategies.partition.dense_parts import dense_parts
 from whale_train.strategies.partition.head_partition import CutRefused, HeadCut, cut_head
 from whale_train.strategies.partition.output_head import Head, find_heads, matching
-from whale_train.strategies.partition.pipeline_partition import (
-    Slice,
-    is_inside,
-)
+from whale_train.strategies.partition.pipeline_partition import Slice
 from whale_train.strategies.partition.routed_experts import route_experts
 from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused, together
 from whale_train.strategies.stages.patterns import sharded
 from whale_train.strategies.stages.placement import Staging
+from whale_train.strategies.stages.split_names import is_named, names_of, nearest_modules
+from whale_train.strategies.tensor_parallel.region import matches
 
 
 def split_parts(
@@ -36,11 +37,15 @@ def split_parts(
         named = named_weights(job, part, shared, split)
         parts = _experts(job, stage, part, shared, split, named)
         if parts is None and (not named or _is_head(job, split)):
-            if len(splits) == 1:
-                return None
             profile = job.profile if job.chunk_count == 1 else _profile_of(job, part)
-            named = frozenset({_head_of(job, part, shared, split, profile).weight})
-            split = replace(split, dim="auto")  # the one the head has, whatever is called so
+            if len(splits) == 1 and not split.patterns:
+                return None
+            head = _head_of(job, part, shared, split, profile)
+            if len(splits) == 1 and _are_of_classes(job, part, head, split):
+                return None
+            named = frozenset({head.weight})
+            if not split.patterns:
+                split = replace(split, dim="auto")  # the one the head has, whatever is called so
         if parts is not None and split.patterns:
             rule = "says how weights of modules are cut, and these are experts"
             raise PlanError([Fault(f"{split.path}.patterns", "", rule, "leave it out")])
@@ -70,7 +75,7 @@ def named_weights(
     return frozenset(
         path
         for path in part.weights
-        if path not in shared and any(is_inside(path.rpartition(".")[0], x) for x in named)
+        if path not in shared and is_named(job.profile, path, sorted(named))
     )
 
 
@@ -80,6 +85,26 @@ def _is_head(job: Staging, split: Split) -> bool:
         return False
     everything = "head" in split.modules or split.modules == ("*",)
     return everything or bool(matching(job.findings.heads, split.modules))
+
+
+def _are_of_classes(job: Staging, part: Slice, head: Head, split: Split) -> bool:
+    """Return whether the patterns of a head's weights ask for its classes: the vocabulary or, of a
+    weight that is no table as well, its columns."""
+    tables = {
+        op.inputs[0]
+        for op in job.graph
+        if op.name in part.operations and RULES.get(op.target) is embedding
+    }
+    paths = job.profile.weights_read(part.operations)
+    is_table = head.weight in {paths.get(name) for name in tables}
+    of_classes = ("vocabulary",) if is_table else ("vocabulary", "column")
+    of_head = {head.weight, *(path for path in part.weights if path.startswith(f"{head.module}."))}
+    for path in of_head:
+        names = names_of(job.profile, path)
+        pattern = next((how for glob, how in split.patterns if matches(names, glob)), "vocabulary")
+        if pattern not in of_classes:
+            return False
+    return True
 
 
 def _dense(
@@ -221,7 +246,10 @@ def _head_of(
         where = profile.name if job.chunk_count == 1 else span(part.modules)
         rule = f"finds no output projection in {where}"
         if "head" not in split.modules and split.modules != ("*",):
-            rule, remedy = f"names no weights of {where}", _with_weights(part, split.modules[0])
+            rule, remedy = (
+                f"names no weights of {where}",
+                nearest_modules(part.weights, split.modules[0]),
+            )
         faults.append(Fault(key, value, rule, remedy))
     elif heads[0].weight in shared:
         rule = f"is {heads[0].module or 'the output'}, whose weight another stage holds as well"
@@ -229,14 +257,6 @@ def _head_of(
     if faults:
         raise PlanError(faults)
     return heads[0]
-
-
-def _with_weights(part: Slice, mistyped: str) -> str:
-    """Return, as a remedy, what a split of `part` may name."""
-    modules = list(dict.fromkeys(path.rpartition(".")[0] for path in part.weights))
-    near = closest(mistyped, [*modules, *(f"*.{x.rpartition('.')[2]}" for x in modules)])
-    remedy = f"use head, or modules with weights, such as {listed(modules)}"
-    return f"did you mean {near}? Else {remedy}" if near else remedy
 
 
 def _instead_of_head(job: Staging) -> str:

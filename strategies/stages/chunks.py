@@ -29,6 +29,9 @@ from whale_train.strategies.stages.analysis import Findings
 from whale_train.strategies.stages.beside_copies import head_cut, named_weights, span, split_parts
 from whale_train.strategies.stages.patterns import sharded
 from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
+from whale_train.strategies.stages.split_names import refuse_idle_patterns
+from whale_train.strategies.tensor_parallel.choose import Sharded
+from whale_train.strategies.tensor_parallel.region import SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ def _chunked(
     chunks = tuple(
         _chunk(job, i % stages, part, ends[i : i + 2], shared) for i, part in enumerate(slices)
     )
+    refuse_idle_patterns(job, chunks)
     edges = findings.once(("edges", ends), lambda: _edges(job, slices))
     axes = _axes(job, chunks, dict(caps))
     _check_shapes(job, chunks, axes)
@@ -249,10 +253,20 @@ def _chunk(
     like = findings.once(("like", what, typed.groups), lambda: part)  # the slice it was found for
     if not typed.weights:
         _refuse_whole(job, stage, part, shared)
+    owner = stage if job.chunk_count > 1 else None
     renamed = findings.once(
-        ("renamed", interval, key), lambda: findings.likeness.renamed(typed, like, part)
+        ("renamed", interval, key, owner),
+        lambda: findings.likeness.renamed(typed, like, part, _own_axes(typed, owner)),
     )
     return StageChunk(stage, part, key, renamed)
+
+
+def _own_axes(typed: Sharded, stage: int | None) -> Mapping[str, str]:
+    """Return a stage's names for the axes that are not named after weights: groups of other stages
+    cut their tokens otherwise."""
+    if stage is None:
+        return {}
+    return {axis: f"stage_{stage}.{axis}" for axis in typed.axes if axis.startswith(SEQUENCE)}
 
 
 def _refuse_whole(

@@ -28,6 +28,7 @@ def sharded(
         given=dict.fromkeys(part.takes, R),
         wanted=dict.fromkeys(part.gives, R),
         by_hand=(*whole, *split.patterns),
+        aliases={path: job.profile.weight_by_path[path].aliases for path in part.weights},
         dim=split.dim,
         key=split.path,
     )

@@ -5,6 +5,7 @@ Owns what is asked for and what is answered; `viterbi.py` finds it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.grammar.nodes import PATTERNS
@@ -55,6 +56,7 @@ def choose_patterns(
     given: Mapping[str, Layout],
     wanted: Mapping[str, Layout],
     by_hand: Sequence[tuple[str, str]] = (),
+    aliases: Mapping[str, Sequence[str]] = MappingProxyType({}),
     dim: str = "auto",
     key: str = "strategy.graph.split",
 ) -> Sharded:
@@ -63,7 +65,8 @@ def choose_patterns(
     `parameters` maps the region's parameter operations to canonical paths (a tied parameter has
     one), `held` those paths to their elements. `given` are the layouts of values from outside,
     `wanted` those in which values are handed on. `by_hand` are (glob over parameter or module
-    paths, pattern), the first that matches wins. `dim` limits the choice: `auto`, `tensor` (no
+    paths, pattern), of which the first counts that matches a weight and that it can have; a tied
+    weight has `aliases`, further paths. `dim` limits the choice: `auto`, `tensor` (no
     experts), `vocabulary` (tables and output classes only), `experts`; `sequence` is `tensor` with
     what lies between the products (norms, dropout, residuals) cut by tokens. Raises PlanError, its
     keys below `key`, for a pattern that cannot be had.
@@ -79,19 +82,24 @@ def choose_patterns(
         wanted,
         dim,
     )
-    return _answer(asked, cheapest(asked, _by_hand(asked, by_hand, key)))
+    return _answer(asked, cheapest(asked, _by_hand(asked, by_hand, aliases, key)))
 
 
-def _by_hand(region: Region, by_hand: Sequence[tuple[str, str]], key: str) -> dict[str, str]:
+def _by_hand(
+    region: Region,
+    by_hand: Sequence[tuple[str, str]],
+    aliases: Mapping[str, Sequence[str]],
+    key: str,
+) -> dict[str, str]:
     """Return which weight gets which pattern. Raises PlanError for what cannot be had."""
     fixed: dict[str, str] = {}
     faults = []
     paths = sorted(set(region.parameters.values()))
     for glob, pattern in by_hand:
-        matched = [p for p in paths if matches(p, glob)]
-        able = [p for p in matched if pattern == "replicate" or _can(region, p, pattern)]
-        for path in able:
-            fixed.setdefault(path, pattern)
+        matched = [p for p in paths if matches((p, *aliases.get(p, ())), glob)]
+        able = {p: had for p in matched if (had := _had(region, p, pattern))}
+        for path, had in able.items():
+            fixed.setdefault(path, had)
         if pattern not in PATTERNS:
             rule, remedy = "is not a pattern", f"use one of: {', '.join(PATTERNS)}"
             faults.append(Fault(f"{key}.patterns.{glob}", pattern, rule, remedy))
@@ -108,12 +116,19 @@ def _by_hand(region: Region, by_hand: Sequence[tuple[str, str]], key: str) -> di
     return fixed
 
 
-def _can(region: Region, path: str, pattern: str) -> bool:
+def _had(region: Region, path: str, pattern: str) -> str:
+    """Return the candidates' name for the pattern asked of a weight, empty where it cannot have it:
+    the columns of a product that a cross-entropy reads are the vocabulary."""
+    if pattern == "replicate":
+        return pattern
     weight = region.weights.get(path)
     if weight is None:
-        return False
-    named = any(c.pattern == pattern for c in weight.candidates)
-    return named or (pattern == "row" and weight.follows)
+        return ""
+    names = {candidate.pattern for candidate in weight.candidates}
+    if pattern in names or (pattern == "row" and weight.follows):
+        return pattern
+    of_classes = pattern == "column" and "vocabulary" in names and path not in region.tables
+    return "vocabulary" if of_classes else ""
 
 
 def _answer(region: Region, best: State) -> Sharded:

@@ -1,6 +1,6 @@
 """A region whose patterns are searched: what is asked of it, and what is known of its weights."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -16,6 +16,7 @@ from whale_train.strategies.layouts.propagation import (
 from whale_train.strategies.layouts.rules.reductions import batch_norm, embedding
 from whale_train.strategies.tensor_parallel.candidates import Weight, WeightSharding, find_weights
 
+SEQUENCE = "sequence."  # how an axis of tokens, as many as follow it, is named
 _SMALL = 100  # a weight of less than 1/100 of its block may stay whole without being counted
 
 
@@ -128,11 +129,12 @@ def by_token(operation: Operation) -> Shard | None:
     shape = operation.shape or ()
     if len(shape) != 3 or not shape[0].per_sample or shape[1].per_sample or shape[1].fixed < 2:
         return None
-    return Shard(1, f"sequence.{shape[1].fixed}", 1, (shape[1].fixed,))
+    return Shard(1, f"{SEQUENCE}{shape[1].fixed}", 1, (shape[1].fixed,))
 
 
-def matches(path: str, glob: str) -> bool:
-    return fnmatchcase(path, glob) or fnmatchcase(path.rpartition(".")[0], glob)
+def matches(names: Iterable[str], glob: str) -> bool:
+    """Return whether `glob` is of one of a weight's `names`, or of its module."""
+    return any(fnmatchcase(x, glob) or fnmatchcase(x.rpartition(".")[0], glob) for x in names)
 
 
 def _limited(weight: Weight, dim: str) -> Weight:

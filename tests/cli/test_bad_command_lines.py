@@ -30,6 +30,20 @@ COMMAND_LINE = (
         "modle=gpt is not a key of the config; did you mean model?",
     ),
     Case(
+        "quotes_around_keys",
+        """'strategy.graph={split: {patterns: {"*.qkv.weight": row, "*.[ab]": column}}}'""",
+        'strategy.graph={split: {patterns: {"*.qkv.weight": row, "*.[ab]": column}}} has quotes '
+        "around keys, which a command line's have none; write 'strategy.graph={split: {patterns: "
+        "{*.qkv.weight: row, *.\\[ab\\]: column}}}'",
+    ),
+    # The remedy, with a glob that names nothing, is read as it was meant.
+    Case(
+        "keys_without_quotes",
+        "strategy=split 'strategy.graph={split: {patterns: {*.\\[ab\\]: colum}}}'",
+        "strategy.graph.split.patterns.*.[ab]=colum is unknown; did you mean column? One of: "
+        "column, experts, replicate, row, vocabulary",
+    ),
+    Case(
         "near_data_key",
         "data.sequence_lenght=5",
         "data.sequence_lenght=5 is not a key of the config; did you mean data.sequence_length?",

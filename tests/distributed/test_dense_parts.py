@@ -35,6 +35,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "table": ("modules: model.embed_tokens, dim: vocabulary",),
         "all": ("dim: tensor",),
         "head": ("modules: head", 'modules: "*.mlp"'),
+        "head_row": ("modules: head, patterns: [{weight: lm_head.weight, pattern: row}]",),
         "by_hand": (
             'modules: "*.mlp", patterns: {model.layers.1.mlp.down_proj.weight: replicate}',
         ),
@@ -117,6 +118,7 @@ _ALL = [
     ("llama", "table", "over3_unlike", "momentum"),
     ("llama", "mlp", "offload", "sgd"),
     ("llama", "head", "last_stage", "sgd"),
+    ("llama", "head_row", "over3_unlike", "adamw"),
     ("gpt2", "all_but", "two_of_2_zero1", "sgd"),
     ("llama", "mlp", "on_hosts", "sgd"),
     ("llama", "both", "pipeline_unlike", "sgd"),

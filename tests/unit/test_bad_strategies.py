@@ -38,6 +38,8 @@ def test_devices_of_a_stage_that_are_no_names(value: object) -> None:
 
 PRIMITIVES = "pipeline, replicate, split, stage"
 REPLICATE = "strategy.graph.replicate"
+PATTERNS = "strategy.graph.split.patterns"
+LISTED = '{weight: "*.q_proj.weight", pattern: column}'
 PIPELINE = "strategy.graph.pipeline"
 
 
@@ -91,6 +93,28 @@ PIPELINE = "strategy.graph.pipeline"
             {"replicate": {"zero": 1, "offload": {"optimiser": "cpu"}}},
             f"{REPLICATE}.offload.optimiser is not a key here; did you mean optimizer? "
             "One of: optimizer, parameters",
+        ),
+        (
+            {"split": {"patterns": "row"}},
+            f"{PATTERNS}=row is neither a mapping nor a list; use {{*.q_proj.weight: column}} or "
+            f"[{LISTED}]",
+        ),
+        (
+            {"split": {"patterns": ["lm_head"]}},
+            f"{PATTERNS}[0]=lm_head is not a weight with its pattern; use {LISTED}",
+        ),
+        (
+            {"split": {"patterns": [{"weight": "a", "pattern": "row"}, {"weight": "b"}]}},
+            f"{PATTERNS}[1].pattern is missing; use {LISTED}",
+        ),
+        (
+            {"split": {"patterns": [{"weight": 3, "pattern": "row"}]}},
+            f"{PATTERNS}[0].weight=3 is not a glob of weights; use {LISTED}",
+        ),
+        (
+            {"split": {"patterns": [{"weight": "a", "pattern": "rwo"}]}},
+            f"{PATTERNS}[0].pattern=rwo is unknown; did you mean row? One of: column, experts, "
+            "replicate, row, vocabulary",
         ),
         # Values
         *(

@@ -16,7 +16,7 @@ from tests.unit.test_auto import AUTO, FAST, NAMES, SLOW, cluster, found_for
 from tests.unit.test_stages import model
 
 from whale_train.errors import PlanError
-from whale_train.strategies.estimate.stage_dp import Cut, Hop, StageCosts, cut
+from whale_train.strategies.estimate.stage_dp import Cut, Hop, StageCosts, cut, short_of_room
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
@@ -223,3 +223,12 @@ def test_no_cut_takes_less_than_the_one_found(data: st.DataObject) -> None:
         # The slowest times that are tried are some way apart.
         assert min(able) <= seconds(found.ends) * (1 + 1e-9)
         assert seconds(found.ends) <= 1.25 * min(able)
+
+
+def test_what_stages_are_short_of_is_what_makes_room() -> None:
+    """Two stages of 10 bytes have 20 for three units of 6, and no cut fits until one has 12."""
+    needs = [0.0, 6.0, 12.0, 18.0]
+    nothing = [0.0] * 4
+    stage = StageCosts(needs, nothing, needs, nothing, nothing, 1.0, 1.0, 1.0, room=10.0)
+    assert short_of_room([stage, stage], 3) == pytest.approx(2.0, rel=1e-3)
+    assert cut([replace(stage, room=12.01)] * 2, [Hop(0.0, 0.0)], nothing, 1) is not None

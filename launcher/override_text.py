@@ -1,0 +1,53 @@
+"""One override of the command line, read by Hydra's grammar, or what is wrong with its text."""
+
+import re
+import shlex
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from whale_train.bounds import too_large
+from whale_train.errors import Fault, shortened
+
+_QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])((?:(?!\1).)*)\1\s*:""")
+_BARE = re.compile(r"[\w/\-+.$%*@?|]")
+
+
+def read_override(text: str, faults: list[Fault]) -> Override | None:
+    """Return an override; None when it is a fault."""
+    if "=" not in text and not text.startswith("~"):
+        faults.append(Fault(text, "", "is neither KEY=VALUE nor a flag", f"write {text}=VALUE"))
+        return None
+    passed = too_large(text)
+    if passed is not None:
+        key, _, value = text.partition("=")
+        faults.append(Fault(key, shortened(value), *passed))
+        return None
+    try:
+        return OverridesParser.create().parse_overrides([text])[0]
+    except HydraException as error:
+        reason = str(error).splitlines()[0].rpartition("Exception: ")[2].rstrip(".:")
+        rule = f"cannot be read ({reason})" if reason != text else "cannot be read"
+        remedy = "quote values with spaces, commas or brackets, as in 'key={a: 1}'"
+        if (plain := _without_quoted_keys(text)) is not None:
+            rule = "has quotes around keys, which a command line's have none"
+            remedy = f"write {shlex.quote(plain)}"
+        faults.append(Fault(text, "", rule, remedy))
+        return None
+
+
+def _without_quoted_keys(text: str) -> str | None:
+    """Return an override whose mappings' keys have no quotes, as YAML and JSON allow them and Hydra
+    does not; None where that cannot be read either, or changes nothing."""
+
+    def plain(match: re.Match[str]) -> str:
+        key = "".join(x if _BARE.match(x) else f"\\{x}" for x in match[2])
+        return f" {key}:" if match[0][0].isspace() else f"{key}:"
+
+    changed = _QUOTED_KEY.sub(plain, text)
+    try:
+        OverridesParser.create().parse_overrides([changed])
+    except HydraException:
+        return None
+    return changed if changed != text else None

@@ -1,0 +1,131 @@
+"""The weights that splits name by globs, held against those that a model and its stages have.
+
+A glob that names nothing, or whose pattern no weight gets, is a fault: it would change nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from whale_train.errors import Fault, PlanError, closest, listed
+from whale_train.strategies.grammar.nodes import Split
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.partition.pipeline_partition import is_inside
+from whale_train.strategies.stages.placement import StageChunk, Staging
+from whale_train.strategies.tensor_parallel.region import matches
+
+
+def names_of(profile: ModelProfile, path: str) -> tuple[str, ...]:
+    """Return the names of the weight `path`: several, where it is tied."""
+    weight = profile.weight_by_path[path]
+    return weight.path, *weight.aliases
+
+
+def is_named(profile: ModelProfile, path: str, modules: Sequence[str]) -> bool:
+    """Return whether the weight `path` lies in what one of `modules` (paths or globs) names."""
+    inside = (name.rpartition(".")[0] for name in names_of(profile, path))
+    return any(is_inside(module, glob) for module in inside for glob in modules)
+
+
+def refuse_unknown_names(job: Staging, faults: list[Fault]) -> None:
+    """Add a fault for every glob of a split that names no weight of the model."""
+    for split in dict.fromkeys(split for stage in job.form.stages for split in stage.splits):
+        profile, paths = (
+            job.profile,
+            [p.path for p in (*job.profile.parameters, *job.profile.frozen)],
+        )
+        unknown = [
+            glob
+            for glob in split.modules
+            if glob not in ("*", "head") and not any(is_named(profile, p, [glob]) for p in paths)
+        ]
+        if unknown:
+            rule = f"names no weights of {profile.name}"
+            key, remedy = f"{split.path}.modules", nearest_modules(paths, unknown[0])
+            faults.append(Fault(key, ", ".join(unknown), rule, remedy))
+        for glob, pattern in split.patterns:
+            if not any(matches(names_of(profile, path), glob) for path in paths):
+                rule = f"names no weight of {profile.name}"
+                key, remedy = f"{split.path}.patterns.{glob}", _nearest_weights(profile, glob)
+                faults.append(Fault(key, pattern, rule, remedy))
+
+
+def nearest_modules(weights: Sequence[str], mistyped: str) -> str:
+    """Return, as a remedy, what a split of `weights`, paths, may name."""
+    modules = list(dict.fromkeys(path.rpartition(".")[0] for path in weights))
+    near = closest(mistyped, [*modules, *(f"*.{x.rpartition('.')[2]}" for x in modules)])
+    remedy = f"use head, or modules with weights, such as {listed(modules)}"
+    return f"did you mean {near}? Else {remedy}" if near else remedy
+
+
+def _nearest_weights(profile: ModelProfile, mistyped: str) -> str:
+    """Return, as a remedy, what a pattern may name."""
+    names = list(profile.weight_by_path)
+    of_any_block = dict.fromkeys(_of_any_block(name) for name in names)
+    modules = {path.rpartition(".")[0] for path in (*names, *of_any_block)}
+    near = closest(mistyped, [*names, *of_any_block, *modules])
+    remedy = f"use weights or modules, such as {listed(of_any_block)}"
+    return f"did you mean {near}? Else {remedy}" if near else remedy
+
+
+def _of_any_block(name: str) -> str:
+    """Return a glob of a weight's last two names, or the one name it has."""
+    parts = name.split(".")
+    return name if len(parts) < 3 else f"*.{parts[-2]}.{parts[-1]}"
+
+
+def refuse_idle_patterns(job: Staging, chunks: Sequence[StageChunk]) -> None:
+    """Raise PlanError for patterns that no weight of their stages has, with the reason. Stages
+    whose patterns are equal have one list, of which each takes what is for its weights."""
+    held: dict[tuple[tuple[str, str], ...], list[tuple[Split, StageChunk]]] = {}
+    for chunk in chunks:
+        for split in job.form.stages[chunk.stage].splits:
+            held.setdefault(split.patterns, []).append((split, chunk))
+    faults = []
+    for patterns, users in held.items():
+        for number, (glob, pattern) in enumerate(patterns):
+            if not any(_is_had(job, chunk, glob, pattern) for _, chunk in users):
+                rule, remedy = _why_idle(job, users, patterns[:number], glob)
+                faults.append(Fault(f"{users[0][0].path}.patterns.{glob}", pattern, rule, remedy))
+    if faults:
+        raise PlanError(faults)
+
+
+def _matched(job: Staging, chunk: StageChunk, glob: str) -> Iterator[str]:
+    """Yield the weights of a chunk that a pattern's glob names."""
+    return (p for p in chunk.slice.weights if matches(names_of(job.profile, p), glob))
+
+
+def _is_had(job: Staging, chunk: StageChunk, glob: str, pattern: str) -> bool:
+    """Return whether some weight of a chunk has the `pattern` that is asked of those `glob` names:
+    the columns of a product that a cross-entropy reads are the vocabulary."""
+    had: Mapping[str, str] = dict.fromkeys(chunk.shards, "vocabulary")
+    if chunk.sharded is not None:
+        had = chunk.sharded.patterns
+    meant = ("column", "vocabulary") if pattern == "column" else (pattern,)
+    return any(had.get(path, "replicate") in meant for path in _matched(job, chunk, glob))
+
+
+def _why_idle(
+    job: Staging,
+    users: Sequence[tuple[Split, StageChunk]],
+    before: Sequence[tuple[str, str]],
+    glob: str,
+) -> tuple[str, str]:
+    """Return why no weight has the pattern asked of those that `glob` names, and a remedy."""
+    matched = [(split, path) for split, chunk in users for path in _matched(job, chunk, glob)]
+    if not matched:
+        return "names weights of other stages alone", "give it to a split of these, or leave it out"
+    split, path = matched[0]
+    names = names_of(job.profile, path)
+    first = next((earlier for earlier, _ in before if matches(names, earlier)), None)
+    if first is not None:
+        rule = f"comes after {first}, which names {path} as well, and the first that matches counts"
+        return rule, f"write it before {first}, or leave it out"
+    modules = ", ".join(split.modules)
+    of_head = {"*", "head"} & {*split.modules} and any(form.body for form in job.form.stages)
+    named = path in (head.weight for head in job.findings.heads) if of_head else False
+    if not of_head:
+        named = "*" in split.modules or is_named(job.profile, path, split.modules)
+    if not named:
+        rule = f"names {path}, which modules={modules} leaves whole"
+        return rule, "name it there, or leave it out"
+    return f"cannot be had for {path}, which stays whole", "use replicate, or leave it out"
