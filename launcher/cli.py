@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -32,6 +33,9 @@ def main() -> None:
     OmegaConf.register_new_resolver("whale_suffix", lambda: token_hex(3), use_cache=True)
     place = None
     try:
+        if command_line.asks_version(sys.argv[1:]):
+            sys.stdout.write(_version() + "\n")
+            sys.exit(0)
         place = find_place(sys.argv[1:])
         if place is not None and place.rank:
             become_member()
@@ -68,6 +72,12 @@ def main() -> None:
     if place is not None and any(end.status == "refused" and not end.is_told for _, end in ends):
         tell_refused()
     sys.exit(_status(ends))
+
+
+def _version() -> str:
+    """Return what `--version` says, without importing what it is of."""
+    ours, torch, deepspeed = map(version, ("whale-train", "torch", "deepspeed"))
+    return f"whale-train {ours} (torch {torch}, deepspeed {deepspeed})"
 
 
 def _again(config: Any, run_dir: Path) -> list[str]:

@@ -29,8 +29,15 @@ from omegaconf.errors import OmegaConfBaseException
 from whale_train.config import AUTO, read_request
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.launcher.ranks.run_dir import taken_by
+from whale_train.launcher.unknown_keys import (
+    is_choice,
+    remedy_for,
+    remedy_for_flag,
+    unread,
+    without_doubtful,
+)
 from whale_train.models.options import MODEL_KEYS
-from whale_train.validation import close_key
+from whale_train.other_trainers import known_elsewhere
 
 CONFIG_MODULE = "whale_train.conf"
 
@@ -44,6 +51,12 @@ _COMPOSING = (
     ValueError,
     AssertionError,
 )
+
+
+def asks_version(arguments: Sequence[str]) -> bool:
+    """Return whether the command line has the flag `--version`, or the start of it that argparse
+    takes for it, among its flags."""
+    return any(len(text) > 2 and "--version".startswith(text) for text in arguments)
 
 
 def rewritten(arguments: Sequence[str]) -> list[str]:
@@ -106,7 +119,7 @@ def check(arguments: Sequence[str]) -> None:
             if config.get("mode") == "export":
                 faults += [x for x in _faults_of_export(overrides, wrong) if x not in faults]
             if not multirun:
-                faults += _request_faults(config, wrong)
+                faults += _request_faults(config, wrong, overrides)
             if not faults:
                 faults += _run_dir_faults(config, number if multirun else None)
     if faults:
@@ -146,15 +159,16 @@ def _flags(arguments: Sequence[str]) -> Namespace:
     parser.prog = "whale-train"
     options, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
-        remedy = "see whale-train --hydra-help for the flags; settings are KEY=VALUE"
-        raise ConfigError([Fault(text, "", "is not a flag", remedy) for text in unknown])
+        raise ConfigError([Fault(x, "", "is not a flag", remedy_for_flag(x)) for x in unknown])
     return options
 
 
 def _parsed(text: str, faults: list[Fault]) -> Override | None:
     """Return an override; None when it is a fault."""
     if "=" not in text and not text.startswith("~"):
-        faults.append(Fault(text, "", "is neither KEY=VALUE nor a flag", f"write {text}=VALUE"))
+        instead = known_elsewhere(text)
+        remedy = f"write {text}=VALUE" if instead is None else instead.remedy
+        faults.append(Fault(text, "", "is neither KEY=VALUE nor a flag", remedy))
         return None
     try:
         return OverridesParser.create().parse_overrides([text])[0]
@@ -206,31 +220,51 @@ def _kind(override: Override) -> str:
 def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, list[Fault]]:
     """Return the config, Hydra's own part included, and what is wrong with the overrides.
 
-    What cannot be composed is left out and the rest tried again, so that all of it is found;
-    None where it is not an override that is wrong.
+    What cannot be composed is left out, so that all of it is found: first of what chooses options,
+    then, value by value, of what is set in them. None where it is not an override that is wrong.
     """
-    left, errors = list(overrides), list[tuple[Override, Exception]]()
-    config, broken = None, list[Fault]()
-    while config is None and not broken:
-        found = _attempt(name, left)
-        if isinstance(found, DictConfig):
-            config = found
-            continue
-        culprit = _culprit(name, left, found)
+    config = _attempt(name, overrides)
+    if isinstance(config, DictConfig):
+        return config, []
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    choices = [str(override.input_line) for override in parsed if is_choice(override)]
+    errors = list[tuple[Override, Exception]]()
+    while not isinstance(config := _attempt(name, choices), DictConfig):
+        culprit = _culprit(name, choices, config)
         if culprit is None:
-            broken = [_file_fault(found)]
+            return None, [*_override_faults(errors, None, parsed), _file_fault(config)]
+        errors += [(o, config) for o in parsed if str(o.input_line) == choices[culprit]]
+        del choices[culprit]
+    kept = list(choices)
+    parts = [[override for override in parsed if not is_choice(override)]]
+    while parts:  # halves of what fails, in order
+        part = parts.pop(0)
+        attempt = _attempt(name, [*kept, *(str(override.input_line) for override in part)])
+        if isinstance(attempt, DictConfig):
+            config = attempt
+            kept += [str(override.input_line) for override in part]
+        elif len(part) == 1:
+            errors.append((part[0], attempt))
         else:
-            parsed = OverridesParser.create().parse_overrides([left.pop(culprit)])
-            errors.append((parsed[0], found))
-    known = _keys(config) if config is not None else []
-    # Keys below an option that does not exist may be right: nothing can be said of them.
-    groups = {o.key_or_group for o, e in errors if isinstance(e, MissingConfigException)}
-    faults = [
-        _override_fault(override, error, known)
+            parts[:0] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return config, _override_faults(errors, config, parsed)
+
+
+def _override_faults(
+    errors: Sequence[tuple[Override, Exception]],
+    config: DictConfig | None,
+    overrides: Sequence[Override],
+) -> list[Fault]:
+    """Return what is wrong with overrides, but with those below an option that does not exist: they
+    may be right."""
+    missing = {o.key_or_group for o, e in errors if isinstance(e, MissingConfigException)}
+    chosen = {override.key_or_group for override in overrides}
+    silent = missing if config is None else unread(missing, config, chosen)
+    return [
+        _override_fault(override, error, config)
         for override, error in errors
-        if override.key_or_group.partition(".")[0] not in groups or override.key_or_group in groups
+        if override.key_or_group in missing or override.key_or_group.partition(".")[0] not in silent
     ]
-    return config, [*faults, *broken]
 
 
 def _attempt(name: str, overrides: Sequence[str]) -> DictConfig | Exception:
@@ -249,7 +283,7 @@ def _culprit(name: str, overrides: Sequence[str], error: Exception) -> int | Non
     return None
 
 
-def _override_fault(override: Override, error: Exception, known: Sequence[str]) -> Fault:
+def _override_fault(override: Override, error: Exception, config: DictConfig | None) -> Fault:
     """Hydra's complaint about one override, in our words."""
     key, value = override.key_or_group, _value(override)
     said = " ".join(str(error).split())
@@ -267,12 +301,12 @@ def _override_fault(override: Override, error: Exception, known: Sequence[str]) 
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             longer = cause.full_key != key and cause.full_key.startswith(f"{key}.")
             key, value = (cause.full_key, "") if longer else (key, value)
-        return Fault(key, value, "is not a key of the config", close_key(key, list(known)))
+        return Fault(key, value, "is not a key of the config", remedy_for(key, config))
     if said.startswith("Config group override must be"):
         return Fault(key, value, "is not the name of an option", f"write {key}=NAME")
     if isinstance(error, HydraException | OmegaConfBaseException):
         reason = " ".join(str(error.__cause__ or error).split("\n")[0].split())
-        return Fault(key, value, f"cannot be set ({reason})", close_key(key, list(known)))
+        return Fault(key, value, f"cannot be set ({reason})", remedy_for(key, config))
     return _file_fault(error)
 
 
@@ -288,21 +322,6 @@ def _file_fault(error: Exception) -> Fault:
         return Fault(group or "--config-name", option, "is not an option", remedy)
     said = " ".join(str(error).split())
     return Fault("config", "", f"cannot be composed ({said})", "correct the file it names")
-
-
-def _keys(config: DictConfig) -> list[str]:
-    """Return every key of a config, and what is often set of Hydra's own."""
-    found: list[str] = []
-
-    def visit(value: Any, path: str) -> None:
-        if path:
-            found.append(path)
-        if isinstance(value, dict):
-            for key, item in value.items():
-                visit(item, f"{path}.{key}" if path else str(key))
-
-    visit(OmegaConf.to_container(_without_hydra(config), resolve=False), "")
-    return [*found, "experiment", "hydra.run.dir", "hydra.sweep.dir"]
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:
@@ -330,17 +349,22 @@ def compared_strategies(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _request_faults(config: DictConfig, wrong: Sequence[Fault]) -> list[Fault]:
-    """Return the faults that reading the request will find, but for the groups whose option is
-    `wrong` already."""
+def _request_faults(
+    config: DictConfig, wrong: Sequence[Fault], overrides: Sequence[str]
+) -> list[Fault]:
+    """Return the faults that reading the request will find, but those that what is `wrong` with its
+    overrides may have made."""
     choices = config.hydra.runtime.choices
     names = {str(key): str(value) for key, value in choices.items() if value is not None}
-    groups = {fault.key for fault in wrong}
+    given = {o.key_or_group for o in OverridesParser.create().parse_overrides(list(overrides))}
+    unset = [fault for fault in wrong if fault.key not in choices]
+    silent = unread({fault.key for fault in wrong} & {str(key) for key in choices}, config, given)
     try:
         request = read_request(_without_hydra(config), names)
         compared_strategies(request.compare)
     except ConfigError as error:
-        return [fault for fault in error.faults if fault.key.partition(".")[0] not in groups]
+        kept = [fault for fault in error.faults if fault.key.partition(".")[0] not in silent]
+        return without_doubtful(kept, unset, given)
     return []
 
 

@@ -67,7 +67,7 @@ from whale_train.launcher.resume import (
     say_resumed,
 )
 from whale_train.launcher.ui.progress import Progress
-from whale_train.launcher.ui.show_comparison import comparison_view
+from whale_train.launcher.ui.show_comparison import comparison_view, refuse_all
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.terminal import Portable, open_console
@@ -145,6 +145,7 @@ def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
     asked, request = request, request.model_copy(update={"mode": "plan"})
     if request.compare:
         found = resolve_each(request, compared_strategies(request.compare))
+        refuse_all(found)
         written = [("the plan", path) for path in write_plans(run_dir, found)]
         console.print(comparison_view(found))
     else:

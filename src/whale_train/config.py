@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.options import ModelOptions
+from whale_train.other_trainers import known_elsewhere
 from whale_train.strategies.grammar.nodes import Strategy, read_strategy
 from whale_train.validation import DURATION, as_yaml, validated
 
@@ -240,7 +241,7 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
             plain[key] = {"path": given}
         section = _mapping(plain, key, faults)
         if section is not None:
-            sections[key] = validated(kind, section, key, faults)
+            sections[key] = validated(kind, section, key, faults, _without_effect(key, section))
     sections["mode"] = validated(Mode, plain.get("mode"), "mode", faults)
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
@@ -248,11 +249,28 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
     known = set(Request.model_fields) - {"names"}
     for key in plain:
         if key not in known:
-            faults.append(Fault(str(key), "", "is not a key of the config", nearest(key, known)))
+            instead = known_elsewhere(key)
+            remedy = nearest(key, known) if instead is None else instead.remedy
+            faults.append(Fault(str(key), "", "is not a key of the config", remedy))
     _refuse_together(sections, faults)
     if faults:
         raise ConfigError(faults)
     return Request.model_construct(**sections)
+
+
+def _without_effect(key: str, section: Mapping[str, Any]) -> set[str]:
+    """Return the options of a section that its optimizer or launcher does not read."""
+    if key == "optimizer":
+        sgd, lamb = (section.get("name") == name for name in ("sgd", "lamb"))
+        others = {"betas", "eps"} if sgd else {"momentum"}
+        return {"name", *others, *(["fused"] if lamb else [])}
+    if key == "launcher":
+        of_kinds = {"ssh": {"hosts", "python"}, "slurm": {"nodes", "ranks_per_node", "wait"}}
+        of_kinds["slurm"].add("sbatch")
+        of_others = {"slurm": {"max_restarts"}}.get(str(section.get("kind")), set[str]())
+        kinds = (names for kind, names in of_kinds.items() if kind != section.get("kind"))
+        return of_others.union(*kinds)
+    return {"path"} if key == "checkpoint" else set()
 
 
 def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ...]:
