@@ -15,6 +15,7 @@ from whale_train.errors import RequestError
 from whale_train.launcher import command_line
 from whale_train.launcher.job import run_job
 from whale_train.launcher.job_end import EXIT_STATUS, JobEnd
+from whale_train.launcher.own_files import said_of_own_files
 from whale_train.launcher.queued import from_queue
 from whale_train.launcher.ranks.external_ranks import become_member, find_place, tell_refused
 from whale_train.launcher.ui.show_error import error_text, terminal_width
@@ -40,6 +41,7 @@ def main() -> None:
         if place is not None and place.rank:
             become_member()
         sys.argv[1:] = command_line.rewritten(sys.argv[1:])
+        command_line.read_own_files(sys.argv[1:])
         command_line.check(sys.argv[1:])
     except RequestError as error:
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
@@ -57,7 +59,8 @@ def main() -> None:
         hydra_config = HydraConfig.get()
         names = {str(k): str(v) for k, v in hydra_config.runtime.choices.items() if v is not None}
         run_dir = Path(hydra_config.runtime.output_dir)
-        end = run_job(config, names, run_dir, _again(hydra_config, run_dir), place)
+        files = said_of_own_files(hydra_config)
+        end = run_job(config, names, run_dir, _again(hydra_config, run_dir), place, files)
         ends.append((tuple(hydra_config.overrides.task), end))
         if end.status == "interrupted":  # a sweep ends with it
             sys.exit(_status(ends))
@@ -86,6 +89,7 @@ def _again(config: Any, run_dir: Path) -> list[str]:
     flags = [f"--config-dir={each.path}" for each in sources]
     # What deletes a graph is written anew for one that is given whole.
     overrides = [text for text in config.overrides.task if text != "~strategy.graph"]
+    overrides += [text for text in config.overrides.hydra if text.startswith("hydra.searchpath=")]
     return [*overrides, f"hydra.run.dir={run_dir.absolute()}", *flags]
 
 

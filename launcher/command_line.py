@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from whale_train.config import AUTO, read_request
 from whale_train.errors import ConfigError, Fault, nearest
+from whale_train.launcher.own_files import put_own_files_first
 from whale_train.launcher.ranks.run_dir import taken_by
 from whale_train.launcher.unknown_keys import (
     is_choice,
@@ -94,6 +95,13 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
             found.append("~strategy.graph")
         found.append(text)
     return [*(["model=custom"] if own_class else []), *found, *flags]
+
+
+def read_own_files(arguments: Sequence[str]) -> None:
+    """Have Hydra read the user's own files before the built-in ones."""
+    options = _flags(arguments)
+    parsed = [override for text in options.overrides if (override := _parsed(text, []))]
+    put_own_files_first(options.config_dir, parsed)
 
 
 def check(arguments: Sequence[str]) -> None:

@@ -13,7 +13,6 @@ from whale_train.checkpoint_files import MODEL, STOP
 from whale_train.config import AUTO, Request, read_request
 from whale_train.errors import ConfigError, Fault, RequestError
 from whale_train.hosts import REFUSED
-from whale_train.kernel_cache import CPU_ADAM, is_compiled
 from whale_train.launcher.attempts import (
     Attempt,
     attempts_view,
@@ -73,7 +72,7 @@ from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.terminal import Portable, open_console
 from whale_train.launcher.verify import verify
 from whale_train.models.hub import fetch
-from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.plan import Decision
 
 
 def run_job(
@@ -82,15 +81,16 @@ def run_job(
     run_dir: Path,
     arguments: Sequence[str] = (),
     place: LaunchPlace | None = None,
+    files: tuple[Decision, ...] = (),
 ) -> JobEnd:
     """Serve one request; prints what happens and raises nothing a user can cause.
 
     `arguments` are a command line that makes the same request. `place` is given where others have
-    started the ranks, and this process as rank 0.
+    started the ranks, and this process as rank 0. `files` is what a plan says of the config's.
     """
     console = open_console(sys.stdout)
     try:
-        request = read_request(config, names)
+        request = read_request(config, names, files)
         _refuse_mode(request, place)
         if request.model.pretrained is not None:
             fetch(request.model.pretrained, weights=request.mode not in ("plan", "rehearse"))
@@ -261,8 +261,6 @@ def _attempt(
         checkpoint = None if resumed is None else resumed.path
         start_ranks(run_dir, resolved, request, checkpoint, delinks=parts)
         show_resolved(resolved, request, console)
-        if _offloads_adam(request, resolved.plan) and not is_compiled(CPU_ADAM):
-            console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
         progress = Progress(run_dir, request.train.steps, console, read_from=begun)
 
         def ask() -> None:
@@ -281,9 +279,3 @@ def _attempt(
     finally:
         process.stop()  # does nothing after a wait that ended by itself
     return outcome, resolved
-
-
-def _offloads_adam(request: Request, plan: Plan) -> bool:
-    """Return whether the optimizer is DeepSpeed's CPUAdam."""
-    offloaded = any(t.offload["optimizer"] == "cpu" for t in plan.task_graphs)
-    return offloaded and request.optimizer.name != "sgd"

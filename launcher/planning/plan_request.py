@@ -153,7 +153,7 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     holes = said_of_holes(plan, shared) if shared and THRESHOLD not in os.environ else ()
     of_properties = device == "cuda" and request.hardware.get("kind") == "local"
     figures = said_of_figures(made.used) if of_properties else ()
-    said = (*of_precision, *weights, *evaluations, *figures, *holes, *copies)
+    said = (*request.files, *of_precision, *weights, *evaluations, *figures, *holes, *copies)
     plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used
     if on_cards:

@@ -18,6 +18,7 @@ from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.options import ModelOptions
 from whale_train.other_trainers import known_elsewhere
 from whale_train.strategies.grammar.nodes import Strategy, read_strategy
+from whale_train.strategies.plan.plan import Decision
 from whale_train.validation import DURATION, as_yaml, validated
 
 
@@ -168,7 +169,8 @@ class VerifyOptions(_Section):
 class Request(BaseModel):
     """Everything a user asked for, checked. `names` are the options chosen per config group,
     `compare` the strategies that `mode=plan` shows side by side. `rehearse` says which ranks are
-    rehearsed: none, one of each kind (true), all, or those listed.
+    rehearsed: none, one of each kind (true), all, or those listed. `files` is what a plan says of
+    config files of the user's own that have the names of built-in ones.
 
     `strategy` and `hardware` stay as written, for the rooms that own them read them against
     something else: the hardware against this machine, the strategy into nodes.
@@ -190,6 +192,7 @@ class Request(BaseModel):
     verify: VerifyOptions = VerifyOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     rehearse: Ranks = False
+    files: tuple[Decision, ...] = ()
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
@@ -211,14 +214,17 @@ class Request(BaseModel):
         return strategy
 
 
-def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
+def read_request(
+    config: DictConfig, names: Mapping[str, str], files: tuple[Decision, ...] = ()
+) -> Request:
     """Return the Request of a composed config. Raises ConfigError with all faults found.
 
-    `names` are Hydra's choices, group by group; they name things in messages and plans.
+    `names` are Hydra's choices, group by group; they name things in messages and plans. `files` is
+    what a plan says of the config's files.
     """
     plain = _plain(config)
     faults: list[Fault] = []
-    sections: dict[str, Any] = {"names": dict(names)}
+    sections: dict[str, Any] = {"names": dict(names), "files": files}
     try:
         model = _mapping(plain, "model", faults)
         sections["model"] = None if model is None else ModelOptions.from_mapping(model)
@@ -246,7 +252,7 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
     sections["rehearse"] = _rehearsed(plain.get("rehearse", False), sections["mode"], faults)
-    known = set(Request.model_fields) - {"names"}
+    known = set(Request.model_fields) - {"names", "files"}
     for key in plain:
         if key not in known:
             instead = known_elsewhere(key)
