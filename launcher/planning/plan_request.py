@@ -35,6 +35,7 @@ from whale_train.launcher.planning.host_memory import refuse_small_hosts
 from whale_train.launcher.planning.placing import place_of, this_host_of, threads_of
 from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
+from whale_train.launcher.planning.remedies import with_checked_remedies
 from whale_train.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
 from whale_train.strategies.grammar.nodes import Replicate, Strategy, every_node, read_strategy
@@ -127,6 +128,12 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     try:
         made = planned(profile)
     except PlanError as error:
+
+        def of(other: Strategy) -> Plan:
+            findings = Findings(profile, training.precision)
+            return resolve_and_simulate(other, cluster, findings, training)[0]
+
+        error = with_checked_remedies(error, request, dataset, profile, of)
         raise PlanError([*faults, *error.faults]) from None
     refuse_uncounted(request, made.plan, profile, faults)
     _refuse_biases(request, made.plan, faults)

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whale_train.errors import ConfigError, Fault
 from whale_train.models.build import build_model
+from whale_train.models.export.batch_bounds import ANY, Sizes, sizes_of
 from whale_train.models.export.export import (
     EXPORT_BATCH,
     example_batch,
@@ -65,12 +66,12 @@ def profile_model(
     module, inputs = on_meta(options, fields)
     batch = example_batch(inputs, EXPORT_BATCH)
     folds = folds_of(module.model) if by_folding else ()
-    graph = _folded_graph(module, folds, batch, name) if folds else None
+    graph, sizes = _folded_graph(module, folds, batch, name) if folds else (None, ANY)
     if folds and graph is None:
         module, _ = on_meta(options, fields)  # as a forward may leave things in its modules
     error = ""
     if graph is None:
-        graph, error = _exported_graph(module, batch, name)
+        graph, sizes, error = _exported_graph(module, batch, name)
     if graph is None:
         branches = not _runs(module, batch)
         if branches:  # it looks at values, which the meta device has none of
@@ -107,6 +108,7 @@ def profile_model(
         ),
         unused_parameters=() if branches else unused,
         perhaps_unused=unused if branches else (),
+        batch_sizes=sizes,
     )
 
 
@@ -120,24 +122,25 @@ def _values(batch: dict[str, Tensor], samples: Samples | None) -> dict[str, Tens
 
 def _folded_graph(
     module: LossModule, folds: Sequence[Fold], batch: dict[str, Tensor], name: str
-) -> OperationGraph | None:
-    """Return the whole model's graph out of a few of its blocks; None where their graphs are not
-    equal."""
+) -> tuple[OperationGraph | None, Sizes]:
+    """Return the whole model's graph out of a few of its blocks, and the sizes of the batches it is
+    of; None where the blocks' graphs are not equal."""
     with folded(module.model, folds):
-        graph, _ = _exported_graph(module, batch, name)
+        graph, sizes, _ = _exported_graph(module, batch, name)
     if graph is None:
-        return None
+        return None, ANY
     try:
-        return unfold(graph, folds)
+        return unfold(graph, folds), sizes
     except CannotUnfold:
-        return None
+        return None, ANY
 
 
 def _exported_graph(
     module: LossModule, batch: dict[str, Tensor], name: str
-) -> tuple[OperationGraph | None, str]:
-    """Return the measured graph of a model that does the same whenever it is called; or None and
-    the reason why there is none. Raises ConfigError for one that has sparse gradients."""
+) -> tuple[OperationGraph | None, Sizes, str]:
+    """Return the measured graph of a model that does the same whenever it is called, and the sizes
+    of the batches it is of; or None and, last, the reason why there is none. Raises ConfigError for
+    one that has sparse gradients."""
 
     def run() -> None:
         with next(iter(batch.values())).device:
@@ -158,20 +161,20 @@ def _exported_graph(
     exported, error = export(module, batch)
     _refuse_other_parameters(module.model, trained, name)
     if exported is None:
-        return None, error
+        return None, ANY, error
     unseen = losses.unseen(exported.graph) if calls[0] is not None else None
     if unseen is not None:
         where = module_path(unseen) or "its forward"
-        return None, f"{where} calls {unseen.name} past torch.nn.functional"
+        return None, ANY, f"{where} calls {unseen.name} past torch.nn.functional"
     calls.append(recorded(run))
     changes = (first_difference(calls[0], other) for other in calls[1:])
     changed = next((change for change in changes if change), "")
     if changed:
-        return None, f"its forward changes from call to call: {changed}"
+        return None, ANY, f"its forward changes from call to call: {changed}"
     try:
-        return _measured_graph(exported, batch, name), ""
+        return _measured_graph(exported, batch, name), sizes_of(exported), ""
     except NotImplementedError as error:  # of an operation that torch cannot run without values
-        return None, str(error).partition(": attempted")[0] + " cannot be run without values"
+        return None, ANY, str(error).partition(": attempted")[0] + " cannot be run without values"
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:

@@ -292,6 +292,7 @@ class ModelProfile:
     per sample in fp32 (2 FLOPs a multiply-add; bytes autograd keeps between forward and
     backward). `unused_parameters` get no gradient, whatever the batch. A model that looks at
     values may leave out others: `perhaps_unused` got none from one batch, and may from another.
+    `batch_sizes` are the smallest and the largest batch (0: any) that the graph is of.
     `unequal_parts` says what a batch and its parts were found to differ in when they were compared
     ('': nothing, or not compared), `unequal_remedy` what the user can do.
     """
@@ -310,6 +311,7 @@ class ModelProfile:
     unequal_parts: str = ""
     unequal_remedy: str = ""
     frozen: tuple[Parameter, ...] = ()
+    batch_sizes: tuple[int, int] = (1, 0)
 
     @cached_property
     def parameter_by_path(self) -> dict[str, Parameter]:

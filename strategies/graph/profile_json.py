@@ -35,6 +35,7 @@ def profile_to_json(profile: ModelProfile) -> str:
         "batch_norm_modules": profile.batch_norm_modules,
         "unused_parameters": profile.unused_parameters,
         "perhaps_unused": profile.perhaps_unused,
+        "batch_sizes": profile.batch_sizes,
     }
     return json.dumps(mapping, separators=(",", ":"))
 
