@@ -17,6 +17,7 @@ from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.hosts import Host
+from whale_train.launcher.planning.additions import said_of_additions
 from whale_train.launcher.planning.architectures import refused_architectures
 from whale_train.launcher.planning.calibrations import kept
 from whale_train.launcher.planning.check_data import check_data
@@ -160,7 +161,17 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     holes = said_of_holes(plan, shared) if shared and THRESHOLD not in os.environ else ()
     of_properties = device == "cuda" and request.hardware.get("kind") == "local"
     figures = said_of_figures(made.used) if of_properties else ()
-    said = (*request.files, *of_precision, *weights, *evaluations, *figures, *holes, *copies)
+    additions = said_of_additions(profile) if request.model.adapters is not None else ()
+    said = (
+        *request.files,
+        *additions,
+        *of_precision,
+        *weights,
+        *evaluations,
+        *figures,
+        *holes,
+        *copies,
+    )
     plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used
     if on_cards:

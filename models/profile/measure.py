@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from whale_train.errors import ConfigError, Fault
+from whale_train.models.adapters import stacked_additions
 from whale_train.models.build import build_model
 from whale_train.models.export.batch_bounds import ANY, Sizes, sizes_of
 from whale_train.models.export.export import (
@@ -72,6 +73,12 @@ def profile_model(
     error = ""
     if graph is None:
         graph, sizes, error = _exported_graph(module, batch, name)
+    stacks = stacked_additions(module.model) if graph is None else ()
+    if stacks:
+        said = (
+            f"model.adapters adds to stacks of experts, as {stacks[0]}: name target_modules that "
+        )
+        error = f"{said}are none; {error}"
     if graph is None:
         branches = not _runs(module, batch)
         if branches:  # it looks at values, which the meta device has none of
