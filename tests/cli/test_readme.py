@@ -1,8 +1,7 @@
-"""Every command of README.md's blocks, read there: it does what is said of it.
+"""Every command of README.md's blocks, read there: its overrides are those of a plan.
 
-Plans, and what goes through them, run as they are written; what trains is planned under the same
-overrides, as is what starts ranks on other hosts; plans that take longer than seconds need
-WHALE_TRAIN_FULL=1.
+What trains, verifies, rehearses or starts ranks on other hosts is planned; plans that take longer
+than seconds need WHALE_TRAIN_FULL=1. The Hugging Face example is trained.
 """
 
 import json
@@ -78,7 +77,7 @@ def test_the_blocks_are_read() -> None:
 
 
 @pytest.mark.parametrize("command", [x for x in OURS if "mode=export" not in x])
-def test_a_command_of_the_readme_does_what_is_said(command: str, folder: Path) -> None:
+def test_a_command_of_the_readme_has_a_plan(command: str, folder: Path) -> None:
     given = overrides_of(command)
     if any(word in command for word in _SLOW) and not FULL:
         pytest.skip("takes longer than seconds: WHALE_TRAIN_FULL=1 runs it")
