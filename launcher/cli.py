@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 from secrets import token_hex
@@ -15,6 +16,7 @@ from whale_train.errors import RequestError
 from whale_train.launcher import command_line
 from whale_train.launcher.job import run_job
 from whale_train.launcher.job_end import EXIT_STATUS, JobEnd
+from whale_train.launcher.own_files import said_of_own_files
 from whale_train.launcher.queued import from_queue
 from whale_train.launcher.ranks.external_ranks import become_member, find_place, tell_refused
 from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces
@@ -37,11 +39,15 @@ def main() -> None:
     OmegaConf.register_new_resolver("whale_suffix", lambda: token_hex(3), use_cache=True)
     place = None
     try:
+        if command_line.asks_version(sys.argv[1:]):
+            sys.stdout.write(_version() + "\n")
+            sys.exit(0)
         place = find_place(sys.argv[1:])
         if place is not None and place.rank:
             refuse_missing_interfaces(os.environ)
             become_member()
         sys.argv[1:] = command_line.rewritten(sys.argv[1:])
+        command_line.read_own_files(sys.argv[1:])
         command_line.check(sys.argv[1:])
     except RequestError as error:
         sys.stderr.write(error_text(error, terminal_width(sys.stderr)) + "\n")
@@ -59,7 +65,8 @@ def main() -> None:
         hydra_config = HydraConfig.get()
         names = {str(k): str(v) for k, v in hydra_config.runtime.choices.items() if v is not None}
         run_dir = Path(hydra_config.runtime.output_dir)
-        end = run_job(config, names, run_dir, _again(hydra_config, run_dir), place)
+        files = said_of_own_files(hydra_config)
+        end = run_job(config, names, run_dir, _again(hydra_config, run_dir), place, files)
         ends.append((tuple(hydra_config.overrides.task), end))
         if end.status == "interrupted":  # a sweep ends with it
             sys.exit(_status(ends))
@@ -76,12 +83,19 @@ def main() -> None:
     sys.exit(_status(ends))
 
 
+def _version() -> str:
+    """Return what `--version` says, without importing what it is of."""
+    ours, torch, deepspeed = map(version, ("whale-train", "torch", "deepspeed"))
+    return f"whale-train {ours} (torch {torch}, deepspeed {deepspeed})"
+
+
 def _again(config: Any, run_dir: Path) -> list[str]:
     """Return the command line of one job, of a sweep too, by what Hydra composed it of."""
     sources = (each for each in config.runtime.config_sources if each.provider == "command-line")
     flags = [f"--config-dir={each.path}" for each in sources]
     # What deletes a graph is written anew for one that is given whole.
     overrides = [text for text in config.overrides.task if text != "~strategy.graph"]
+    overrides += [text for text in config.overrides.hydra if text.startswith("hydra.searchpath=")]
     return [*overrides, f"hydra.run.dir={run_dir.absolute()}", *flags]
 
 

@@ -31,11 +31,24 @@ from whale_train.launcher.hydra_keys import code_faults
 from whale_train.launcher.interpolations import interpolation_faults
 from whale_train.launcher.output_dirs import run_dir_faults
 from whale_train.launcher.override_text import read_override
+from whale_train.launcher.own_files import put_own_files_first
 from whale_train.launcher.sweeps import PARAMS, jobs, refuse_swept, value_of
+from whale_train.launcher.unknown_keys import (
+    is_choice,
+    remedy_for,
+    remedy_for_flag,
+    unread,
+    without_doubtful,
+)
 from whale_train.models.options import MODEL_KEYS
-from whale_train.validation import close_key
 
 CONFIG_MODULE = "whale_train.conf"
+
+
+def asks_version(arguments: Sequence[str]) -> bool:
+    """Return whether the command line has the flag `--version`, or the start of it that argparse
+    takes for it, among its flags."""
+    return any(len(text) > 2 and "--version".startswith(text) for text in arguments)
 
 
 def rewritten(arguments: Sequence[str]) -> list[str]:
@@ -73,6 +86,13 @@ def rewritten(arguments: Sequence[str]) -> list[str]:
             found.append("~strategy.graph")
         found.append(text)
     return [*(["model=custom"] if own_class else []), *found, *flags]
+
+
+def read_own_files(arguments: Sequence[str]) -> None:
+    """Have Hydra read the user's own files before the built-in ones."""
+    options = _flags(arguments)
+    parsed = [o for text in options.overrides if (o := read_override(text, []))]
+    put_own_files_first(options.config_dir, parsed)
 
 
 def check(arguments: Sequence[str]) -> None:
@@ -116,11 +136,11 @@ def check(arguments: Sequence[str]) -> None:
                     faults += [fault for fault in code_faults(config) if fault not in faults]
             if config is None or options.cfg:
                 continue
+            given = overrides if multirun else options.overrides
             if config.get("mode") == "export":
-                given = overrides if multirun else options.overrides
                 faults += [x for x in _faults_of_export(given, wrong) if x not in faults]
             if not multirun:
-                faults += _request_faults(config, wrong)
+                faults += _request_faults(config, wrong, given)
             if not faults:
                 faults += run_dir_faults(config, number if multirun else None)
     if faults:
@@ -164,8 +184,7 @@ def _flags(arguments: Sequence[str]) -> Namespace:
     parser.prog = "whale-train"
     options, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
-        remedy = "see whale-train --hydra-help for the flags; settings are KEY=VALUE"
-        raise ConfigError([Fault(text, "", "is not a flag", remedy) for text in unknown])
+        raise ConfigError([Fault(x, "", "is not a flag", remedy_for_flag(x)) for x in unknown])
     if options.experimental_rerun is not None:
         rule = "would unpickle a file, which can call anything"
         remedy = "give the overrides of the run, which are in its .hydra/overrides.yaml"
@@ -177,33 +196,56 @@ def _flags(arguments: Sequence[str]) -> Namespace:
 def _compose(name: str, overrides: Sequence[str]) -> tuple[DictConfig | None, list[Fault]]:
     """Return the config, Hydra's own part included, and what is wrong with the overrides.
 
-    What cannot be composed is left out and the rest tried again, so that all of it is found;
-    None where it is not an override that is wrong.
+    What cannot be composed is left out, so that all of it is found: first of what chooses options,
+    then, value by value, of what is set in them. None where it is not an override that is wrong.
     """
-    left, errors = list(overrides), list[tuple[Override, Exception]]()
-    config, broken = None, list[Fault]()
-    while config is None and not broken:
-        found = _attempt(name, left)
-        if isinstance(found, DictConfig):
-            config = found
-            continue
-        culprit = _culprit(name, left, found)
-        if isinstance(found, RequestError):
-            broken = list(found.faults)
-        elif culprit is None:
-            broken = [_file_fault(found)]
+    config = _attempt(name, overrides)
+    if isinstance(config, DictConfig):
+        return config, []
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    choices = [str(override.input_line) for override in parsed if is_choice(override)]
+    errors = list[tuple[Override, Exception]]()
+    while not isinstance(config := _attempt(name, choices), DictConfig):
+        if isinstance(config, RequestError):
+            return None, [*_override_faults(errors, None, parsed), *config.faults]
+        culprit = _culprit(name, choices, config)
+        if culprit is None:
+            return None, [*_override_faults(errors, None, parsed), _file_fault(config)]
+        errors += [(o, config) for o in parsed if str(o.input_line) == choices[culprit]]
+        del choices[culprit]
+    kept = list(choices)
+    parts = [[override for override in parsed if not is_choice(override)]]
+    while parts:  # halves of what fails, in order
+        part = parts.pop(0)
+        attempt = _attempt(name, [*kept, *(str(override.input_line) for override in part)])
+        if isinstance(attempt, DictConfig):
+            config = attempt
+            kept += [str(override.input_line) for override in part]
+        elif len(part) == 1:
+            errors.append((part[0], attempt))
         else:
-            parsed = OverridesParser.create().parse_overrides([left.pop(culprit)])
-            errors.append((parsed[0], found))
-    known = _keys(config) if config is not None else []
-    # Keys below an option that does not exist may be right: nothing can be said of them.
-    groups = {o.key_or_group for o, e in errors if isinstance(e, MissingConfigException)}
-    faults = [
-        _override_fault(override, error, known)
-        for override, error in errors
-        if override.key_or_group.partition(".")[0] not in groups or override.key_or_group in groups
-    ]
-    return config, [*faults, *broken]
+            parts[:0] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return config, _override_faults(errors, config, parsed)
+
+
+def _override_faults(
+    errors: Sequence[tuple[Override, Exception]],
+    config: DictConfig | None,
+    overrides: Sequence[Override],
+) -> list[Fault]:
+    """Return what is wrong with overrides, but with those below an option that does not exist: they
+    may be right."""
+    missing = {o.key_or_group for o, e in errors if isinstance(e, MissingConfigException)}
+    chosen = {override.key_or_group for override in overrides}
+    silent = missing if config is None else unread(missing, config, chosen)
+    faults: list[Fault] = []
+    for override, error in errors:
+        key = override.key_or_group
+        if isinstance(error, RequestError):
+            faults += [fault for fault in error.faults if fault not in faults]
+        elif key in missing or key.partition(".")[0] not in silent:
+            faults.append(_override_fault(override, error, config))
+    return faults
 
 
 def _attempt(name: str, overrides: Sequence[str]) -> DictConfig | Exception:
@@ -226,7 +268,7 @@ def _culprit(name: str, overrides: Sequence[str], error: Exception) -> int | Non
     return None
 
 
-def _override_fault(override: Override, error: Exception, known: Sequence[str]) -> Fault:
+def _override_fault(override: Override, error: Exception, config: DictConfig | None) -> Fault:
     """Hydra's complaint about one override, in our words."""
     key, value = override.key_or_group, value_of(override)
     said = " ".join(str(error).split())
@@ -244,7 +286,7 @@ def _override_fault(override: Override, error: Exception, known: Sequence[str]) 
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             longer = cause.full_key != key and cause.full_key.startswith(f"{key}.")
             key, value = (cause.full_key, "") if longer else (key, value)
-        return Fault(key, value, "is not a key of the config", close_key(key, list(known)))
+        return Fault(key, value, "is not a key of the config", remedy_for(key, config))
     if said.startswith("Config group override must be"):
         return Fault(key, value, "is not the name of an option", f"write {key}=NAME")
     if key == PARAMS or key.startswith(f"{PARAMS}."):  # which OmegaConf cannot update where null
@@ -254,7 +296,7 @@ def _override_fault(override: Override, error: Exception, known: Sequence[str]) 
     is_theirs = isinstance(error, HydraException | OmegaConfBaseException)
     if is_theirs or not isinstance(error, of_a_file):
         reason = " ".join(str(error.__cause__ or error).split("\n")[0].split())
-        return Fault(key, value, f"cannot be set ({reason})", close_key(key, list(known)))
+        return Fault(key, value, f"cannot be set ({reason})", remedy_for(key, config))
     return _file_fault(error)
 
 
@@ -270,21 +312,6 @@ def _file_fault(error: Exception) -> Fault:
         return Fault(group or "--config-name", option, "is not an option", remedy)
     said = " ".join(str(error).split())
     return Fault("config", "", f"cannot be composed ({said})", "correct the file it names")
-
-
-def _keys(config: DictConfig) -> list[str]:
-    """Return every key of a config, and what is often set of Hydra's own."""
-    found: list[str] = []
-
-    def visit(value: Any, path: str) -> None:
-        if path:
-            found.append(path)
-        if isinstance(value, dict):
-            for key, item in value.items():
-                visit(item, f"{path}.{key}" if path else str(key))
-
-    visit(OmegaConf.to_container(_without_hydra(config), resolve=False), "")
-    return [*found, "experiment", "hydra.run.dir", "hydra.sweep.dir"]
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:
@@ -312,17 +339,22 @@ def compared_strategies(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _request_faults(config: DictConfig, wrong: Sequence[Fault]) -> list[Fault]:
-    """Return the faults that reading the request will find, but for the groups whose option is
-    `wrong` already."""
+def _request_faults(
+    config: DictConfig, wrong: Sequence[Fault], overrides: Sequence[str]
+) -> list[Fault]:
+    """Return the faults that reading the request will find, but those that what is `wrong` with its
+    overrides may have made."""
     choices = config.hydra.runtime.choices
     names = {str(key): str(value) for key, value in choices.items() if value is not None}
-    groups = {fault.key for fault in wrong}
+    given = {o.key_or_group for o in OverridesParser.create().parse_overrides(list(overrides))}
+    unset = [fault for fault in wrong if fault.key not in choices]
+    silent = unread({fault.key for fault in wrong} & {str(key) for key in choices}, config, given)
     try:
         request = read_request(_without_hydra(config), names)
         compared_strategies(request.compare)
     except ConfigError as error:
-        return [fault for fault in error.faults if fault.key.partition(".")[0] not in groups]
+        kept = [fault for fault in error.faults if fault.key.partition(".")[0] not in silent]
+        return without_doubtful(kept, unset, given)
     return []
 
 

@@ -16,7 +16,6 @@ from whale_train.config import AUTO, Request, read_request
 from whale_train.disk import is_full
 from whale_train.errors import ConfigError, Fault, RequestError
 from whale_train.hosts import REFUSED
-from whale_train.kernel_cache import CPU_ADAM, is_compiled
 from whale_train.launcher.attempts import (
     Attempt,
     attempts_view,
@@ -70,13 +69,13 @@ from whale_train.launcher.resume import (
     say_resumed,
 )
 from whale_train.launcher.ui.progress import Progress
-from whale_train.launcher.ui.show_comparison import comparison_view
+from whale_train.launcher.ui.show_comparison import comparison_view, refuse_all
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.terminal import Portable, open_console
 from whale_train.launcher.verify import verify
 from whale_train.models.hub import fetch
-from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.plan.plan import Decision
 
 
 def run_job(
@@ -85,15 +84,16 @@ def run_job(
     run_dir: Path,
     arguments: Sequence[str] = (),
     place: LaunchPlace | None = None,
+    files: tuple[Decision, ...] = (),
 ) -> JobEnd:
     """Serve one request; prints what happens and raises nothing a user can cause.
 
     `arguments` are a command line that makes the same request. `place` is given where others have
-    started the ranks, and this process as rank 0.
+    started the ranks, and this process as rank 0. `files` is what a plan says of the config's.
     """
     console = open_console(sys.stdout)
     try:
-        request = read_request(config, names)
+        request = read_request(config, names, files)
         _refuse_mode(request, place)
         if request.model.pretrained is not None:
             fetch(request.model.pretrained, weights=request.mode not in ("plan", "rehearse"))
@@ -154,6 +154,7 @@ def _plan(request: Request, run_dir: Path, console: Console) -> JobEnd:
     asked, request = request, request.model_copy(update={"mode": "plan"})
     if request.compare:
         found = resolve_each(request, compared_strategies(request.compare))
+        refuse_all(found)
         written = [("the plan", path) for path in write_plans(run_dir, found)]
         console.print(comparison_view(found))
     else:
@@ -273,8 +274,6 @@ def _attempt(
         data_anew = going_on is not None and going_on.data_anew
         start_ranks(run_dir, resolved, request, checkpoint, delinks=parts, data_anew=data_anew)
         show_resolved(resolved, request, console)
-        if _offloads_adam(request, resolved.plan) and not is_compiled(CPU_ADAM):
-            console.print("compiling DeepSpeed's CPU optimizer, once: about a minute on two cores")
         progress = Progress(run_dir, request.train.steps, console, read_from=begun)
 
         def ask() -> None:
@@ -293,9 +292,3 @@ def _attempt(
     finally:
         process.stop()  # does nothing after a wait that ended by itself
     return outcome, resolved
-
-
-def _offloads_adam(request: Request, plan: Plan) -> bool:
-    """Return whether the optimizer is DeepSpeed's CPUAdam."""
-    offloaded = any(t.offload["optimizer"] == "cpu" for t in plan.task_graphs)
-    return offloaded and request.optimizer.name != "sgd"

@@ -9,6 +9,7 @@ from hydra.errors import HydraException
 
 from whale_train.bounds import too_large
 from whale_train.errors import Fault, shortened
+from whale_train.other_trainers import known_elsewhere
 
 _QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])((?:(?!\1).)*)\1\s*:""")
 _BARE = re.compile(r"[\w/\-+.$%*@?|]")
@@ -17,7 +18,9 @@ _BARE = re.compile(r"[\w/\-+.$%*@?|]")
 def read_override(text: str, faults: list[Fault]) -> Override | None:
     """Return an override; None when it is a fault."""
     if "=" not in text and not text.startswith("~"):
-        faults.append(Fault(text, "", "is neither KEY=VALUE nor a flag", f"write {text}=VALUE"))
+        instead = known_elsewhere(text)
+        remedy = f"write {text}=VALUE" if instead is None else instead.remedy
+        faults.append(Fault(text, "", "is neither KEY=VALUE nor a flag", remedy))
         return None
     passed = too_large(text)
     if passed is not None:

@@ -62,6 +62,17 @@ def add_adapters(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
     return made
 
 
+def stacked_additions(model: nn.Module) -> tuple[str, ...]:
+    """Return the modules of `model` to whose stacks of experts peft has added: it makes the sum of
+    a stack and its addition anew in every call, by `torch.nn.utils.parametrize`."""
+    if not has_adapters(model):
+        return ()
+    from peft.tuners.lora.layer import ParamWrapper
+
+    wrappers = ((path, x) for path, x in model.named_modules() if isinstance(x, ParamWrapper))
+    return tuple(path for path, x in wrappers if x.get_param().dim() > 2)
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Return whether `model` has additions of peft's, whoever made them."""
     return isinstance(getattr(model, "peft_config", None), dict)

@@ -118,7 +118,8 @@ class ModelOptions(BaseModel):
                 faults.append(Fault("model.architecture", "", rule, remedy))
             for key, value in arguments.items():
                 rule = "is not an option of model=hf"
-                remedy = f"{nearest(key, keys)}; settings of the architecture go into model.config"
+                close = nearest(key, set(keys) - {"_target_"})
+                remedy = f"{close}; settings of the architecture go into model.config"
                 faults.append(Fault(f"model.{key}", str(value), rule, remedy))
         try:
             options = cls.model_validate({**values, "arguments": arguments})

@@ -38,7 +38,12 @@ _FORWARDS = 7 * (1 + _SORTED)
 
 def must_compare(request: Request, plan: Plan) -> bool:
     """Return whether `plan` trains a model in parts of which nobody knows that it may."""
-    return request.mode == "train" and any(d.chosen == COMPARED for d in plan.decisions)
+    return request.mode == "train" and is_unknown(plan)
+
+
+def is_unknown(plan: Plan) -> bool:
+    """Return whether `plan` shares a batch of which the graph does not say that it may be."""
+    return any(decision.chosen == COMPARED for decision in plan.decisions)
 
 
 def compared(
@@ -52,7 +57,7 @@ def compared(
     parts = _affordable(profile, dataset, plan)
     # Torch is imported here and not before: a request that is wrong is answered at once.
     from whale_train.launcher.planning.profile_cache import quiet_exports
-    from whale_train.models.batch_parts.compare_parts import compare_parts
+    from whale_train.models.batch_parts.compare_parts import TOGETHER, compare_parts
 
     places = np.linspace(0, dataset.num_samples - 1, min(_POOL, dataset.num_samples))
     fields = {field.name for field in profile.inputs} | {"labels"}
@@ -74,7 +79,10 @@ def compared(
     if found.different:
         doubt = next(d.reason for d in plan.decisions if d.chosen == COMPARED)
         said = f"{found.different} (samples in parts of {sizes}, compared in {took}; {doubt})"
-        return replace(profile, unequal_parts=said, unequal_remedy=found.remedy), plan
+        remedy = found.remedy
+        if profile.graph is None and remedy == TOGETHER:  # there is no plan of one copy to split
+            remedy = "use strategy=single"
+        return replace(profile, unequal_parts=said, unequal_remedy=remedy), plan
     reason = f"loss and gradients of {sum(parts)} samples and of parts of {sizes} are equal "
     reason += (
         f"({found.loss:.6g} and {found.of_parts:.6g}), {len(batches)} times; compared in {took}"

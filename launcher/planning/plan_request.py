@@ -18,6 +18,7 @@ from whale_train.data.fingerprint import Fingerprint, fingerprint
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.hosts import Host
+from whale_train.launcher.planning.additions import said_of_additions
 from whale_train.launcher.planning.architectures import refused_architectures
 from whale_train.launcher.planning.calibrations import kept
 from whale_train.launcher.planning.check_data import check_data, said_of_data
@@ -37,6 +38,7 @@ from whale_train.launcher.planning.loss_read import said_of_logits
 from whale_train.launcher.planning.placing import place_of, this_host_of, threads_of
 from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
+from whale_train.launcher.planning.remedies import with_checked_remedies
 from whale_train.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
 from whale_train.strategies.grammar.nodes import Replicate, Strategy, every_node, read_strategy
@@ -133,6 +135,12 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     try:
         made = planned(profile)
     except PlanError as error:
+
+        def of(other: Strategy) -> Plan:
+            findings = Findings(profile, training.precision)
+            return resolve_and_simulate(other, cluster, findings, training)[0]
+
+        error = with_checked_remedies(error, request, dataset, profile, of)
         raise PlanError([*faults, *error.faults]) from None
     refuse_uncounted(request, made.plan, profile, faults)
     _refuse_biases(request, made.plan, faults)
@@ -160,7 +168,11 @@ def resolve_request(request: Request, hosts: Sequence[Host] | None = None) -> Re
     of_properties = device == "cuda" and request.hardware.get("kind") == "local"
     figures = said_of_figures(made.used) if of_properties else ()
     of_loss, of_data = said_of_logits(request, profile), said_of_data(dataset)
-    said = (*of_precision, *of_loss, *of_data, *weights, *evaluations, *figures, *holes, *copies)
+    additions = said_of_additions(profile) if request.model.adapters is not None else ()
+    said = (
+        *(*request.files, *additions, *of_precision, *of_loss, *of_data),
+        *(*weights, *evaluations, *figures, *holes, *copies),
+    )
     plan = replace(plan, decisions=(*plan.decisions, *said))
     used = made.used
     if on_cards:

@@ -1,13 +1,14 @@
 """Strategies side by side as a person reads them: what each would take, or why it cannot be."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from whale_train.errors import RequestError
+from whale_train.errors import PlanError, RequestError
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.quantities import in_bytes, in_rate, in_seconds
@@ -45,6 +46,17 @@ def comparison_view(found: Mapping[str, Resolved | RequestError]) -> RenderableT
             parts.append(Text(f"{name} cannot be:", style="red"))
             parts += [Padding(Text(str(fault)), (0, 0, 0, 2)) for fault in error.faults]
     return Portable(Group(*parts))
+
+
+def refuse_all(found: Mapping[str, Resolved | RequestError]) -> None:
+    """Raise PlanError, with the faults of each, where none of the strategies has a plan."""
+    refused = {name: x.faults for name, x in found.items() if isinstance(x, RequestError)}
+    if len(refused) == len(found):
+        raise PlanError(
+            replace(fault, key=f"strategy={name}: {fault.key}")
+            for name, faults in refused.items()
+            for fault in faults
+        )
 
 
 def _heaviest(plan: Plan, resolved: Resolved) -> tuple[float, float]:

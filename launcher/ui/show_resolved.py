@@ -1,11 +1,14 @@
-"""What is shown of a request before its ranks start: what they stand for, and the plan."""
+"""What is shown of a request before its ranks start: what they stand for, the plan, and what is
+compiled for them."""
 
 from rich.console import Console
 
 from whale_train.config import Request
+from whale_train.kernel_cache import CPU_ADAM, is_compiled
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ui.show_plan import banner_emulated, plan_view
 from whale_train.launcher.ui.terminal import Portable
+from whale_train.strategies.plan.plan import Plan
 
 
 def show_resolved(resolved: Resolved, request: Request, console: Console) -> None:
@@ -27,3 +30,17 @@ def show_resolved(resolved: Resolved, request: Request, console: Console) -> Non
         )
     view = plan_view(resolved.plan, resolved.cluster, resolved.profile, title)
     console.print(Portable(view))
+    if request.mode != "plan":
+        said = said_of_kernels(request, resolved.plan)
+        if said:
+            console.print(said, soft_wrap=True)
+
+
+def said_of_kernels(request: Request, plan: Plan) -> str:
+    """Return the line that says what DeepSpeed compiles before the first step of this machine's
+    first run that offloads its optimizer; empty where nothing is to be compiled."""
+    offloads = any(task_graph.offload["optimizer"] == "cpu" for task_graph in plan.task_graphs)
+    if not offloads or request.optimizer.name == "sgd" or is_compiled(CPU_ADAM):
+        return ""
+    took = "a minute to several, by its cores"
+    return f"compiling DeepSpeed's CPU optimizer before the first step: {took}, once a machine"

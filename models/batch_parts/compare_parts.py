@@ -47,6 +47,10 @@ FLOOR = 1e-5
 SCALE = 1024.0
 
 
+# What can be done where the samples of a batch must be there at once.
+TOGETHER = "use strategy=single, or a strategy of one copy and one micro-batch"
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What came of comparing a batch with its parts: '' in `different` where they are equal, else
@@ -105,7 +109,7 @@ def compare_parts(
             check.refuse_branches()
     except _Different as difference:
         different = str(difference)
-        remedy = "use strategy=single, or a strategy of one copy and one micro-batch"
+        remedy = TOGETHER
         if options.loss_over is None and check.is_sum(whole):
             remedy = "its parts add up: use model.loss_over=sum"
     losses = [x.losses[0] if x.losses else float("nan") for x in (whole, made)]

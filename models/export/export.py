@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from whale_train.errors import ConfigError
 from whale_train.models.build import build_model
 from whale_train.models.export.autocast_regions import keeping_regions
+from whale_train.models.export.batch_bounds import ANY, KEY, said_of, suggested
 from whale_train.models.export.causal_masks import say_causal
 from whale_train.models.export.custom_backward import Watch
 from whale_train.models.export.functionalize import CannotReplace, out_of_place
@@ -93,11 +94,11 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
 
     Nor is there a graph of what a graph does not hold: a backward that is not the derivative of
     the forward, operations on all samples of a `torch.vmap` at once, and operations whose shapes
-    follow the values of a tensor, or the batch in any other way than linearly.
+    follow the values of a tensor, or the batch in any other way than linearly. A graph of batches
+    of some sizes alone (`batch_bounds.sizes_of`) is that of a forward that asks for their size.
     """
     if isinstance(module, LossModule):
         module.name(batch)
-    samples = Dim("batch")
     watch = Watch(module)
     # What the forward makes without saying where is made where the batch is.
     where = next((x.device for x in batch.values()), torch.device("cpu"))
@@ -111,19 +112,26 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
         watch.watching(),
     ):
         warnings.simplefilter("ignore")
-        try:
-            program = torch.export.export(
-                module,
-                (),
-                batch,
-                dynamic_shapes={name: {0: samples} for name in batch},
-                strict=False,
-            )
-        except Exception as error:  # whatever the user's forward raises while it is traced
-            if watch.draws:
-                return None, f"torch.export would lose the state of {watch.draws}"
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            return None, f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        sizes, program = ANY, None
+        while program is None:
+            bounds = {"min": sizes[0]} if sizes[0] > 1 else {}
+            bounds |= {"max": sizes[1]} if sizes[1] else {}
+            samples = Dim("batch", **bounds)
+            try:
+                program = torch.export.export(
+                    module,
+                    (),
+                    batch,
+                    dynamic_shapes={name: {0: samples} for name in batch},
+                    strict=False,
+                )
+            except Exception as error:  # whatever the user's forward raises while it is traced
+                if watch.draws:
+                    return None, f"torch.export would lose the state of {watch.draws}"
+                narrower = suggested(error, sizes)
+                if narrower is None:
+                    return None, said_of(error)
+                sizes = narrower
 
     def run() -> None:
         with where:
@@ -147,6 +155,7 @@ def export(module: nn.Module, batch: dict[str, Tensor]) -> tuple[fx.GraphModule 
         reading = next((node for node in graph.graph.nodes if reads(node)), None)
         if reading is not None:
             return None, f"{module_path(reading) or 'its forward'} {said}"
+    graph.meta[KEY] = sizes
     return graph, ""
 
 

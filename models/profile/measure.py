@@ -16,8 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from whale_train.errors import ConfigError, Fault
+from whale_train.models.adapters import stacked_additions
 from whale_train.models.build import build_model
 from whale_train.models.class_dim import read_logits
+from whale_train.models.export.batch_bounds import ANY, Sizes, sizes_of
 from whale_train.models.export.custom_backward import Watch
 from whale_train.models.export.export import (
     EXPORT_BATCH,
@@ -71,13 +73,19 @@ def profile_model(
     shapes: list[tuple[int, ...]] = []  # of the logits, wherever the forward is run
     module.on_logits = shapes.append
     folds = folds_of(module.model) if by_folding else ()
-    graph = _folded_graph(module, folds, batch, name) if folds else None
+    graph, sizes = _folded_graph(module, folds, batch, name) if folds else (None, ANY)
     if folds and graph is None:
         module, _ = on_meta(options, fields)  # as a forward may leave things in its modules
         module.on_logits = shapes.append
     error, varies, own_draws = "", False, ""
     if graph is None:
-        graph, error = _exported_graph(module, batch, name)
+        graph, sizes, error = _exported_graph(module, batch, name)
+    stacks = stacked_additions(module.model) if graph is None else ()
+    if stacks:
+        said = (
+            f"model.adapters adds to stacks of experts, as {stacks[0]}: name target_modules that "
+        )
+        error = f"{said}are none; {error}"
     if graph is None:
         looks = not _runs(module, batch)
         if looks:  # it looks at values, which the meta device has none of
@@ -121,6 +129,7 @@ def profile_model(
         varies=varies,
         own_draws=own_draws,
         logits=read_logits(shapes, batch, options.class_dim),
+        batch_sizes=sizes,
     )
 
 
@@ -137,24 +146,25 @@ def _values(batch: dict[str, Tensor], samples: Samples | None) -> dict[str, Tens
 
 def _folded_graph(
     module: LossModule, folds: Sequence[Fold], batch: dict[str, Tensor], name: str
-) -> OperationGraph | None:
-    """Return the whole model's graph out of a few of its blocks; None where their graphs are not
-    equal."""
+) -> tuple[OperationGraph | None, Sizes]:
+    """Return the whole model's graph out of a few of its blocks, and the sizes of the batches it is
+    of; None where the blocks' graphs are not equal."""
     with folded(module.model, folds):
-        graph, _ = _exported_graph(module, batch, name)
+        graph, sizes, _ = _exported_graph(module, batch, name)
     if graph is None:
-        return None
+        return None, ANY
     try:
-        return unfold(graph, folds)
+        return unfold(graph, folds), sizes
     except CannotUnfold:
-        return None
+        return None, ANY
 
 
 def _exported_graph(
     module: LossModule, batch: dict[str, Tensor], name: str
-) -> tuple[OperationGraph | None, str]:
-    """Return the measured graph of a model that does the same whenever it is called; or None and
-    the reason why there is none. Raises ConfigError for one that has sparse gradients."""
+) -> tuple[OperationGraph | None, Sizes, str]:
+    """Return the measured graph of a model that does the same whenever it is called, and the sizes
+    of the batches it is of; or None and, last, the reason why there is none. Raises ConfigError for
+    one that has sparse gradients."""
 
     def run() -> None:
         with next(iter(batch.values())).device:
@@ -171,26 +181,30 @@ def _exported_graph(
         calls.append(recorded(run))
         _refuse_other_parameters(module.model, trained, name)
     if drawn := generators.drawn():
-        return None, f"its forward draws numbers from {drawn}, of which a graph would hold one draw"
+        return (
+            None,
+            ANY,
+            f"its forward draws numbers from {drawn}, of which a graph would hold one draw",
+        )
     for counter in found:
         counter.set(module.model, 1)
     exported, error = export(module, batch)
     _refuse_other_parameters(module.model, trained, name)
     if exported is None:
-        return None, error
+        return None, ANY, error
     unseen = losses.unseen(exported.graph) if calls[0] is not None else None
     if unseen is not None:
         where = module_path(unseen) or "its forward"
-        return None, f"{where} calls {unseen.name} past torch.nn.functional"
+        return None, ANY, f"{where} calls {unseen.name} past torch.nn.functional"
     calls.append(recorded(run))
     changes = (first_difference(calls[0], other) for other in calls[1:])
     changed = next((change for change in changes if change), "")
     if changed:
-        return None, f"{_CHANGES}: {changed}"
+        return None, ANY, f"{_CHANGES}: {changed}"
     try:
-        return _measured_graph(exported, batch, name), ""
+        return _measured_graph(exported, batch, name), sizes_of(exported), ""
     except NotImplementedError as error:  # of an operation that torch cannot run without values
-        return None, str(error).partition(": attempted")[0] + " cannot be run without values"
+        return None, ANY, str(error).partition(": attempted")[0] + " cannot be run without values"
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:

@@ -15,7 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.options import ModelOptions
+from whale_train.other_trainers import known_elsewhere
 from whale_train.strategies.grammar.nodes import MOST_MICRO_BATCHES, Strategy, read_strategy
+from whale_train.strategies.plan.plan import Decision
 from whale_train.validation import DURATION, as_yaml, no_truth_value, validated
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -162,7 +164,8 @@ class VerifyOptions(_Section):
 class Request(BaseModel):
     """Everything a user asked for, checked. `names` are the options chosen per config group,
     `compare` the strategies that `mode=plan` shows side by side. `rehearse` says which ranks are
-    rehearsed: none, one of each kind (true), all, or those listed.
+    rehearsed: none, one of each kind (true), all, or those listed. `files` is what a plan says of
+    config files of the user's own that have the names of built-in ones.
 
     `strategy` and `hardware` stay as written, for the rooms that own them read them against
     something else: the hardware against this machine, the strategy into nodes.
@@ -184,6 +187,7 @@ class Request(BaseModel):
     verify: VerifyOptions = VerifyOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     rehearse: Ranks = False
+    files: tuple[Decision, ...] = ()
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
@@ -205,14 +209,17 @@ class Request(BaseModel):
         return strategy
 
 
-def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
+def read_request(
+    config: DictConfig, names: Mapping[str, str], files: tuple[Decision, ...] = ()
+) -> Request:
     """Return the Request of a composed config. Raises ConfigError with all faults found.
 
-    `names` are Hydra's choices, group by group; they name things in messages and plans.
+    `names` are Hydra's choices, group by group; they name things in messages and plans. `files` is
+    what a plan says of the config's files.
     """
     plain = _plain(config)
     faults: list[Fault] = []
-    sections: dict[str, Any] = {"names": dict(names)}
+    sections: dict[str, Any] = {"names": dict(names), "files": files}
     try:
         model = _mapping(plain, "model", faults)
         sections["model"] = None if model is None else ModelOptions.from_mapping(model)
@@ -235,19 +242,36 @@ def read_request(config: DictConfig, names: Mapping[str, str]) -> Request:
             plain[key] = {"path": given}
         section = _mapping(plain, key, faults)
         if section is not None:
-            sections[key] = validated(kind, section, key, faults)
+            sections[key] = validated(kind, section, key, faults, _without_effect(key, section))
     sections["mode"] = validated(Mode, plain.get("mode"), "mode", faults)
     sections["seed"] = validated(Seed, plain.get("seed"), "seed", faults)
     sections["compare"] = _compared(plain.get("compare") or [], sections["mode"], faults)
     sections["rehearse"] = _rehearsed(plain.get("rehearse", False), sections["mode"], faults)
-    known = set(Request.model_fields) - {"names"}
+    known = set(Request.model_fields) - {"names", "files"}
     for key in plain:
         if key not in known:
-            faults.append(Fault(str(key), "", "is not a key of the config", nearest(key, known)))
+            instead = known_elsewhere(key)
+            remedy = nearest(key, known) if instead is None else instead.remedy
+            faults.append(Fault(str(key), "", "is not a key of the config", remedy))
     _refuse_together(sections, faults)
     if faults:
         raise ConfigError(faults)
     return Request.model_construct(**sections)
+
+
+def _without_effect(key: str, section: Mapping[str, Any]) -> set[str]:
+    """Return the options of a section that its optimizer or launcher does not read."""
+    if key == "optimizer":
+        sgd, lamb = (section.get("name") == name for name in ("sgd", "lamb"))
+        others = {"betas", "eps"} if sgd else {"momentum"}
+        return {"name", *others, *(["fused"] if lamb else [])}
+    if key == "launcher":
+        of_kinds = {"ssh": {"hosts", "python"}, "slurm": {"nodes", "ranks_per_node", "wait"}}
+        of_kinds["slurm"].add("sbatch")
+        of_others = {"slurm": {"max_restarts"}}.get(str(section.get("kind")), set[str]())
+        kinds = (names for kind, names in of_kinds.items() if kind != section.get("kind"))
+        return of_others.union(*kinds)
+    return {"path"} if key == "checkpoint" else set()
 
 
 def _compared(value: object, mode: object, faults: list[Fault]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import replace
 from typing import Annotated, Any, get_args, get_origin
 
@@ -10,7 +10,8 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from whale_train.errors import Fault, closest, nearest
+from whale_train.errors import Fault, nearest
+from whale_train.other_trainers import known_elsewhere
 
 DURATION = r"^[0-9]+(\.[0-9]+)?(s|min|h)$"
 
@@ -31,9 +32,11 @@ def no_truth_value(value: object) -> object:
     return value
 
 
-def validated(kind: Any, value: Any, section: str, faults: list[Fault]) -> Any:
+def validated(
+    kind: Any, value: Any, section: str, faults: list[Fault], without: Collection[str] = ()
+) -> Any:
     """Return `value` read as `kind`, a type that pydantic knows; None after adding to `faults` what
-    is wrong with it."""
+    is wrong with it, which names no keys `without` effect instead of unknown ones."""
     if isinstance(value, dict):
         missing = [key for key, item in value.items() if item == "???"]
         for key in missing:
@@ -49,7 +52,7 @@ def validated(kind: Any, value: Any, section: str, faults: list[Fault]) -> Any:
         for problem in error.errors():
             if str(problem["loc"][-1:] and problem["loc"][-1]) not in missing:
                 problem["loc"] = _within(value, problem["loc"], _tagged(kind))
-                fault = _fault(problem, section, kind)
+                fault = _fault(problem, section, kind, without)
                 found.setdefault(fault.key, []).append(fault)
         faults += [_either(same) for same in found.values()]
         return None
@@ -80,7 +83,7 @@ def _either(faults: list[Fault]) -> Fault:
     return replace(first, remedy=", or ".join(dict.fromkeys([first.remedy, *remedies])))
 
 
-def _fault(problem: Any, section: str, read_as: Any) -> Fault:
+def _fault(problem: Any, section: str, read_as: Any, without: Collection[str]) -> Fault:
     """Return one of pydantic's complaints as a fault. Its path drops the union's tag."""
     location = list(problem["loc"])
     tagged = _tagged(read_as)
@@ -91,9 +94,8 @@ def _fault(problem: Any, section: str, read_as: Any) -> Fault:
     shown = as_yaml(given)
     if kind == "extra_forbidden":
         name = str(location[-1])
-        return Fault(
-            key, shown, "is not a key here", _known_keys(name, section, tagged.get(tag, read_as))
-        )
+        remedy = _known_keys(name, section, tagged.get(tag, read_as), without)
+        return Fault(key, shown, "is not a key here", remedy)
     if kind == "missing":
         return Fault(key, "", "must be given", f"write {key}=VALUE")
     if kind == "literal_error":
@@ -148,15 +150,12 @@ def _tagged(read_as: Any) -> dict[str, type[BaseModel]]:
     return {kind.model_fields["kind"].default: kind for kind in get_args(union)}
 
 
-def _known_keys(name: str, section: str, read_as: Any) -> str:
-    """Return the remedy for a key that the section has not."""
+def _known_keys(name: str, section: str, read_as: Any, without: Collection[str]) -> str:
+    """Return the remedy for a key that the section has not; keys `without` effect are not named."""
     if not (isinstance(read_as, type) and issubclass(read_as, BaseModel)):
         return f"remove {section}.{name}"
+    instead = known_elsewhere(f"{section}.{name}")
+    if instead is not None:
+        return instead.remedy
     fields = read_as.model_fields.items()
-    return nearest(name, {field.alias or key for key, field in fields} - {"kind"})
-
-
-def close_key(key: str, known: list[str]) -> str:
-    """Return the remedy for a key Hydra does not know: the nearest of all keys of the config."""
-    close = closest(key, known)
-    return f"did you mean {close}?" if close else "see whale-train --cfg job for all keys"
+    return nearest(name, {field.alias or key for key, field in fields} - {"kind", *without})

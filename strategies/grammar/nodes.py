@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
 
-from whale_train.errors import Fault, nearest
+from whale_train.errors import Fault, closest, nearest
+from whale_train.other_trainers import known_elsewhere
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 SPLIT_DIMS = ("auto", "tensor", "vocabulary", "experts", "sequence")
@@ -282,7 +283,12 @@ class _Reader:
         """`body` without the keys nobody knows, each of which is a fault."""
         for key in body:
             if key not in known:
-                self.fault(f"{path}.{key}", "", "is not a key here", nearest(str(key), known))
+                foreign = path == "strategy" and not closest(str(key), known)
+                instead = known_elsewhere(str(key)) if foreign else None
+                of_search = () if body.get("graph") == "auto" else ("time_limit_s",)
+                settable = [name for name in known if name not in of_search]
+                remedy = nearest(str(key), settable) if instead is None else instead.remedy
+                self.fault(f"{path}.{key}", "", "is not a key here", remedy)
         return {key: value for key, value in body.items() if key in known}
 
     def choice(

@@ -325,10 +325,11 @@ class ModelProfile:
     `graph` is None when the model cannot be exported; `export_error` then says why, and only
     strategies that run the model as it is can use it. `forward_flops` and `activation_bytes` are
     per sample in fp32 (2 FLOPs a multiply-add; bytes autograd keeps between forward and
-    backward). `own_draws` says what the forward draws random numbers from, beside torch's default
-    generator ('': nothing). What a forward runs `varies` that looks at the values of a batch, draws
-    by itself or changes from call to call. `unused_parameters` get no gradient, whatever the batch;
-    where the forward varies, `perhaps_unused` got none from one batch, and may from another.
+    backward). `batch_sizes` are the smallest and the largest batch (0: any) that the graph is of.
+    `own_draws` says what the forward draws random numbers from, beside torch's default generator
+    ('': nothing). What a forward runs `varies` that looks at the values of a batch, draws by itself
+    or changes from call to call. `unused_parameters` get no gradient, whatever the batch; where the
+    forward varies, `perhaps_unused` got none from one batch, and may from another.
     `unequal_parts` says what a batch and its parts were found to differ in when they were compared
     ('': nothing, or not compared), `unequal_remedy` what the user can do. `logits` are None where
     the model computes its own loss.
@@ -351,6 +352,7 @@ class ModelProfile:
     varies: bool = False
     own_draws: str = ""
     logits: Logits | None = None
+    batch_sizes: tuple[int, int] = (1, 0)
 
     @cached_property
     def parameter_by_path(self) -> dict[str, Parameter]:

@@ -44,6 +44,7 @@ def profile_to_json(profile: ModelProfile) -> str:
         "varies": profile.varies,
         "own_draws": profile.own_draws,
         "logits": profile.logits and astuple(profile.logits),
+        "batch_sizes": profile.batch_sizes,
     }
     content = json.dumps(mapping, separators=(",", ":"))
     return f"{_checksum(content)}\n{content}"

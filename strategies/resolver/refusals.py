@@ -10,6 +10,10 @@ from whale_train.strategies.resolver.shared_batch import (
 from whale_train.strategies.stages.placement import Staging
 from whale_train.strategies.stages.split_names import refuse_unknown_names
 
+# The remedy where there is no graph. Whether it is one for the model at hand, whose batch copies
+# may not be able to share, is the launcher's to find out before it is said.
+AS_IS = "use strategy=dp or a zero strategy, which run the model as it is"
+
 
 def refuse_model(job: Staging) -> None:
     """Raise PlanError with all that keeps the strategy of `job` from training its model."""
@@ -32,8 +36,7 @@ def _refuse_no_graph(job: Staging, faults: list[Fault]) -> None:
     for split in (stage.split for stage in job.form.stages if stage.body and stage.split):
         key, value = f"{split.path}.modules", ", ".join(split.modules)
     rule = f"needs the model's graph, and {profile.name} cannot be exported"
-    remedy = "use strategy=dp or a zero strategy, which run the model as it is"
-    faults.append(Fault(key, value, f"{rule} ({profile.export_error})", remedy))
+    faults.append(Fault(key, value, f"{rule} ({profile.export_error})", AS_IS))
 
 
 def _refuse_partitions(job: Staging, faults: list[Fault]) -> None:

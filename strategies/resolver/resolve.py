@@ -14,6 +14,7 @@ from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
+from whale_train.strategies.resolver.batch_sizes import known_by_graph, within_sizes
 from whale_train.strategies.resolver.decide import decide
 from whale_train.strategies.resolver.evaluated import Considered
 from whale_train.strategies.resolver.shared_batch import with_samples
@@ -76,7 +77,8 @@ def consider(
     found = decide(strategy, cluster, findings, training, moving=moving, cut=cut)
 
     def plan() -> Plan:
-        inside = with_samples(found.plan(), findings, training)
+        inside = within_sizes(found.plan(), findings.profile)
+        inside = with_samples(inside, known_by_graph(findings, inside), training)
         return replace(inside, decisions=(*decisions, *inside.decisions))
 
     return replace(found, plan=plan)

@@ -36,6 +36,8 @@ def refuse_shared_batch(
         rule = f"lets the samples of a batch meet: {where}{found.because}, so that copies and "
         rule += "micro-batches of their own samples would train something else"
         remedy = "use strategy=single, strategy=split, or a pipeline of one micro-batch"
+        if profile.graph is None:  # which these but the first need
+            remedy = "use strategy=single"
         if found.sums:
             rule = f"lets the samples of a batch meet: {where}{found.because}, and micro-batches "
             rule += "of one copy are not there at the same time"

@@ -58,8 +58,6 @@ COMMAND_LINE = (
         "export_near_key",
         "mode=export checkpiont=runs/mine",
         "checkpiont=runs/mine is not a key of the config; did you mean checkpoint?",
-        "checkpoint must be given to mode=export; name a run directory or a checkpoint in one, as "
-        "checkpoint=runs/MY_RUN",
     ),
     Case(
         "export_of_another_model",
@@ -227,8 +225,7 @@ VALUES = (
     Case(
         "sbatch_without_slurm",
         "launcher.sbatch.partition=gpu",
-        "launcher.sbatch.partition=gpu is not a key of the config; did you mean "
-        "launcher.max_restarts?",
+        "launcher.sbatch.partition=gpu is not a key of the config; launcher=slurm has it",
     ),
     Case(
         "lr_negative",

@@ -95,6 +95,20 @@ MODEL = (
         "exported ({any}); use strategy=dp or a zero strategy, which run the model as it is",
     ),
     Case(
+        "batch_too_large_for_its_graph",
+        f"strategy=split model._target_=nets.Few train.global_batch=64 {CUSTOM}",
+        "model=Few asks for the size of its batch: its graph is that of 1 to 63 samples, and this "
+        "plan takes a step's 64 samples in parts of 64; use a train.global_batch of 1 to 63 "
+        "samples",
+    ),
+    Case(
+        "samples_meet_without_a_graph",
+        f"strategy=split model._target_=nets.Contrastive {CUSTOM}",
+        "strategy.graph.split needs the model's graph, and Contrastive cannot be exported "
+        "(UserError: Constraints violated (batch)! You marked batch as dynamic but your code "
+        "specialized it to be a constant (3)); use strategy=single, which runs the model as it is",
+    ),
+    Case(
         "head_glob",
         "strategy=hybrid_split_dp 'strategy.graph=[{replicate: {}}, {split: {modules: lm_haed}}]' "
         f"{PLAN}",

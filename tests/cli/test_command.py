@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,29 @@ def test_strategies_are_compared_side_by_side(tmp_path: Path) -> None:
     zero1, split, copies = (Plan.from_json(path.read_text()) for path in plans.values())
     assert [zero1.task_graphs[0].zero, copies.task_graphs[0].zero] == [1, 0]
     assert split.task_graphs[0].primitive == "split"
+
+
+def test_a_comparison_of_strategies_that_all_cannot_be_is_refused(tmp_path: Path) -> None:
+    request = ["mode=plan", "compare=[dp,3d]", "hardware=cpu", "hardware.devices=3"]
+    answer = whale_train([*request, "train.global_batch=2"], tmp_path)
+    assert (answer.status, answer.stdout, files_in(tmp_path)) == (2, "", set())
+    assert answer.stderr.splitlines() == [
+        "2 things are wrong with this request:",
+        "  strategy=dp: train.global_batch=2 leaves some of the 3 devices without a sample; use at "
+        "least 3",
+        "  strategy=3d: strategy.graph.replicate=4 devices does not divide the 3 devices of "
+        "hardware=cpu; use 1 or 3",
+    ]
+
+
+def test_the_version_is_of_what_trains_and_imports_none_of_it(tmp_path: Path) -> None:
+    answer = whale_train_process(["--version"], tmp_path, {"PYTHONPROFILEIMPORTTIME": "1"})
+    versions = [version(name) for name in ("whale-train", "torch", "deepspeed")]
+    said = "whale-train {} (torch {}, deepspeed {})\n".format(*versions)
+    assert (answer.status, answer.stdout) == (0, said)
+    imported = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines()}
+    assert "hydra" in imported
+    assert not imported & {"torch", "deepspeed"}
 
 
 def test_a_run_says_how_it_went(smoke: Run) -> None:

@@ -1,0 +1,126 @@
+"""Config files of the user's own: read first, by Hydra's search path, and what is said of them.
+
+Hydra reads what an application brings before the folder of `--config-dir` and those of
+`hydra.searchpath`. Here these come first, so that a file of theirs is what its name means. Which
+keys there are is the application's: its `config.yaml` stays the primary config.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.importlib_resources_config_source import (
+    ImportlibResourcesConfigSource,
+)
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+
+from whale_train.launcher.config_files import BoundedFiles
+from whale_train.strategies.plan.plan import Decision
+
+PRIMARY = "config"  # the name of the primary config, which is not the user's to replace
+_BUILT_IN = ("main", "hydra", "schema")  # who provides what is no file of the user's own
+_OWN = "own"
+
+
+class _OwnFiles(BoundedFiles):  # type: ignore[misc, unused-ignore]
+    """A folder without its primary config."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "own-file"
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path not in (PRIMARY, f"{PRIMARY}.yaml") and super().is_config(config_path)
+
+
+class _OwnPackage(ImportlibResourcesConfigSource):  # type: ignore[misc, unused-ignore]
+    """A package without its primary config."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "own-pkg"
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path not in (PRIMARY, f"{PRIMARY}.yaml") and super().is_config(config_path)
+
+
+def put_own_files_first(config_dir: str | None, overrides: Sequence[Override]) -> None:
+    """Have Hydra, in this process, read the files of `--config-dir`, and then those of the folders
+    and packages that an override of `hydra.searchpath` lists, before the built-in ones."""
+    folders = [] if config_dir is None else [f"own-file://{Path(config_dir).absolute()}"]
+    for override in overrides:
+        value = override.value() if override.key_or_group == "hydra.searchpath" else None
+        for path in value if isinstance(value, list) else []:
+            scheme, separator, where = str(path).rpartition("://")
+            if scheme in ("", "file") or not separator:
+                folders.append(f"own-file://{Path(where).absolute()}")
+            elif scheme == "pkg":
+                folders.append(f"own-pkg://{where}")
+
+    class OwnFilesFirst(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            for folder in reversed(folders):
+                search_path.prepend(_OWN, folder)
+
+    for source in (_OwnFiles, _OwnPackage):
+        SourcesRegistry.instance().register(source)
+    if folders:
+        Plugins.instance().register(OwnFilesFirst)
+
+
+def said_of_own_files(hydra: Any) -> tuple[Decision, ...]:
+    """Return what a plan says of the user's own files that have the name of a built-in one which
+    this job means. `hydra` is Hydra's part of the job's config; Hydra is initialised."""
+    if all(source.provider in _BUILT_IN for source in hydra.runtime.config_sources):
+        return ()
+    loader = GlobalHydra.instance().config_loader()
+    name, overrides = str(hydra.job.config_name), [*hydra.overrides.task, *hydra.overrides.hydra]
+    defaults = loader.compute_defaults_list(name, overrides, RunMode.RUN).defaults
+    sources = [_source(x.schema, x.provider, x.path) for x in hydra.runtime.config_sources]
+    said: dict[str, Decision] = {}
+    for path in dict.fromkeys([PRIMARY, *(default.config_path for default in defaults)]):
+        having = [source for source in sources if source is not None and source.is_config(path)]
+        built_in = next((source for source in having if source.provider in _BUILT_IN), None)
+        own = [source for source in having if source.provider not in _BUILT_IN]
+        if built_in is None:
+            continue
+        group, _, option = path.rpartition("/")
+        known = f"the built-in {group}={option}" if group else f"the built-in {option}.yaml"
+        for source in own:
+            where = _path(source, path)
+            if path == PRIMARY:
+                decision = Decision(PRIMARY, known, where, _OF_PRIMARY)
+            elif source is having[0]:
+                decision = Decision(group, where, known, "files of your own are read first")
+            else:
+                why = "another of your files, or the built-in one, is read first"
+                decision = Decision(group, _path(having[0], path), where, why)
+            said.setdefault(where, decision)
+    return tuple(said.values())
+
+
+_OF_PRIMARY = (
+    "a primary config is read under another name, by --config-name; files of groups are read"
+)
+
+
+def _source(schema: str, provider: str, path: str) -> ConfigSource | None:
+    try:
+        return SourcesRegistry.instance().resolve(schema)(provider, f"{schema}://{path}")
+    except ValueError:  # a kind of source that nothing here knows
+        return None
+
+
+def _path(source: ConfigSource, config_path: str) -> str:
+    """Return the path of a config as a user knows it: relative, where it is below this folder."""
+    if not source.scheme().endswith("file"):
+        return f"{source.path}/{config_path}.yaml"
+    path = Path(source.path, f"{config_path}.yaml")
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,0 +1,41 @@
+"""What a plan says of low-rank additions: how many weights get some, and which of them are a
+mixture's experts and routers. peft adds to these too where all products are asked for."""
+
+import re
+
+from whale_train.models.options import ADAPTERS
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.plan.plan import Decision
+
+_ADDITION = re.compile(r"(.+?)((?:\.base_layer)*)\.lora_(?:embedding_)?A\.[^.]+(?:\.weight)?")
+_INSIDE = re.compile(r"(.+?)(?:\.base_layer)+\.[^.]+")
+
+
+def said_of_additions(profile: ModelProfile) -> tuple[Decision, ...]:
+    """Return what is said of the additions among the trained parameters of `profile`; nothing where
+    there are none. Layers that share a weight have one addition."""
+    matches = (_ADDITION.fullmatch(parameter.path) for parameter in profile.parameters)
+    modules = [match[1] for match in matches if match is not None]
+    if not modules:
+        return ()
+    shapes: dict[str, tuple[int, ...]] = {}
+    for parameter in profile.frozen:
+        match = _INSIDE.fullmatch(parameter.path)
+        if match is not None:
+            shapes[match[1]] = parameter.shape
+    stacks = {path: shapes[path][0] for path in modules if len(shapes.get(path, ())) == 3}
+    beside = {path.rpartition(".")[0]: experts for path, experts in stacks.items()}
+    experts = sum(path in stacks for path in modules)
+    routers = sum(
+        len(shapes.get(path, ())) == 2 and shapes[path][0] == beside.get(path.rpartition(".")[0])
+        for path in modules
+    )
+    reason = "all else is frozen"
+    if experts:
+        reason += f"; {_counted(experts, 'is a stack', 'are stacks')} of experts, "
+        reason += f"{_counted(routers, 'a router', 'routers')}"
+    return (Decision(ADAPTERS, f"added to {_counted(len(modules))}", "", reason),)
+
+
+def _counted(number: int, one: str = "weight", many: str = "weights") -> str:
+    return f"{number or 'no'} {one if number == 1 else many}"

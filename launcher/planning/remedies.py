@@ -1,0 +1,70 @@
+"""Remedies for a model without a graph, found to be some before they are said.
+
+Such a model runs as it is, in copies where a batch may be shared, which its graph cannot say: a few
+samples are trained whole and in parts, as they are before the first step of such a run.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from whale_train.config import Request
+from whale_train.data.dataset import Dataset
+from whale_train.errors import PlanError
+from whale_train.launcher.planning.compare_samples import compared, is_unknown
+from whale_train.strategies.grammar.nodes import Strategy, read_strategy
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.plan.plan import Plan
+from whale_train.strategies.resolver.refusals import AS_IS
+
+_ALONE = "use strategy=single, which runs the model as it is"
+_VOUCHING = (
+    "use strategy=single, or strategy=dp with model.samples_are_independent=true if its loss is a "
+    "mean over samples"
+)
+
+
+def with_checked_remedies(
+    error: PlanError,
+    request: Request,
+    dataset: Dataset,
+    profile: ModelProfile,
+    planned: Callable[[Strategy], Plan],
+) -> PlanError:
+    """Return `error`, with what can be done instead where it says that the model has no graph:
+    strategies that run it as it is, as far as `planned` has a plan for them and a batch of the data
+    is equal to its parts."""
+    if not any(fault.remedy == AS_IS for fault in error.faults):
+        return error
+    remedy = _remedy(request, dataset, profile, planned)
+    faults = (replace(x, remedy=remedy if x.remedy == AS_IS else x.remedy) for x in error.faults)
+    return PlanError(faults)
+
+
+def _remedy(
+    request: Request,
+    dataset: Dataset,
+    profile: ModelProfile,
+    planned: Callable[[Strategy], Plan],
+) -> str:
+    copies = _plan(0, planned)
+    if copies is None:
+        return _ALONE
+    if is_unknown(copies):
+        try:
+            profile, _ = compared(request, dataset, profile, copies)
+        except PlanError:  # too large to be compared
+            return _VOUCHING
+        if "model.loss_over=sum" in profile.unequal_remedy:
+            return "use strategy=dp model.loss_over=sum, which runs the model as it is"
+        if profile.unequal_parts:
+            return _ALONE
+    return AS_IS if _plan(1, planned) else "use strategy=dp, which runs the model as it is"
+
+
+def _plan(zero: int, planned: Callable[[Strategy], Plan]) -> Plan | None:
+    strategy = read_strategy({"graph": {"replicate": {"zero": zero}}}, "copies", [])
+    assert strategy is not None
+    try:
+        return planned(strategy)
+    except PlanError:
+        return None

@@ -1,0 +1,63 @@
+"""Plans of a model whose graph is of batches of some sizes alone.
+
+What runs the graph must keep its parts of the batch within these sizes; copies of the model as it
+is may leave them, but then nothing is known by the graph of what their parts are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from whale_train.errors import Fault, PlanError
+from whale_train.strategies.graph.operation_graph import ModelProfile
+from whale_train.strategies.plan.plan import Decision, Plan
+from whale_train.strategies.stages.analysis import Findings
+
+
+def outside(plan: Plan, profile: ModelProfile) -> tuple[int, ...]:
+    """Return the sizes of the parts in which `plan` takes a batch that the graph is not of."""
+    smallest, largest = profile.batch_sizes
+    sizes = sorted(set(_sizes(plan)))
+    return tuple(n for n in sizes if n < smallest or (largest and n > largest))
+
+
+def within_sizes(plan: Plan, profile: ModelProfile) -> Plan:
+    """Return `plan`, which says what sizes its model's graph is of where there are any. Raises
+    PlanError for one that runs the graph on parts of other sizes."""
+    smallest, largest = profile.batch_sizes
+    if profile.graph is None or (smallest, largest) == (1, 0):
+        return plan
+    span = f"{smallest} to {largest} samples" if largest else f"{smallest} samples or more"
+    runs_graph = plan.rewrite is not None or any(rank.micro_batches > 1 for rank in plan.ranks)
+    wrong = outside(plan, profile)
+    if wrong and runs_graph:
+        rule = f"asks for the size of its batch: its graph is that of {span}, and this plan takes "
+        rule += f"a step's {plan.global_batch} samples in parts of {' and '.join(map(str, wrong))}"
+        remedy = "use another train.global_batch, or other micro-batches"
+        if not plan.shares_batch:
+            remedy = f"use a train.global_batch of {span}"
+        raise PlanError([Fault("model", profile.name, rule, remedy)])
+    parts = " and ".join(map(str, sorted(set(_sizes(plan)))))
+    reason = f"its forward asks for the size of its batch; this plan takes parts of {parts}"
+    if runs_graph and (plan.global_batch < smallest or 0 < largest < plan.global_batch):
+        reason += f", and one process would take {plan.global_batch} at once, perhaps otherwise"
+    elif wrong:
+        reason += ", of which the graph says nothing"
+    decision = Decision("model", f"a graph of {span}", "", reason)
+    return replace(plan, decisions=(*plan.decisions, decision))
+
+
+def known_by_graph(findings: Findings, plan: Plan) -> Findings:
+    """Return `findings` without the graph where `plan` takes parts of sizes that it is not of."""
+    profile = findings.profile
+    if profile.graph is None or not outside(plan, profile):
+        return findings
+    why = "its graph is of batches of other sizes"
+    return Findings(replace(profile, graph=None, export_error=why), findings.precision)
+
+
+def _sizes(plan: Plan) -> Iterator[int]:
+    """Yield the samples of the parts in which replicas take theirs."""
+    for task_graph in plan.task_graphs:
+        for replica, share in zip(task_graph.replicas, task_graph.shares, strict=True):
+            parts = max(plan.ranks[replica[0]].micro_batches, 1)
+            yield from {share // parts, -(-share // parts)} - {0}

@@ -1,0 +1,135 @@
+"""Every command of README.md's blocks, read there: its overrides are those of a plan.
+
+What trains, verifies, rehearses or starts ranks on other hosts is planned; plans that take longer
+than seconds need WHALE_TRAIN_FULL=1. The Hugging Face example is trained.
+"""
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.cli.command import ROOT, whale_train
+
+FULL = os.environ.get("WHALE_TRAIN_FULL") == "1"
+FILES = {
+    "my_models.py": "from torch import nn\n\n\nclass Net(nn.Sequential):\n"
+    "    def __init__(self, width=8):\n"
+    "        super().__init__(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 4))\n\n"
+    "    def forward(self, features):\n        return super().forward(features)\n",
+    "conf/hardware/my_cluster.yaml": (ROOT / "conf/hardware/v100_p100_mix.yaml").read_text(),
+}
+_SLOW = ("m6_10b", "model=bert_large", "resnet50_100k", "v100_512", "strategy=auto", "auto]")
+_PLANNED = ("mode=plan", "mode=rehearse", "mode=verify", "mode=calibrate")
+
+
+def blocks() -> list[tuple[str, str]]:
+    """Return the fenced blocks of README.md: the kind each is of, and its text."""
+    parts = re.split(r"^```(.*)\n", (ROOT / "README.md").read_text(), flags=re.M)
+    return list(zip(parts[1::4], parts[2::4], strict=True))
+
+
+def commands() -> list[str]:
+    """Return the commands of the blocks: lines joined at backslashes, without comments."""
+    lines = "".join(text for kind, text in blocks() if not kind).replace("\\\n", " ").splitlines()
+    starts = ("whale-train ", "torchrun ", "srun ", "make ")
+    return [re.sub(r"\s+#\s.*", "", line).strip() for line in lines if line.startswith(starts)]
+
+
+COMMANDS = commands()
+OURS = [command for command in COMMANDS if "whale-train" in command]
+
+
+def overrides_of(command: str) -> list[str]:
+    """Return what is given to whale-train, whoever starts it."""
+    words = shlex.split(command.replace('"$(which whale-train)"', "whale-train"))
+    return words[words.index("whale-train") + 1 :]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with what the commands name."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(size=(256, 6)).astype("float32"), rng.integers(0, 4, 256)
+    np.savez(tmp_path / "samples.npz", features=features, labels=labels)
+    return tmp_path
+
+
+def write_llama(folder: Path) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, vocab_size=257)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def test_the_blocks_are_read() -> None:
+    assert len(OURS) > 30
+    assert {"make train", "make test"} <= {command.split("  ")[0] for command in COMMANDS}
+
+
+@pytest.mark.parametrize("command", [x for x in OURS if "mode=export" not in x])
+def test_a_command_of_the_readme_has_a_plan(command: str, folder: Path) -> None:
+    given = overrides_of(command)
+    if any(word in command for word in _SLOW) and not FULL:
+        pytest.skip("takes longer than seconds: WHALE_TRAIN_FULL=1 runs it")
+    if "model.pretrained=DIR" in given:
+        write_llama(folder / "DIR")
+    modes = [word for word in given if word in _PLANNED]
+    kept = [x for x in given if x not in modes and not x.startswith("train.resume")]
+    kept = [x for x in kept if x not in ("-m", "launcher.wait=false")]
+    for number, job in enumerate(jobs_of(kept)):
+        run = folder / f"planned_{number}"
+        job = [x for x in job if not x.startswith("hydra.run.dir")]
+        job = [x for x in job if not x.startswith(("launcher.device_speed", "launcher.link_speed"))]
+        where = ["--config-dir", "conf", "mode=plan", f"hydra.run.dir={run}"]
+        answer = whale_train([*job, *where], folder)
+        assert (answer.status, answer.stderr) == (0, "")
+        wrote = list(run.glob("plan.json")) or list(run.glob("plans/*.json"))
+        assert wrote
+        assert json.loads(wrote[0].read_text())["world_size"] >= 1
+
+
+def jobs_of(given: list[str]) -> list[list[str]]:
+    """Return the jobs of a sweep over one key, or the one job."""
+    for place, word in enumerate(given):
+        key, _, value = word.partition("=")
+        if re.fullmatch(r"[\w.]+(,[\w.]+)+", value):
+            return [[*given[:place], f"{key}={x}", *given[place + 1 :]] for x in value.split(",")]
+    return [given]
+
+
+def test_the_model_of_hugging_face_learns(folder: Path) -> None:
+    """The loss falls from that of bytes drawn alike (5.5), in the first steps already."""
+    (command,) = (x for x in OURS if "GPT2LMHeadModel" in x)
+    answer = whale_train([*overrides_of(command), "hydra.run.dir=run"], folder)
+    assert (answer.status, answer.stderr) == (0, "")
+    losses = [
+        json.loads(x)["loss"] for x in (folder / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    assert losses[0] > 5
+    assert losses[-1] < 4
+
+
+def test_the_example_of_a_refusal_is_one(folder: Path) -> None:
+    answer = whale_train(
+        ["mode=plan", "hardware=v100_p100_mix", "strategy=dp", "strategy.graph.replicate.degree=3"],
+        folder,
+    )
+    assert answer.status == 2
+    (shown,) = (text for _, text in blocks() if text.startswith("error: "))
+    assert " ".join(answer.stderr.split()) == " ".join(shown.split())
+
+
+def test_the_inventory_that_is_shown_is_the_built_in_one() -> None:
+    (shown,) = (text for kind, text in blocks() if kind == "yaml" and "v100_p100_mix" in text)
+    built_in = (ROOT / "conf/hardware/v100_p100_mix.yaml").read_text()
+    assert yaml.safe_load(shown) == yaml.safe_load(built_in)

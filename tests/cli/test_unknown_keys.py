@@ -1,0 +1,188 @@
+"""What is said to keys that there are not: real faults alone, and suggestions that can be set."""
+
+import re
+from itertools import chain
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from whale_train.config import read_request
+from whale_train.errors import ConfigError, Fault
+from whale_train.launcher import command_line
+from whale_train.other_trainers import INSTEAD, known_elsewhere
+
+GIVEN = {
+    "model=hf": "model.architecture=GPT2LMHeadModel",
+    "model=custom": "model._target_=my.Net",
+    "data=arrays": "data.path=x",
+    "data=hf_dataset": "data.path=x",
+    "launcher=ssh": "launcher.hosts=[a]",
+}
+GROUPS = {
+    "model": "class_head hf custom",
+    "data": "arrays images",
+    "strategy": "3d",
+    "hardware": "cpu",
+    "optimizer": "lamb sgd",
+    "launcher": "slurm ssh",
+}
+CHOICES = [f"{group}={name}" for group, names in GROUPS.items() for name in names.split()]
+
+
+@pytest.fixture(autouse=True)
+def _suffixes() -> None:
+    """Resolve what the command's config asks for, as the command does."""
+    OmegaConf.register_new_resolver("whale_suffix", lambda: "abcdef", replace=True)
+
+
+def faults_of(*arguments: str) -> list[Fault]:
+    """Return the faults that the command finds in its arguments before anything is read."""
+    try:
+        mode = () if any(text.startswith("mode=") for text in arguments) else ("mode=plan",)
+        command_line.check(command_line.rewritten([*arguments, *mode]))
+    except ConfigError as error:
+        return list(error.faults)
+    return []
+
+
+def said(*arguments: str) -> list[str]:
+    return [str(fault) for fault in faults_of(*arguments)]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_an_unknown_key_beside_any_option_is_the_only_fault(choice: str) -> None:
+    given = [choice, *filter(None, [GIVEN.get(choice)])]
+    unknown = "train.stepz=3 is not a key of the config; did you mean train.steps?"
+    assert said(*given, "train.stepz=3") == [unknown]
+
+
+@pytest.mark.parametrize("choice", ["data=images", "optimizer=lamb", "launcher=ssh"])
+def test_no_suggestion_names_a_key_that_the_option_has_not(choice: str) -> None:
+    """Every key of every other option of a group is tried beside an option that may lack it."""
+    group, _, name = choice.partition("=")
+    given = [choice, *filter(None, [GIVEN.get(choice)])]
+    with command_line._hydra(None):
+        keys = set(command_line._attempt("config", given)[group])
+        others = {
+            key
+            for other in GROUPS[group].split()
+            for key in command_line._attempt("config", [f"{group}={other}"])[group]
+        }
+    absent = sorted(others - keys)
+    faults = faults_of(*given, *(f"{group}.{key}=1" for key in absent))
+    assert [fault.key for fault in faults] == [f"{group}.{key}" for key in absent]
+    for fault in faults:
+        assert f"{group}={name} " not in fault.remedy
+        assert re.match(rf"{group}=.* ha(s|ve) it$", fault.remedy), fault
+
+
+@pytest.mark.parametrize(
+    ("arguments", "faults"),
+    [
+        (
+            "model=hf model.architcture=GPT2LMHeadModel",
+            ["model.architcture=GPT2LMHeadModel: did you mean model.architecture?"],
+        ),
+        ("data=images data.path=x", ["data.path=x: data=arrays, hf_dataset, text have it"]),
+        ("launcher.sbatch.partition=gpu", ["launcher.sbatch.partition=gpu: launcher=slurm has it"]),
+        ("optimizer.momentum=0.9", ["optimizer.momentum=0.9: optimizer=sgd has it"]),
+        ("optimizer.steps=9", ["optimizer.steps=9: did you mean train.steps?"]),
+        ("stepz=9 steps=8", ["stepz=9: *", "steps=8: did you mean train.steps?"]),
+        ("checkpiont=runs/mine", ["checkpiont=runs/mine: *"]),
+        ("mode=verify verify.steps=200 train.stepz=300", ["train.stepz=300: *steps?"]),
+        ("verify.stepz=3 mode=verify", ["verify.stepz=3: did you mean verify.steps?"]),
+        ("checkpoint.pth=a", ["checkpoint.pth=a: *"]),
+        ("+experiment=smok data.num_classes=3", ["experiment=smok: did you mean smoke?*"]),
+        ("strategy=zero4 strategy.foo=1 model.widht=1", ["strategy=zero4: *", "model.widht=1: *"]),
+        ("model=nope model.width=3 optimizer.lr=0", ["model=nope: *", "optimizer.lr=0: *"]),
+        ("train.stepz=1 train.steps=0", ["train.stepz=1: *", "train.steps=0: use 1 or more"]),
+        ("hydra.run.dri=a train.stepz=1", ["hydra.run.dri=a: *run.dir?", "train.stepz=1: *"]),
+        ("+train.lr=1", ["train.lr=1: use optimizer.lr=0.001"]),
+        ("strategy.zero_stage=3", ["strategy.zero_stage: use strategy=zero1 (or zero2, zero3)"]),
+        ("strategy.balence=even", ["strategy.balence: did you mean balance?*graph"]),
+    ],
+)
+def test_only_what_is_wrong_is_said(arguments: str, faults: list[str]) -> None:
+    answers = faults_of(*arguments.split())
+    texts = [f"{x.key}={x.value}".rstrip("=") + f": {x.remedy}" for x in answers]
+    assert len(texts) == len(faults), texts
+    for text, expected in zip(texts, faults, strict=True):
+        assert re.fullmatch(re.escape(expected).replace(r"\*", ".*"), text)
+
+
+@pytest.mark.parametrize(
+    ("added", "without"),
+    [
+        ("optimizer=sgd +optimizer.nope=1", "betas eps name"),
+        ("+optimizer.nope=1", "momentum name"),
+        ("optimizer=lamb +optimizer.nope=1", "momentum fused name"),
+        ("+launcher.nope=1", "hosts python nodes ranks_per_node wait sbatch kind"),
+        ("launcher=ssh launcher.hosts=[a] +launcher.nope=1", "nodes sbatch kind"),
+        ("+checkpoint.nope=1", "path"),
+        ("+strategy.nope=1", "time_limit_s"),
+        ("model=hf model.architecture=GPT2LMHeadModel +model.nope=1", "_target_"),
+    ],
+)
+def test_keys_without_effect_are_not_among_those_that_are_named(added: str, without: str) -> None:
+    (fault,) = faults_of(*added.split())
+    named = set(re.findall(r"\w+", fault.remedy))
+    assert len(named) > 3
+    assert not named & set(without.split())
+
+
+@pytest.mark.parametrize("instead", dict.fromkeys(INSTEAD.values()), ids=lambda x: x.remedy[:40])
+def test_what_is_said_to_a_name_of_another_trainer_can_be_set(instead: object) -> None:
+    (kind,) = {value for value in INSTEAD.values() if value == instead}
+    if not kind.settings:
+        assert kind.remedy.startswith("there is none: ")
+        return
+    overrides = command_line.rewritten([*kind.settings, "mode=train"])
+    config = command_line.composed([x for x in overrides if not x.startswith("--")])
+    parsed = OverridesParser.create().parse_overrides(list(kind.settings))
+    names = {o.key_or_group: str(o.value()) for o in parsed if "." not in o.key_or_group}
+    read_request(config, {"strategy": "own"} | names)  # refuses nothing
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("train.lr", "use optimizer.lr=0.001"),
+        ("trainer.max_steps", "use train.steps=1000 (optimizer steps)"),
+        ("per_device_train_batch_size", "use train.global_batch=64 (samples a step of all *"),
+        ("train.batch_size", "use train.global_batch=64 (samples a step of all devices *"),
+        ("gradient_accumulation_steps", "use train.accumulate=4 (the global batch stays *"),
+        ("train.wandb", "use train.tensorboard=true (that and metrics.jsonl *"),
+        ("train.num_workers", "there is none: batches are read by a thread beside the steps; *"),
+        ("train.epochs", "use train.steps=1000 (there are no epochs: divide *"),
+        ("learning_rate", "use optimizer.lr=0.001"),
+        ("fp16", "use train.precision=fp16"),
+        ("bf16", "use train.precision=bf16"),
+        ("zero_stage", "use strategy=zero1 (or zero2, zero3)"),
+        ("deepspeed.zero_optimization.stage", "use strategy=zero1 (or zero2, zero3)"),
+        ("tensor_parallel_size", "use strategy=split *"),
+        ("num_gpus", "use strategy.devices=4 (*"),
+        ("nodes", "use launcher=slurm launcher.nodes=2 (*"),
+        ("trainer.precision", "did you mean train.precision?"),
+        ("model.gradient_checkpointing", "use strategy.graph={pipeline: *"),
+    ],
+)
+def test_a_key_of_another_trainer_is_answered_with_ours(key: str, remedy: str) -> None:
+    (fault,) = faults_of(f"{key}=1")
+    assert re.fullmatch(re.escape(remedy).replace(r"\*", ".*"), fault.remedy), fault
+
+
+def test_flags_and_bare_words_are_answered_alike() -> None:
+    assert said("--learning-rate=1e-4", "--bf16") == [
+        "--learning-rate=1e-4 is not a flag; use optimizer.lr=0.001",
+        "--bf16 is not a flag; use train.precision=bf16",
+    ]
+    assert said("fp16") == ["fp16 is neither KEY=VALUE nor a flag; use train.precision=fp16"]
+
+
+def test_no_name_of_the_table_hides_a_key_of_ours() -> None:
+    """A name is looked up only where it is no key; the longest path that fits is meant."""
+    assert known_elsewhere("nobody.writes_this") is None
+    rates = (known_elsewhere(key) for key in ("lr", "--LR", "optimizer.params.lr"))
+    assert {rate.remedy for rate in rates if rate} == {"use optimizer.lr=0.001"}
+    assert len(set(chain(INSTEAD))) == len(INSTEAD)
