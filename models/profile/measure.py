@@ -181,11 +181,8 @@ def _exported_graph(
         calls.append(recorded(run))
         _refuse_other_parameters(module.model, trained, name)
     if drawn := generators.drawn():
-        return (
-            None,
-            ANY,
-            f"its forward draws numbers from {drawn}, of which a graph would hold one draw",
-        )
+        said = f"its forward draws numbers from {drawn}, of which a graph would hold one draw"
+        return None, ANY, said
     for counter in found:
         counter.set(module.model, 1)
     exported, error = export(module, batch)
