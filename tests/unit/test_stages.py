@@ -218,8 +218,8 @@ def test_modules_the_strategy_names_go_where_it_says() -> None:
     [
         (
             [("a", ("blocks.9",)), ("b", None)],
-            "a.modules=blocks.9 names no module that computes; did you mean blocks.1? Else use a path "
-            "below blocks, loss",
+            "a.modules=blocks.9 names no module that computes; did you mean blocks.1? Else use a "
+            "path below blocks, loss",
         ),
         (
             [("a", ("blocks.0",)), ("b", ("blocks.*",))],
