@@ -224,7 +224,10 @@ class _Rules:
             slope = np.where((first == 0) & (slope > 0), np.inf, first)
         if self.reaches:
             slope = np.where(slope == 0, np.inf, slope)
-        moved: Array = slope * (error * stretch(self.rounding, ("update", steps)))
+        # What is allowed of the first gradient moves values too: one that cancels (a bias before a
+        # batch norm) is nothing but rounding.
+        kinds: tuple[Kind, ...] = (("update", steps), ("gradient", 1))
+        moved: Array = slope * (error * max(stretch(self.rounding, kind) for kind in kinds))
         return np.minimum(moved, farthest)
 
     def _constant(self, path: str, what: str, side: RecordedRun, alone: RecordedRun) -> Difference:

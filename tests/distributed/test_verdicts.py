@@ -116,6 +116,14 @@ def moved(kind: str, by: float, place: tuple[int, int] = (0, 0)) -> dict[str, An
     return {kind: values}
 
 
+def test_an_update_may_follow_what_is_allowed_of_its_gradient(tmp_path: Path) -> None:
+    """As that of a bias before a batch norm, whose gradient is nothing but rounding."""
+    plan = moved("gradient", 3e-3) | moved("final", -0.05 * 3e-3)
+    elsewhere = moved("gradient", 2e-3, (1, 4))
+    assert with_roundings(tmp_path / "follows", plan, [elsewhere]).equal
+    assert not with_roundings(tmp_path / "alone", plan, [{}]).equal
+
+
 def test_what_rounding_does_is_allowed_twice(tmp_path: Path) -> None:
     """A kink that a rounding decides, in the plan at another element than on one process."""
     kink, elsewhere = moved("gradient", 3e-3), moved("gradient", 2e-3, (1, 4))
