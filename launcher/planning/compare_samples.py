@@ -119,10 +119,19 @@ def _own_parts(plan: Plan) -> list[tuple[int, ...]]:
     return [shares] if shared and 1 < len(shares) <= _MOST_COPIES else []
 
 
+def _across_bounds(profile: ModelProfile) -> list[tuple[int, ...]]:
+    """Return parts of a batch that lie on the other side of a size that the forward asks for than
+    the batch itself does."""
+    smallest, largest = profile.batch_sizes
+    ends = [largest + 1] if largest else []
+    ends += [smallest] if smallest > 1 else []
+    return [(end - 1, 1) for end in ends if 1 < end <= _POOL]
+
+
 def _affordable(profile: ModelProfile, dataset: Dataset, plan: Plan) -> tuple[int, ...]:
     """Return the parts to compare in a few seconds: the plan's own, or else the largest that can
     be. Raises PlanError for none."""
-    wanted = [*_own_parts(plan), *_PARTS]
+    wanted = [*_own_parts(plan), *_across_bounds(profile), *_PARTS]
     samples = [n for n in wanted if sum(n) <= dataset.num_samples]
     flops = _FORWARDS * profile.forward_flops
     affordable = [n for n in samples if flops * sum(n) <= _FLOPS_PER_CORE * cores()]

@@ -208,7 +208,7 @@ class _Check:
         def reads(batch: TensorBatch) -> ReadNumbers:
             numbers, module = ReadNumbers(), self._built()
             with ExitStack() as stack:
-                for mode in (DropoutOff(), FixedDraws(), numbers):
+                for mode in (DropoutOff(keeps_seeded=True), FixedDraws(), numbers):
                     stack.enter_context(mode)
                 module(**batch)
             return numbers
@@ -267,7 +267,7 @@ class _Check:
         self._advance(module, number)
         loss = self._forward(module, batch, means) * weight
         scale = SCALE if number % 2 else 1.0
-        with DropoutOff(), FixedDraws(), means.made_again.in_backward():
+        with DropoutOff(keeps_seeded=True), FixedDraws(), means.made_again.in_backward():
             run_backward(loss, torch.full_like(loss, scale))
         return float(loss.detach())
 
@@ -276,7 +276,7 @@ class _Check:
         seed_privately(self._seed)
         size = len(next(iter(batch.values())))
         try:
-            with DropoutOff(), FixedDraws(), means:
+            with DropoutOff(keeps_seeded=True), FixedDraws(), means:
                 loss: Tensor = module(**batch)
         except RequestError:
             raise

@@ -10,17 +10,17 @@ from whale_train.models.seeded_draws import OwnSeed
 
 class DropoutOff(TorchFunctionMode):
     """Inside it, torch's dropouts let everything through, whatever module or exported graph
-    calls them. `met` says whether one would have dropped something.
+    calls them. `met` says whether one would have dropped something. With `keeps_seeded`, a dropout
+    whose mask the forward itself seeds stays: it is part of what the model computes.
 
-    Modules stay in training mode, unlike under `eval()`: BatchNorm trains as it does in a run. A
-    dropout whose mask the forward seeds is part of what the model computes, and stays.
+    Modules stay in training mode, unlike under `eval()`: BatchNorm trains as it does in a run.
     """
 
     _entered = 0  # of all threads: a backward on a GPU runs parts of a forward again in others
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_seeded: bool = False) -> None:
         super().__init__()
-        self.met = False
+        self.met, self._keeps_seeded = False, keeps_seeded
 
     def __enter__(self) -> Self:
         DropoutOff._entered += 1
@@ -40,7 +40,8 @@ class DropoutOff(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
-        if not drops(func, args, options) or self._seed.is_seeded({}):
+        stays = self._keeps_seeded and self._seed.is_seeded({})
+        if stays or not drops(func, args, options):
             return func(*args, **options)
         self.met = True
         name = _name(func)

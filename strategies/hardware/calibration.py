@@ -29,6 +29,7 @@ _ROOFLINE = ("overhead_s", "flops_s", "bytes_s")
 _LINK = ("name", "bandwidth_bytes_s", "latency_s")
 _UNSAID = "unsaid"  # the checksum of a file that somebody edited
 _SMALLEST = 1e-6  # of a rate: what is less is no device's
+_UNBOUND = 1e30  # what a fit writes for a rate whose limit nothing reached
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 Kernels = Mapping[str, Mapping[str, Kernel]]  # by precision and kind
@@ -114,7 +115,7 @@ def _mapping(value: Any, what: str) -> dict[str, Any]:
 
 def _roofline(value: Any, what: str) -> Roofline:
     fields = _fields(value, what, _ROOFLINE)
-    rates = (_figure(fields[x], f"{what}.{x}", _SMALLEST) for x in _ROOFLINE[1:])
+    rates = (_figure(fields[x], f"{what}.{x}", _SMALLEST, _UNBOUND) for x in _ROOFLINE[1:])
     return Roofline(_figure(fields["overhead_s"], f"{what}.overhead_s", 0), *rates)
 
 

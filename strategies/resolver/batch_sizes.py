@@ -14,9 +14,10 @@ from whale_train.strategies.stages.analysis import Findings
 
 
 def outside(plan: Plan, profile: ModelProfile) -> tuple[int, ...]:
-    """Return the sizes of the parts in which `plan` takes a batch that the graph is not of."""
+    """Return the sizes of the batch that `plan` takes, and of its parts, that the graph is not of:
+    one process would take the whole batch at once."""
     smallest, largest = profile.batch_sizes
-    sizes = sorted(set(_sizes(plan)))
+    sizes = sorted({*_sizes(plan), plan.global_batch})
     return tuple(n for n in sizes if n < smallest or (largest and n > largest))
 
 
@@ -31,17 +32,16 @@ def within_sizes(plan: Plan, profile: ModelProfile) -> Plan:
     wrong = outside(plan, profile)
     if wrong and runs_graph:
         rule = f"asks for the size of its batch: its graph is that of {span}, and this plan takes "
-        rule += f"a step's {plan.global_batch} samples in parts of {' and '.join(map(str, wrong))}"
+        parts = " and ".join(map(str, sorted(set(_sizes(plan)))))
+        rule += f"a step's {plan.global_batch} samples in parts of {parts}"
         remedy = "use another train.global_batch, or other micro-batches"
-        if not plan.shares_batch:
+        if plan.global_batch in wrong:
             remedy = f"use a train.global_batch of {span}"
         raise PlanError([Fault("model", profile.name, rule, remedy)])
     parts = " and ".join(map(str, sorted(set(_sizes(plan)))))
     reason = f"its forward asks for the size of its batch; this plan takes parts of {parts}"
-    if runs_graph and (plan.global_batch < smallest or 0 < largest < plan.global_batch):
-        reason += f", and one process would take {plan.global_batch} at once, perhaps otherwise"
-    elif wrong:
-        reason += ", of which the graph says nothing"
+    if wrong:
+        reason += f" of {plan.global_batch} samples, of which the graph says nothing"
     decision = Decision("model", f"a graph of {span}", "", reason)
     return replace(plan, decisions=(*plan.decisions, decision))
 

@@ -27,7 +27,8 @@ MODEL = (
         "no_class",
         f"model._target_=nets.Nett {CUSTOM}",
         "model._target_=nets.Nett cannot be imported: nets has no Nett; did you mean Net? One "
-        "of: Adversarial, Frozen, Headless, Net, Pixels, Rows, Scores, Unlabelled",
+        "of: Adversarial, Contrastive, Few, Frozen, Headless, Net, Pixels, Rows, Scores, "
+        "Unlabelled",
     ),
     Case(
         "module_raises",
@@ -69,11 +70,14 @@ MODEL = (
     ),
     *(
         Case(
-            f"frozen_{strategy}",
-            f"strategy={strategy} model._target_=nets.Frozen {CUSTOM}",
+            f"frozen_{name}",
+            f"{strategy} model._target_=nets.Frozen {CUSTOM}",
             "model=custom has no parameter to train; give it one with requires_grad",
         )
-        for strategy in ("dp", "split", "zero_bubble", "hybrid_split_dp", "auto")
+        for name, strategy in (
+            *((name, f"strategy={name}") for name in ("dp", "split", "hybrid_split_dp", "auto")),
+            ("zero_bubble", "strategy=zero_bubble strategy.graph.pipeline.stages=2"),
+        )
     ),
     Case(
         "headless",

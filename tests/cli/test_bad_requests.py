@@ -179,7 +179,8 @@ UNEXECUTED = (
     Case(
         "checkpoints",
         "train.checkpoint_every=5 checkpoint.evry=2",
-        "train.checkpoint_every=5 is not a key of the config; did you mean checkpoint.every?",
+        "train.checkpoint_every=5 is not a key of the config; use checkpoint.every=100 (steps, or "
+        "a time as 30min)",
         "checkpoint.evry=2 is not a key of the config; did you mean checkpoint.every?",
     ),
     Case(

@@ -102,6 +102,6 @@ def test_a_plan_that_runs_the_graph_keeps_to_its_sizes() -> None:
 
 
 def test_copies_of_the_model_as_it_is_may_leave_them_but_are_compared() -> None:
-    within, beyond = plan_of("dp", 64, (1, 63)), plan_of("dp", 256, (1, 63))
+    within, beyond = plan_of("dp", 63, (1, 63)), plan_of("dp", 64, (1, 63))
     chosen = [[decision.chosen for decision in plan.decisions] for plan in (within, beyond)]
     assert ["compared before the first step" in x for x in chosen] == [False, True]

@@ -15,6 +15,7 @@ from tests.unit.test_stages import model
 from whale_train.errors import ConfigError
 from whale_train.launcher.calibrate import announced, at_once, kept_of, show
 from whale_train.launcher.planning.calibrations import folder, keep, kept
+from whale_train.runtime.calibrate.roofline_fit import UNBOUND
 from whale_train.strategies.cost.collectives import (
     all_reduce_time_s,
     gather_stops_s,
@@ -56,6 +57,13 @@ def test_what_is_kept_is_found() -> None:
     alone = Calibration("h200_sxm_141gb", 0, 1, KERNELS)
     assert keep(alone).name == "h200_sxm_141gb.yaml"
     assert kept() == [MEASURED, alone]
+
+
+def test_a_rate_that_nothing_reached_is_kept() -> None:
+    kernel = Kernel(Roofline(1e-6, UNBOUND, 2e9), Roofline(2e-6, UNBOUND, 1e9))
+    measured = replace(MEASURED, kernels={"fp32": {str(KernelKind.PRODUCT): kernel}})
+    keep(measured)
+    assert kept() == [measured]
 
 
 def test_another_precision_joins_the_first() -> None:
