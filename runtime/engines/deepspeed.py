@@ -1,13 +1,14 @@
 """The engine of copies that partition what they have in common: DeepSpeed's ZeRO and offload."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from whale_train.models.export.grad_modes import inference_as_no_grad
 from whale_train.runtime.cpu.malloc_trim import given_back
 from whale_train.runtime.engines.accelerator import use_accelerator
 from whale_train.runtime.engines.base import (
@@ -77,9 +78,14 @@ class DeepSpeedEngine:
         weights = NarrowWeights(narrow, frozen, NARROW.get(precision))
         if precision in NARROW:
             _run_within(module, in_precision(precision, device))
+        self._modes = ExitStack()
         if self._stage < 3:
             for parameter in narrow:
                 weights.narrow(parameter)
+        else:
+            # What ZeRO 3 gathers inside of inference mode would be an inference tensor, which no
+            # backward can save, wherever the parameter is read next.
+            self._modes.enter_context(inference_as_no_grad())
         # Without one, all ranks are copies.
         is_world = copies.shard_group is None and copies.size == dist.get_world_size()
         topology = None if is_world else _Topology(copies)

@@ -255,6 +255,13 @@ def test_ranks_that_run_other_modules_do_not_wait_for_each_other(
     assert said in str(failed.value)
 
 
+def test_a_teacher_in_inference_mode_is_gathered_under_zero3(jobs: Jobs, data: Path) -> None:
+    found = jobs.run(overrides("InferenceTeacher", data, *UNLIKE, "strategy=zero3"))
+    expected = alone(jobs, "InferenceTeacher", data)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=LOSS)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=NORM)
+
+
 @pytest.mark.parametrize("strategy", ["dp", "zero1"])
 def test_weights_that_some_ranks_reach_are_trained_as_one_process_does(
     strategy: str, jobs: Jobs, data: Path
