@@ -41,6 +41,8 @@ _HANDED_OVER = {
 }
 _LOCAL_HEADER_BYTES = 30  # of a zip member, before its name and extra field (APPNOTE.TXT, 4.3.7)
 _CHUNK_BYTES = 1 << 26
+_PIECE_BYTES = 1 << 18
+_MOST_CHECKED = 1 << 28  # bytes of an array that is mapped: a checksum wants all of them read
 _MOST_DEFLATED = 1032  # bytes that a deflated one can stand for (RFC 1951: 258 in two bits)
 _WHOLE = "write the file again, or copy it whole"
 _REMEDY = "write one with numpy.savez(path, name=array, ...)"
@@ -66,7 +68,7 @@ def open_arrays(options: ArraysOptions) -> Dataset:
     Raises ConfigError with all the file's faults: no such file, not an .npz or a damaged one, no
     arrays or several of one name, unequal first axes, no samples, objects or other values that are
     not numbers. Nothing is allocated by what a header alone says. Checksums are those of what is
-    unpacked: a mapped array's would have to be read whole.
+    unpacked, and of mapped arrays up to 256 MiB: larger ones would have to be read whole.
     """
     path = options.path
     if not os.path.exists(path):
@@ -149,6 +151,10 @@ def _read_member(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
     if start + num_bytes > os.path.getsize(path):
         rule = f"is damaged: array {name} goes on beyond the end of the file"
         raise path_error(path, rule, _WHOLE)
+    if num_bytes <= _MOST_CHECKED:
+        with archive.open(info) as file:
+            while file.read(_PIECE_BYTES):  # raises BadZipFile at the end, where a byte is another
+                pass
     order: Literal["F", "C"] = "F" if fortran_order else "C"
     mapped = np.memmap(path, dtype, mode="r", offset=start, shape=shape, order=order)
     return _Member(name, shape, dtype, mapped)

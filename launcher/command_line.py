@@ -43,6 +43,7 @@ from whale_train.launcher.unknown_keys import (
 from whale_train.models.options import MODEL_KEYS
 
 CONFIG_MODULE = "whale_train.conf"
+_GROUPS = ("model", "data", "strategy", "hardware", "optimizer", "launcher")
 
 
 def asks_version(arguments: Sequence[str]) -> bool:
@@ -346,7 +347,13 @@ def _request_faults(
     overrides may have made."""
     choices = config.hydra.runtime.choices
     names = {str(key): str(value) for key, value in choices.items() if value is not None}
-    given = {o.key_or_group for o in OverridesParser.create().parse_overrides(list(overrides))}
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    # Hydra merges the options of a list into one that has no name.
+    several = [o for o in parsed if o.key_or_group in _GROUPS and isinstance(o.value(), list)]
+    if several:
+        rule, named = "is a list, and one option is read", [(o.key_or_group, o) for o in several]
+        return [Fault(x, value_of(o), rule, f"write {x}=NAME") for x, o in named]
+    given = {o.key_or_group for o in parsed}
     unset = [fault for fault in wrong if fault.key not in choices]
     silent = unread({fault.key for fault in wrong} & {str(key) for key in choices}, config, given)
     try:

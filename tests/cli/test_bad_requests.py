@@ -177,6 +177,12 @@ UNEXECUTED = (
         "(train.global_batch=16 on 2 devices); use at most 8",
     ),
     Case(
+        "groups_as_lists",
+        f"{PLAN} strategy=[dp,zero1] model=[gpt]",
+        "strategy=[dp,zero1] is a list, and one option is read; write strategy=NAME",
+        "model=[gpt] is a list, and one option is read; write model=NAME",
+    ),
+    Case(
         "checkpoints",
         "train.checkpoint_every=5 checkpoint.evry=2",
         "train.checkpoint_every=5 is not a key of the config; use checkpoint.every=100 (steps, or "

@@ -149,3 +149,16 @@ def test_two_arrays_of_one_name(tmp_path: Path) -> None:
         archive.writestr("x.npy", array.getvalue())
         archive.writestr("x", array.getvalue())
     assert opened(path) == "has several arrays x; give each a name of its own"
+
+
+def test_a_bit_of_a_mapped_array_that_is_another_is_refused(tmp_path: Path) -> None:
+    """Its header, its size and the archive's directory say nothing of it."""
+    path = tmp_path / "samples.npz"
+    np.savez(path, x=np.arange(4096, dtype=np.float32))
+    content = bytearray(path.read_bytes())
+    content[2000] ^= 1
+    path.write_bytes(content)
+    assert opened(path) == (
+        "is damaged (BadZipFile: Bad CRC-32 for file 'x.npy'); write the file again, or copy it "
+        "whole"
+    )
