@@ -188,7 +188,12 @@ def _logging_faults(config: DictConfig, name: str) -> Iterator[Fault]:
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(copied)
     try:
-        plain = OmegaConf.to_container(copied.hydra[name], resolve=True)
+        value = copied.hydra[name]
+        if not isinstance(value, DictConfig):
+            rule = "is no description of logging"
+            yield Fault(shown, shortened(as_yaml(value)), rule, f"use hydra/{name}=NAME")
+            return
+        plain = OmegaConf.to_container(value, resolve=True)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         yield Fault(shown, "", f"cannot be resolved ({reason})", "correct its ${...}")

@@ -153,6 +153,12 @@ def test_what_is_no_code_is_kept(argument: str) -> None:
     assert said_of(argument) == ""
 
 
+def test_logging_that_is_a_number_is_refused() -> None:
+    assert said_of("hydra.job_logging=${seed}") == (
+        "hydra.job_logging=0 is no description of logging; use hydra/job_logging=NAME"
+    )
+
+
 SWEEPS = {
     "seed=range(1,100000000000)": "seed=range(1,100000000000) makes a sweep of 99,999,999,999 "
     "jobs, and at most 1,000 are swept; sweep fewer values, or in several commands",
