@@ -36,11 +36,12 @@ class ReachedAlike:
                 part.register_forward_pre_hook(self._noting(model_path(path)))
 
     def _noting(self, path: str) -> Callable[..., None]:
-        """Return the hook that notes that the module at `path` runs, and under ZeRO 3 makes sure
-        that it does on all copies."""
+        """Return the hook that notes that the module at `path` runs in training, and under ZeRO 3
+        makes sure that it does on all copies."""
 
-        def note(*_: object) -> None:
-            self._ran.append(path)
+        def note(part: nn.Module, _: object) -> None:
+            if part.training:  # an evaluation has no backward whose order would matter
+                self._ran.append(path)
             if self._stage == 3:
                 self._agreement.at(f"the module {path}")
 
