@@ -185,7 +185,9 @@ def _flags(arguments: Sequence[str]) -> Namespace:
     parser.prog = "whale-train"
     options, unknown = parser.parse_known_intermixed_args(list(arguments))
     if unknown:
-        raise ConfigError([Fault(x, "", "is not a flag", remedy_for_flag(x)) for x in unknown])
+        # What stands behind an unknown flag is listed with it, and may be right.
+        flags = [x for x in unknown if x.startswith("-")] or unknown
+        raise ConfigError([Fault(x, "", "is not a flag", remedy_for_flag(x)) for x in flags])
     if options.experimental_rerun is not None:
         rule = "would unpickle a file, which can call anything"
         remedy = "give the overrides of the run, which are in its .hydra/overrides.yaml"

@@ -177,6 +177,7 @@ def test_flags_and_bare_words_are_answered_alike() -> None:
         "--learning-rate=1e-4 is not a flag; use optimizer.lr=0.001",
         "--bf16 is not a flag; use train.precision=bf16",
     ]
+    assert said("--lr", "0.1", "train.steps=2") == ["--lr is not a flag; use optimizer.lr=0.001"]
     assert said("fp16") == ["fp16 is neither KEY=VALUE nor a flag; use train.precision=fp16"]
 
 
