@@ -7,7 +7,8 @@ from hosts import Hosts
 from interleave import Side, Turns, interleaved, show
 from rich.console import Console
 
-from whale_train.runtime.process.fork_server import num_threads, preload
+from whale_train.runtime.cpu.threads import num_threads
+from whale_train.runtime.process.fork_server import preload
 
 
 def options_of(description: str | None, hosts: int, gbit: float) -> argparse.ArgumentParser:

@@ -22,10 +22,11 @@ from interleave import Running, Side
 from torch import distributed as dist
 
 from whale_train.config import Request
+from whale_train.runtime.base.trace import Trace
 from whale_train.runtime.comms import layout_collectives as casts
 from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.process import rank_main as worker
-from whale_train.runtime.train.timeline import Trace
+from whale_train.runtime.train.timeline import write_events
 from whale_train.strategies.plan.plan import Plan
 
 COMPUTE = {"forward", "backward", "backward_input", "backward_weight"}
@@ -57,7 +58,7 @@ class Watched:
         self._running.step(number, grad_norm)
 
     def loss(self) -> float:
-        self._trace.write(self._folder)
+        write_events(self._trace, self._folder)
         return self._running.loss()
 
 

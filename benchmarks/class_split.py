@@ -15,7 +15,8 @@ from interleave import Running, Side, Turns, interleaved, show
 from rich.console import Console
 
 from whale_train.models.class_head import ClassHead
-from whale_train.runtime.process.fork_server import num_threads, preload
+from whale_train.runtime.cpu.threads import num_threads
+from whale_train.runtime.process.fork_server import preload
 
 TORCH = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 LEARNING_RATE = 0.001

@@ -14,7 +14,8 @@ import sides
 from interleave import Turns, interleaved, show
 from rich.console import Console
 
-from whale_train.runtime.process.fork_server import num_threads, preload
+from whale_train.runtime.cpu.threads import num_threads
+from whale_train.runtime.process.fork_server import preload
 
 LENGTH = 128
 MODELS = {

@@ -16,7 +16,8 @@ from interleave import Running, Side, Turns, interleaved, show
 from rich.console import Console
 
 from whale_train.models.gpt import GPT
-from whale_train.runtime.process.fork_server import num_threads, preload
+from whale_train.runtime.cpu.threads import num_threads
+from whale_train.runtime.process.fork_server import preload
 
 SHAPE: dict[str, Any] = {"width": 320, "depth": 8, "heads": 8, "sequence_length": 64}
 LEARNING_RATE = 0.001

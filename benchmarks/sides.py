@@ -23,14 +23,14 @@ from whale_train.launcher.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.models.class_head import ClassHead
 from whale_train.runtime.assembly.build_program import assemble
+from whale_train.runtime.base.trace import Trace
 from whale_train.runtime.comms.process_groups import make_channels, make_groups
 from whale_train.runtime.compile.compiler import Compiler
+from whale_train.runtime.engines.rank_context import Seat
 from whale_train.runtime.process import rank_main as worker
-from whale_train.runtime.process.rank_context import Seat
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import Loop
 from whale_train.runtime.train.metrics import Metrics
-from whale_train.runtime.train.timeline import Trace
 from whale_train.strategies.plan.plan import Plan
 
 CPU = torch.device("cpu")

@@ -21,7 +21,8 @@ from rich.console import Console
 from transformers import BertConfig, BertForMaskedLM
 
 from whale_train.config import Request
-from whale_train.runtime.process.fork_server import num_threads, preload
+from whale_train.runtime.cpu.threads import num_threads
+from whale_train.runtime.process.fork_server import preload
 from whale_train.strategies.grammar.nodes import SCHEDULES
 from whale_train.strategies.plan.plan import Plan
 

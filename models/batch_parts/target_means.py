@@ -94,7 +94,7 @@ def target_mean(
 def scaled(call: TargetMean, total: Tensor, factor: Tensor) -> Tensor:
     """Return `total`, the sum over a call's targets, times `factor`, in the dtype that the call
     would have. Autocast computes these losses in fp32 and leaves them so."""
-    # Of meta tensors, torch has no autocast to ask about (runtime/graph/autocast.py).
+    # Of meta tensors, torch has no autocast to ask about (runtime/base/autocast.py).
     widened = total.is_meta or torch.is_autocast_enabled(total.device.type)
     dtype = total.dtype if widened else call.logits.dtype
     return (total * factor.to(total.dtype)).to(dtype)

@@ -8,17 +8,18 @@ from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.build_stages import assemble_stages
 from whale_train.runtime.assembly.shard_params import narrow_of
+from whale_train.runtime.assembly.shared_init import own_copy
+from whale_train.runtime.base.autocast import NARROW
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.comms.process_groups import sums_of
 from whale_train.runtime.compile.blocks import compile_blocks
-from whale_train.runtime.engines.base import NARROW, Copies
+from whale_train.runtime.engines.base import Copies
 from whale_train.runtime.engines.deepspeed_zero3 import gather_whole
 from whale_train.runtime.engines.make import make_engine
+from whale_train.runtime.engines.rank_context import Seat
+from whale_train.runtime.graph.expert_loads import ExpertLoads
 from whale_train.runtime.kernels.sync_batch_norm import synchronise_batch_norm
 from whale_train.runtime.loss.global_mean import target_counter
-from whale_train.runtime.process.rank_context import Seat
-from whale_train.runtime.process.shared_init import own_copy
-from whale_train.runtime.train.expert_loads import ExpertLoads
 from whale_train.runtime.train.step_programs import Program, WholeModel
 from whale_train.strategies.plan.plan import Plan
 

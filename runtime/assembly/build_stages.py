@@ -22,13 +22,15 @@ from whale_train.runtime.assembly.shard_params import (
     streamed_of,
     tensor_paths,
 )
+from whale_train.runtime.base.autocast import NARROW, casting_once
 from whale_train.runtime.comms.batch_sums import BatchShare
 from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.comms.process_groups import sums_of
 from whale_train.runtime.compile.compiler import Compiler
-from whale_train.runtime.engines.base import NARROW, Copies, Engine
+from whale_train.runtime.engines.base import Copies, Engine
 from whale_train.runtime.engines.make import make_engine
-from whale_train.runtime.graph.autocast import casting_once
+from whale_train.runtime.engines.rank_context import Seat
+from whale_train.runtime.graph.expert_loads import ExpertLoads
 from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_graph import write_segment_graph
 from whale_train.runtime.graph.shard_place import ShardPlace
@@ -41,8 +43,6 @@ from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
 from whale_train.runtime.pipeline.chunk import Chunk, Segments, SharingChunk, VariedChunk, parts_of
 from whale_train.runtime.pipeline.executor import PipelineModel
 from whale_train.runtime.pipeline.route import MessageTypes, PipelinePlace, Route
-from whale_train.runtime.process.rank_context import Seat
-from whale_train.runtime.train.expert_loads import ExpertLoads
 from whale_train.strategies.graph.operation_graph import is_repeated
 from whale_train.strategies.layouts.propagation import BATCH
 from whale_train.strategies.plan.plan import Plan, TaskGraph

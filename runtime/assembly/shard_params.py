@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 from whale_train.models.deferred import made
 from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
+from whale_train.runtime.assembly.shared_init import places_of
 from whale_train.runtime.comms.layout_collectives import shard_of
+from whale_train.runtime.engines.rank_context import Seat
 from whale_train.runtime.graph.nested_graphs import attribute, is_tensor
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
-from whale_train.runtime.process.rank_context import Seat
-from whale_train.runtime.process.shared_init import places_of
 from whale_train.strategies.plan.plan import TaskGraph
 from whale_train.strategies.plan.program import PlannedSegment
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from whale_train.runtime.base.autocast import in_precision
 from whale_train.runtime.calibrate.probes import Measured, Probe, elementwise
 from whale_train.runtime.calibrate.timing import Moment, moment, seconds
-from whale_train.runtime.engines.base import in_precision
 from whale_train.strategies.cost.op_work import KernelKind
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from whale_train.runtime.base.autocast import in_precision
 from whale_train.runtime.calibrate.block_probes import SMALLEST, ProbedBlock, run_block
 from whale_train.runtime.calibrate.probes import Measured, Probe
 from whale_train.runtime.calibrate.timing import moment, seconds, undisturbed
-from whale_train.runtime.engines.base import in_precision
 from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind
 from whale_train.strategies.hardware.cluster import Kernel, Roofline
 

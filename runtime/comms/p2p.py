@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.runtime.graph.value_types import ValueType
+from whale_train.runtime.base.value_type import ValueType
 from whale_train.strategies.schedule.messages import Message
 
 

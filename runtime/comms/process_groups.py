@@ -18,7 +18,7 @@ from whale_train.runtime.emulate import emulated_group as paced_group
 from whale_train.runtime.emulate.emulated_group import PacedGroup
 from whale_train.runtime.emulate.emulated_links import EmulatedLinks
 from whale_train.runtime.emulate.throttle import Pace
-from whale_train.runtime.failures.timeouts import group_name
+from whale_train.strategies.plan.group_names import group_name
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 from whale_train.strategies.plan.program import PlannedPipeline
 

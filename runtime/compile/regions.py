@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 
+from whale_train.runtime.base.node_meta import BLOCK, MODULE
 from whale_train.runtime.compile.compiler import Compiler
-from whale_train.runtime.graph.block_modules import BLOCK, MODULE
 from whale_train.runtime.kernels.rms_norm import rms_norm
 from whale_train.strategies.graph.operation_graph import is_repeated
 

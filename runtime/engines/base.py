@@ -9,7 +9,7 @@ update is a matter of all of a rank's engines at once (`runtime/train/loop.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from whale_train.runtime.engines.grad_reduce import Reduction
-from whale_train.runtime.graph.autocast import autocast
 
 
 @dataclass(frozen=True)
@@ -176,16 +175,6 @@ class PartitionedEngine(Engine, Protocol):
     def step(self, global_norm: Callable[[Tensor], Tensor] | None, skips: bool = False) -> None:
         """Reduce and update, clipping by what `global_norm` makes of this engine's own squared
         norm; where that is not finite, the step changes nothing if it `skips`."""
-
-
-NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context that a forward in `precision` runs in."""
-    if precision not in NARROW:
-        return nullcontext()
-    return autocast(device.type, NARROW[precision])
 
 
 def without_scale(gradient: Tensor, loss_scale: Tensor | None) -> Tensor:

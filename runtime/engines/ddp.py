@@ -10,11 +10,11 @@ from torch import distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from whale_train.runtime.base.autocast import in_precision
 from whale_train.runtime.engines.base import (
     CLIP_EPS,
     Copies,
     ParameterState,
-    in_precision,
     set_learning_rate,
     without_scale,
 )

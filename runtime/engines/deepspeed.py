@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from whale_train.models.export.grad_modes import inference_as_no_grad
+from whale_train.runtime.base.autocast import NARROW, in_precision
 from whale_train.runtime.cpu.malloc_trim import given_back
 from whale_train.runtime.engines.accelerator import use_accelerator
 from whale_train.runtime.engines.base import (
-    NARROW,
     Copies,
     ParameterState,
-    in_precision,
     set_learning_rate,
     without_scale,
 )

@@ -1,9 +1,9 @@
 """Gradients of a step of several backwards, summed over the holders of a parameter.
 
 A reduction under every backward would be repeated work: a gradient is sent when it is final
-(`runtime/engines/grad_ready.py` knows when), which for most is under the last backward that adds to
-it, so that communication runs under what is left of that and under other stages' work. Copies send
-their buckets in one order, which they have from the plan (`runtime/engines/bucket_queue.py`).
+(`runtime/pipeline/grad_ready.py` knows when), which for most is under the last backward that adds
+to it, so that communication runs under what is left of that and under other stages' work. Copies
+send their buckets in one order, which they have from the plan (`runtime/engines/bucket_queue.py`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -11,9 +11,9 @@ from whale_train.runtime.engines.base import Copies, Engine
 from whale_train.runtime.engines.ddp import StreamedEngine, TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.engines.rank_context import Seat
 from whale_train.runtime.engines.reached_alike import ReachedAlike
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
-from whale_train.runtime.process.rank_context import Seat
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 
 

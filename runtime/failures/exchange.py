@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from whale_train.hosts import read_hosts
+from whale_train.runtime.base.job_key import JobKey
 from whale_train.runtime.failures.failure import (
     FAILURE_FILE,
     RankError,
@@ -21,7 +22,6 @@ from whale_train.runtime.failures.failure import (
     read_errors,
     write_record,
 )
-from whale_train.runtime.process.job_message import JobKey
 
 _ANY = "failures"  # the number of ranks that have failed
 _WATCH_S = 0.3

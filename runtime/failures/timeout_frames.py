@@ -18,8 +18,9 @@ from whale_train.config import Request
 from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.cpu import shm_p2p as shared_messages
 from whale_train.runtime.failures.failure import CollectiveTimeout, is_timeout
-from whale_train.runtime.failures.timeouts import Wait, group_name, plan_path
+from whale_train.runtime.failures.timeouts import Wait
 from whale_train.runtime.train.loop import Loop
+from whale_train.strategies.plan.group_names import group_name, plan_path
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.schedule.instructions import Instruction
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whale_train.strategies.plan.group_names import WORLD, group_name, plan_path
 from whale_train.strategies.plan.plan import Plan
-
-WORLD = "world"  # the plan's name of the group of all ranks
 
 
 @dataclass(frozen=True)
@@ -61,22 +60,6 @@ class Hang:
     rank: int
     absent: tuple[int, ...]
     message: str
-
-
-def group_name(plan: Plan, ranks: Sequence[int]) -> str:
-    """Return the name of the group of these ranks; of several, the first that says more than
-    `world`."""
-    names = [name for name, lists in plan.groups.items() if tuple(ranks) in lists]
-    return next((name for name in names if name != WORLD), WORLD)
-
-
-def plan_path(plan: Plan, name: str) -> str:
-    """Return the key of the strategy that the group `name` is made for."""
-    kind, _, rest = name.partition(".")
-    if kind == "shared":
-        return f"the holders of {rest}"
-    paths = {f"{task_graph.name}.": task_graph.path for task_graph in plan.task_graphs}
-    return next((paths[start] for start in paths if name.startswith(start)), "the whole job")
 
 
 def find_hang(

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from whale_train.runtime.graph.autocast import as_now
+from whale_train.runtime.base.autocast import as_now
+from whale_train.runtime.base.node_meta import BLOCK
 from whale_train.runtime.graph.shard_rng import SharedRandom
-
-# Keys of a node's meta: the block it belongs to, and the module, by their paths in the model.
-BLOCK, MODULE = "block", "module"
 
 
 class BlockModule(nn.Module):

@@ -11,8 +11,8 @@ from collections.abc import Sequence, Set
 
 from torch import fx
 
+from whale_train.runtime.base.node_meta import BLOCK
 from whale_train.runtime.comms.expert_rows import combine, combine_begin, combine_end
-from whale_train.runtime.graph.block_modules import BLOCK
 from whale_train.runtime.graph.value_types import ancestors
 from whale_train.runtime.loss.graph_losses import written_value
 from whale_train.strategies.graph.operation_graph import LOWERED

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from whale_train.models.export.op_schemas import in_evaluation
-from whale_train.runtime.graph.autocast import autocast
+from whale_train.runtime.base.autocast import autocast
 
 
 def attribute(module: Any, path: str) -> Any:

@@ -15,11 +15,11 @@ from torch import distributed as dist
 
 from whale_train.models.export.export import model_path, module_path
 from whale_train.models.export.op_schemas import in_evaluation
+from whale_train.runtime.base.node_meta import BLOCK, MODULE
 from whale_train.runtime.comms.batch_sums import batch_sum
 from whale_train.runtime.comms.layout_collectives import (
     ShardGroup,
 )
-from whale_train.runtime.graph.block_modules import BLOCK, MODULE
 from whale_train.runtime.graph.cast_nodes import CUTTING, CastNodes
 from whale_train.runtime.graph.delay_combines import delay_combines
 from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner

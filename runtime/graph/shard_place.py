@@ -9,10 +9,10 @@ from torch import distributed as dist
 
 from whale_train.runtime.comms.batch_sums import BatchShare
 from whale_train.runtime.comms.layout_collectives import ShardGroup
+from whale_train.runtime.graph.expert_loads import ExpertLoads
 from whale_train.runtime.graph.shard_ops import Laid
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.loss.graph_losses import LossWeight
-from whale_train.runtime.train.expert_loads import ExpertLoads
 
 
 @dataclass(frozen=True)

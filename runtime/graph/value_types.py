@@ -6,7 +6,6 @@ rules depend on the kind of device, changes what operations give.
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,25 +14,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whale_train.models.export.export import EXPORT_BATCH, size_of
-from whale_train.runtime.engines.base import NARROW, in_precision
+from whale_train.runtime.base.autocast import NARROW, in_precision
+from whale_train.runtime.base.value_type import ValueType
 from whale_train.runtime.graph.nested_graphs import attribute, is_graph, is_tensor, runner
 from whale_train.runtime.graph.shard_ops import local_call
-
-
-@dataclass(frozen=True)
-class ValueType:
-    """The shape and the dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, value: Tensor) -> "ValueType":
-        return cls(tuple(value.shape), value.dtype)
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
 
 # What was found of a graph, for as long as there is the graph: a rehearsal asks for every rank.
 _Asked = tuple[frozenset[str], str, torch.device]

@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
+from whale_train.runtime.base.autocast import autocast, autocast_dtype
 from whale_train.runtime.comms.layout_collectives import enter
-from whale_train.runtime.graph.autocast import autocast, autocast_dtype
 from whale_train.runtime.kernels.matmul import ProductForm, ProductNode, as_rows, product_of
 from whale_train.runtime.kernels.weight_gradients import WeightGradients, of_product
 

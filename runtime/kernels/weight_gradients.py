@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
-from whale_train.runtime.graph.autocast import autocast, autocast_dtype
+from whale_train.runtime.base.autocast import autocast, autocast_dtype
 from whale_train.runtime.kernels.matmul import ProductForm, lookup_of, of_table, product_of
 
 Key = tuple[int, int]  # chunk, micro-batch

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from whale_train.runtime.base.step_types import Batch, Evaluation, PendingLoss
 from whale_train.runtime.loss.global_mean import TargetCounter
-from whale_train.runtime.pipeline.chunk import Batch
-from whale_train.runtime.train.evaluation import Evaluation
-from whale_train.runtime.train.step_programs import PendingLoss
 from whale_train.strategies.plan.loss_weights import LossWeights
 
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from whale_train.runtime.base.step_types import Batch
 from whale_train.runtime.comms.layout_collectives import ShardGroup, gather, slice_
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.graph.segment import SegmentModule
-
-Batch = Mapping[str, Tensor]
 
 
 class Segments(nn.Module):

@@ -11,19 +11,24 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from whale_train.runtime.base.step_types import (
+    Batch,
+    Evaluation,
+    EvaluationBatches,
+    PendingLoss,
+    scaled_ones,
+)
+from whale_train.runtime.base.trace import Trace, span
 from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.engines.base import Engine
-from whale_train.runtime.engines.grad_ready import Finality
+from whale_train.runtime.graph.expert_loads import ExpertLoads
 from whale_train.runtime.graph.segment import Counts
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
-from whale_train.runtime.pipeline.chunk import Batch, Chunk, Passed
+from whale_train.runtime.pipeline.chunk import Chunk, Passed
+from whale_train.runtime.pipeline.grad_ready import Finality
 from whale_train.runtime.pipeline.route import MessageTypes, Orders, Route
-from whale_train.runtime.train.evaluation import Evaluation, EvaluationBatches
-from whale_train.runtime.train.expert_loads import ExpertLoads
-from whale_train.runtime.train.step_programs import PendingLoss, scaled_ones
-from whale_train.runtime.train.timeline import Trace, span
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.schedule.instructions import (
     COMPUTATIONS,

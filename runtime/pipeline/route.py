@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from whale_train.runtime.base.value_type import ValueType
 from whale_train.runtime.comms.p2p import Passage
-from whale_train.runtime.graph.value_types import ValueType, ValueTypes
+from whale_train.runtime.graph.value_types import ValueTypes
 from whale_train.strategies.plan.plan import Plan
 from whale_train.strategies.plan.program import PlannedCopy, PlannedGraph, PlannedPipeline
 from whale_train.strategies.schedule.instructions import Durations, Instruction, Kind, Position

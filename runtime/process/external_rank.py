@@ -31,6 +31,8 @@ from torch.distributed.rendezvous import rendezvous
 from whale_train.errors import LaunchError
 from whale_train.hosts import HOSTS, Seen, hosts_to_json, joined
 from whale_train.parents import STARTER, end_with_parent, watch_parent
+from whale_train.runtime.base.job_key import JobKey
+from whale_train.runtime.cpu.threads import num_threads, set_num_threads
 from whale_train.runtime.failures.exchange import FailureExchange
 from whale_train.runtime.failures.failure import (
     FAILURE_FILE,
@@ -40,16 +42,9 @@ from whale_train.runtime.failures.failure import (
     write_record,
     write_whole,
 )
-from whale_train.runtime.process.fork_server import (
-    POLL_S,
-    log_to,
-    num_threads,
-    preload,
-    set_num_threads,
-    wait_until_ready,
-)
+from whale_train.runtime.process.fork_server import POLL_S, log_to, preload, wait_until_ready
 from whale_train.runtime.process.job_folder import JobFolder, take_place
-from whale_train.runtime.process.job_message import Job, JobKey
+from whale_train.runtime.process.job_message import Job, opened, sealed
 
 LEAVING = timedelta(seconds=60)
 
@@ -86,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _prepare_for_any_job(silent=run_dir is None)
         if rank == 0:
             there_is_one = run_dir is not None and wait_until_ready(run_dir, options.parent)
-            sealed = key.sealed(Job.read(run_dir) if run_dir and there_is_one else None)
-            store.set("job", sealed)  # type: ignore[arg-type]  # torch's stub has str alone
-        job = key.opened(store.get("job"))
+            told = sealed(key, Job.read(run_dir) if run_dir and there_is_one else None)
+            store.set("job", told)  # type: ignore[arg-type]  # torch's stub has str alone
+        job = opened(key, store.get("job"))
     except Exception as error:
         if run_dir is None:  # no job that would have a place for it
             sys.stderr.write(f"error: rank {rank} did not meet the others: {error}\n")

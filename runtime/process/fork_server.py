@@ -28,8 +28,8 @@ from types import FrameType
 from typing import NoReturn, TypeVar
 
 from whale_train.hosts import REFUSED
-from whale_train.limits import cores
 from whale_train.parents import STOPPED, end_with_parent
+from whale_train.runtime.cpu.threads import num_threads, set_num_threads
 from whale_train.runtime.failures.failure import (
     RankEnd,
     RankError,
@@ -358,21 +358,6 @@ def log_to(path: Path) -> None:
     # rank killed at any moment has said what it said.
     for stream_object in (sys.stdout, sys.stderr):
         stream_object.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def num_threads(local_world_size: int) -> int:
-    """Return a rank's share of the cores, or what OMP_NUM_THREADS asks for."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
-    return max(1, cores() // local_world_size)
-
-
-def set_num_threads(count: int) -> None:
-    """Give torch `count` threads. Imported here: this module must start in a moment."""
-    import torch
-
-    torch.set_num_threads(count)
 
 
 def name_process(name: str) -> None:

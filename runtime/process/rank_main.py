@@ -28,6 +28,8 @@ from whale_train.models.kept_tensors import saved_names
 from whale_train.models.loss_module import LossModule
 from whale_train.models.shared_layers import shared_places
 from whale_train.runtime.assembly.build_program import assemble
+from whale_train.runtime.assembly.shared_init import build_shared, let_go, seed_python
+from whale_train.runtime.base.trace import Trace
 from whale_train.runtime.calibrate.calibrate import Ranks, calibrate
 from whale_train.runtime.comms.process_groups import (
     file_rendezvous,
@@ -39,14 +41,13 @@ from whale_train.runtime.comms.process_groups import (
 )
 from whale_train.runtime.compile.compiler import Compiler, import_compiler
 from whale_train.runtime.cpu.malloc_trim import give_back
+from whale_train.runtime.cpu.threads import num_threads
 from whale_train.runtime.emulate.emulated_links import EmulatedLinks
 from whale_train.runtime.emulate.throttle import Pace
 from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.engines.rank_context import Seat
 from whale_train.runtime.failures.timeout_frames import named_waits
 from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
-from whale_train.runtime.process.fork_server import num_threads
-from whale_train.runtime.process.rank_context import Seat
-from whale_train.runtime.process.shared_init import build_shared, let_go, seed_python
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.final_model import write_final
 from whale_train.runtime.state.held import RankState
@@ -61,7 +62,7 @@ from whale_train.runtime.train.metrics import Metrics, peak_memory_bytes
 from whale_train.runtime.train.profile import StepProfiler
 from whale_train.runtime.train.recorder import verify
 from whale_train.runtime.train.step_programs import Program
-from whale_train.runtime.train.timeline import Trace, merge
+from whale_train.runtime.train.timeline import merge, write_events
 from whale_train.strategies.grammar.form import needs_graph
 from whale_train.strategies.memory.malloc_headroom import has_room
 from whale_train.strategies.plan.plan import Plan
@@ -239,7 +240,7 @@ def train_as_planned(
             carrier.gather(run_dir, Part(rank, tuple(profiler.files)))
         summary["resumed_s"] = None if resumed is None else resumed_s
         if trace is not None:
-            timelines = carrier.gather(run_dir, Part(rank, (trace.write(run_dir),)))
+            timelines = carrier.gather(run_dir, Part(rank, (write_events(trace, run_dir),)))
             if rank == 0:
                 merge(run_dir, timelines)
         if request.checkpoint.final and summary["stopped_after"] is None:

@@ -26,11 +26,11 @@ from whale_train.models.profile.folded_export import export_by_folding
 from whale_train.parents import end_with_parent
 from whale_train.rehearsal import FILE, KindOfRank, Rehearsal, Traffic
 from whale_train.runtime.failures.failure import record_host_failure
-from whale_train.runtime.failures.timeouts import group_name
 from whale_train.runtime.rehearse.agreement import disagreements, unmatched, waiting
 from whale_train.runtime.rehearse.kinds import kinds_of, peers
 from whale_train.runtime.rehearse.rank import Model, Rehearsed, rehearse_rank
 from whale_train.runtime.rehearse.recorded_group import Record
+from whale_train.strategies.plan.group_names import group_name
 from whale_train.strategies.plan.plan import Plan
 
 

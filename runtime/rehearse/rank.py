@@ -17,8 +17,8 @@ from whale_train.models.loss_module import LossModule
 from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.comms.process_groups import make_channels, make_groups
 from whale_train.runtime.engines.ddp import TorchEngine
+from whale_train.runtime.engines.rank_context import Seat, StandIns
 from whale_train.runtime.pipeline.executor import PipelineModel
-from whale_train.runtime.process.rank_context import Seat, StandIns
 from whale_train.runtime.rehearse.attention import as_on_a_gpu
 from whale_train.runtime.rehearse.meta_tensors import MetaTensors
 from whale_train.runtime.rehearse.recorded_group import Record, alone

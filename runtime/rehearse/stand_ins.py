@@ -13,13 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from whale_train.runtime.engines.base import (
-    NARROW,
-    Copies,
-    ParameterState,
-    in_precision,
-    set_learning_rate,
-)
+from whale_train.runtime.base.autocast import NARROW, in_precision
+from whale_train.runtime.engines.base import Copies, ParameterState, set_learning_rate
 from whale_train.runtime.engines.ddp import StreamedEngine
 from whale_train.runtime.engines.grad_reduce import Reduction, in_buckets
 from whale_train.runtime.engines.optimizers import MakeOptimizer, skipping, state_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.order import evaluation_batches, indices_from
-from whale_train.runtime.train.evaluation import EvaluationBatches
+from whale_train.runtime.base.step_types import EvaluationBatches
 from whale_train.runtime.train.prefetch import Prefetch
 from whale_train.strategies.plan.plan import Plan
 

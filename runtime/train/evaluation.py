@@ -7,39 +7,17 @@ each (`data/order.py`). A mean over samples adds up over samples once it is divi
 there are in all, and a mean over targets by the targets of all batches, which are counted first.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from whale_train.runtime.base.step_types import Batch, Evaluation, EvaluationBatches
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.loss.global_mean import GlobalMeans, TargetCounter, Targets
-from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.strategies.plan.loss_weights import LossWeights
-
-
-class EvaluationBatches(Protocol):
-    """The held-back samples. Iterating over them gives, every time, each batch's weight with this
-    rank's micro-batches of it."""
-
-    @property
-    def samples(self) -> int:
-        """How many there are, over all ranks and each once."""
-
-    def __iter__(self) -> Iterator[tuple[float, Sequence[Batch]]]: ...
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The mean loss over all held-back samples, right answers, targets."""
-
-    loss: float
-    correct: float
-    targets: float
 
 
 class EvaluatedCopies:

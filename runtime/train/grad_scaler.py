@@ -9,7 +9,7 @@ ranks skip the same steps.
 import torch
 from torch import Tensor
 
-from whale_train.runtime.failures.not_finite import NotFinite
+from whale_train.runtime.train.not_finite import NotFinite
 
 START = 2.0**15
 GOOD_STEPS = 2000  # until it is doubled; START and this are those of Whale's public code, EPL

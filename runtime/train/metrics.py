@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from whale_train.disk import writing
-from whale_train.runtime.train.expert_loads import MixtureLoad, written
+from whale_train.runtime.graph.expert_loads import MixtureLoad, written
 
 
 @dataclass(frozen=True)

@@ -23,20 +23,19 @@ from torch import Tensor, nn
 from whale_train.checkpoint_files import FileRecord
 from whale_train.config import OptimizerOptions, Request
 from whale_train.models.batch_parts.dropout_off import DropoutOff
+from whale_train.runtime.base.step_types import Batch, Evaluation, EvaluationBatches, PendingLoss
+from whale_train.runtime.base.trace import Trace
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.graph.shard_rng import SharedRandom
-from whale_train.runtime.pipeline.chunk import Batch
 from whale_train.runtime.state.blocks import placement
 from whale_train.runtime.state.held import RankState, paths_of
 from whale_train.runtime.state.tensor_files import write_json, write_tensors
 from whale_train.runtime.train.batches import RankBatches
-from whale_train.runtime.train.evaluation import Evaluation, EvaluationBatches
 from whale_train.runtime.train.loop import Loop
 from whale_train.runtime.train.metrics import Metrics
 from whale_train.runtime.train.rounded_weights import RoundedWeights
-from whale_train.runtime.train.step_programs import PendingLoss, Program
-from whale_train.runtime.train.timeline import Trace
+from whale_train.runtime.train.step_programs import Program
 from whale_train.strategies.plan.plan import Plan
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.graph.expert_loads import PendingLoads
 from whale_train.runtime.state.held import paths_of
-from whale_train.runtime.train.expert_loads import PendingLoads
 
 
 class RouterBiases:

@@ -6,48 +6,29 @@ Programs have one contract. `WholeModel` runs the model as it is on this rank's 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from whale_train.runtime.base.step_types import (
+    Batch,
+    Evaluation,
+    EvaluationBatches,
+    PendingLoss,
+    scaled_ones,
+)
+from whale_train.runtime.base.trace import Trace, span
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.compile.compiler import uncompiled
 from whale_train.runtime.engines.base import Engine
+from whale_train.runtime.graph.expert_loads import ExpertLoads
 from whale_train.runtime.graph.shard_rng import SharedRandom
 from whale_train.runtime.loss.global_mean import GlobalMeans, TargetCounter, Targets
-from whale_train.runtime.pipeline.chunk import Batch
-from whale_train.runtime.train.evaluation import EvaluatedCopies, Evaluation, EvaluationBatches
-from whale_train.runtime.train.expert_loads import ExpertLoads
-from whale_train.runtime.train.timeline import Trace, span
+from whale_train.runtime.train.evaluation import EvaluatedCopies
 from whale_train.strategies.plan.loss_weights import LossWeights
 from whale_train.strategies.schedule.instructions import Instruction, Kind
-
-
-@dataclass(frozen=True)
-class PendingLoss:
-    """The step's loss, the mean over the global batch, perhaps still on its way."""
-
-    value: Tensor
-    work: dist.Work | None
-
-    def on_device(self) -> Tensor:
-        """Return the loss as a scalar for work that follows: on a GPU nothing waits for it here."""
-        if self.work is not None:
-            self.work.wait()
-        return self.value
-
-    def item(self) -> float:
-        return float(self.on_device())
-
-
-def scaled_ones(loss: Tensor, scale: Tensor | None, weight: float = 1.0) -> Tensor:
-    """Return the gradient that the backward of a loss of `weight` begins with, where all losses are
-    multiplied by `scale`."""
-    seed = torch.full_like(loss, weight)
-    return seed if scale is None else (seed * scale).to(loss.dtype)
 
 
 class Program(Protocol):

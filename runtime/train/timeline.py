@@ -1,48 +1,19 @@
-"""A timeline of what one rank does, for chrome://tracing and ui.perfetto.dev.
-
-Its form is `strategies/simulate/chrome_trace.py`'s. On a GPU a span is the time its work took to be
-asked for, unless what is asked for waits.
-"""
+"""A timeline of what ranks do, as a file for chrome://tracing and ui.perfetto.dev."""
 
 import json
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from whale_train.checkpoint_files import FileRecord
+from whale_train.runtime.base.trace import Trace
 from whale_train.runtime.state.tensor_files import write_text
-from whale_train.strategies.schedule.instructions import Instruction
-from whale_train.strategies.simulate.chrome_trace import event, named
 
 
-class Trace:
-    """Events of one rank, kept until `write`. `device` names it in the timeline."""
-
-    def __init__(self, rank: int, device: str) -> None:
-        self._rank = rank
-        self._events = [named(rank, device)]
-
-    @contextmanager
-    def span(self, what: Instruction | str) -> Iterator[None]:
-        """Note how long the body takes."""
-        started = time.time_ns()
-        try:
-            yield
-        finally:
-            took = time.time_ns() - started
-            self._events.append(event(self._rank, what, started / 1e3, took / 1e3))
-
-    def write(self, run_dir: Path) -> FileRecord:
-        """`run_dir/trace/rank_N.json`."""
-        text = json.dumps({"traceEvents": self._events})
-        return write_text(run_dir, f"trace/rank_{self._rank}.json", text)
-
-
-def span(trace: Trace | None, what: Instruction | str) -> AbstractContextManager[None]:
-    """Begin a span of `trace`, if there is one."""
-    return nullcontext() if trace is None else trace.span(what)
+def write_events(trace: Trace, run_dir: Path) -> FileRecord:
+    """Write the events of a rank to `run_dir/trace/rank_N.json`."""
+    text = json.dumps({"traceEvents": trace.events})
+    return write_text(run_dir, f"trace/rank_{trace.rank}.json", text)
 
 
 def merge(run_dir: Path, files: Iterable[FileRecord]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from whale_train.runtime.train.step_programs import PendingLoss
+from whale_train.runtime.base.step_types import PendingLoss
 
 
 class ToHost:

@@ -7,27 +7,22 @@ leave out the order of instructions and what is on its way meanwhile, which the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from math import inf
 
 from whale_train.errors import PlanError
-from whale_train.strategies.cost.roofline import flops_rate
-from whale_train.strategies.estimate.block_costs import BlockCosts, Holding, Seconds
+from whale_train.strategies.estimate.block_costs import Holding, Seconds
+from whale_train.strategies.estimate.candidate_costs import CandidateCosts, EqualCopies
 from whale_train.strategies.estimate.candidates import Candidate, Estimate, Mesh, Part
-from whale_train.strategies.estimate.gradient_times import GradientTimes
-from whale_train.strategies.estimate.needs import Needs
 from whale_train.strategies.estimate.pipeline_times import in_flight_of, pipeline_s
 from whale_train.strategies.estimate.stage_dp import Cut, Hop, StageCosts, cut, short_of_room
-from whale_train.strategies.estimate.transfers import Transfers
 from whale_train.strategies.estimate.whole_copies import (
     beside_experts,
     beside_split_head,
     unexported,
 )
-from whale_train.strategies.hardware.cluster import Cluster, Device, Link
+from whale_train.strategies.hardware.cluster import Device
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
-from whale_train.strategies.plan.training import Training
 from whale_train.strategies.simulate.tasks import PIECES
 
 _COARSE = 1e6  # bytes, less than which is no more than the rounding of such a sum
@@ -35,43 +30,26 @@ _UNHIDDEN = 1 - 1 / PIECES  # of a backward, the part in which there are gradien
 
 
 @dataclass(frozen=True)
-class _Copies:
-    """`count` copies of a pipeline with equal devices, by stage, and the `samples` of each."""
-
-    count: int
-    devices: tuple[Device, ...]
-    samples: int
-
-
-@dataclass(frozen=True)
 class Estimator:
-    """Estimates of candidates for one model on the devices of `cluster`, work being shared by
-    `balance`."""
+    """Estimates of candidates, out of what they have in common."""
 
-    costs: BlockCosts
-    cluster: Cluster
-    training: Training
-    balance: str = "hardware"
-    _copies: dict[Mesh, Sequence[_Copies]] = field(default_factory=dict)
+    costs: CandidateCosts
     _stages: dict[object, StageCosts] = field(default_factory=dict)
-    _crossings: dict[tuple[int, int], Sequence[float]] = field(default_factory=dict)
     _cuts: dict[Candidate, Cut | None] = field(default_factory=dict)
-    _totals: dict[object, float] = field(default_factory=dict)
     _with_sums: dict[object, Sequence[float]] = field(default_factory=dict)
-    expert_sums: dict[int, tuple[float, Link]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate) -> Estimate:
         """Return the estimate of a candidate that uses all devices of the cluster."""
-        short = self.needs.short_on_hosts(candidate)
+        short = self.costs.needs.short_on_hosts(candidate)
         if short > 0:
             return Estimate(inf, short)
         try:
             if candidate.split_head:
-                return beside_split_head(self, candidate)
+                return beside_split_head(self.costs, candidate)
             if candidate.experts:
-                return beside_experts(self, candidate)
-            if self.costs.findings.profile.graph is None:
-                return unexported(self, candidate)
+                return beside_experts(self.costs, candidate)
+            if self.costs.blocks.findings.profile.graph is None:
+                return unexported(self.costs, candidate)
             return self._pipeline(candidate)
         except PlanError:  # no layout: the resolver says why
             return Estimate(inf)
@@ -79,18 +57,18 @@ class Estimator:
     def rough_s(self, mesh: Mesh, micro_batches: int, dim: str) -> float:
         """Return about what a pipeline on `mesh` takes if the model could be cut anywhere, in
         whatever order of its parts."""
-        samples = -(-self.training.global_batch // (mesh.copies * micro_batches))
+        samples = -(-self.costs.training.global_batch // (mesh.copies * micro_batches))
         rate, widths, speeds = 0.0, 0, list[float]()
         for part in mesh.parts:
-            total = self._total_s(part, dim, samples)
+            total = self.costs.total_s(part, dim, samples)
             speeds.append(part.copies / total if total else inf)
             rate += part.stages * speeds[-1]
             widths += part.stages * part.copies
         pace, shown = 1 / rate, 0.0
-        elements = self.costs.findings.trained_elements / mesh.shards
+        elements = self.costs.blocks.findings.trained_elements / mesh.shards
         for part, speed in zip(mesh.parts, speeds, strict=True):
             share = speed * pace
-            summed = self.sums.element_s(mesh.copies, part) * elements * share
+            summed = self.costs.sums.element_s(mesh.copies, part) * elements * share
             shown = max(shown, summed / PIECES, summed - _UNHIDDEN * part.copies * pace * 2 / 3)
         return (micro_batches - 1 + 2 * widths / 3) * pace + shown
 
@@ -99,13 +77,13 @@ class Estimator:
         mesh, pieces = candidate.mesh, candidate.micro_batches
         parts = [part for part in mesh.parts for _ in range(part.stages)]
         slowest = 0.0
-        for alike in self.copies_of(mesh):
+        for alike in self.costs.copies_of(mesh):
             size = -(-alike.samples // pieces)
             of_part: dict[Part, tuple[float, float, float, float]] = {}
             rate = 0.0
             for part, device in zip(parts, alike.devices, strict=True):
                 if part not in of_part:
-                    found = self.seconds(device, part, candidate.dim, size)
+                    found = self.costs.seconds(device, part, candidate.dim, size)
                     whole = found.forward[-1], found.backward_input[-1], found.backward_weight[-1]
                     of_part[part] = (*whole, part.copies / max(sum(whole), 1e-30))
                 rate += of_part[part][3]
@@ -114,7 +92,7 @@ class Estimator:
                 forward, of_input, of_weight, speed = of_part[part]
                 share = speed / rate
                 times.append((share * forward, share * of_input, share * of_weight))
-            crossing = self.crossing(mesh.shards, size)
+            crossing = self.costs.crossing(mesh.shards, size)
             middle = crossing[len(crossing) // 2]
             sent = [hop.latency_s + hop.byte_s * middle for hop in self._hops(mesh, parts)]
             copies = [part.copies for part in parts]
@@ -124,14 +102,14 @@ class Estimator:
             ]
             done = pipeline_s(candidate.schedule, times, copies, flights, sent, pieces)
             step, before, known = 0.0, 0.0, set[Part]()
-            elements = self.costs.findings.trained_elements / mesh.shards
+            elements = self.costs.blocks.findings.trained_elements / mesh.shards
             for number, part in enumerate(parts):
                 backward = times[number][1] + times[number][2]
                 if part not in known:  # the first of equal stages ends last
                     known.add(part)
                     held = elements * of_part[part][3] / rate
                     device = alike.devices[number]
-                    after = self.sums.after_s(candidate, part, held, backward, device)
+                    after = self.costs.sums.after_s(candidate, part, held, backward, device)
                     step = max(step, done - before + after)
                 before += backward * (0.5 if candidate.schedule == "zero_bubble" else 1.0)
             slowest = max(slowest, step)
@@ -140,57 +118,34 @@ class Estimator:
     def _shared_s(self, candidate: Candidate, size: int) -> float:
         """Return the least that a pipeline takes where its ranks share processors."""
         part, mesh = candidate.mesh.parts[0], candidate.mesh
-        total = self._total_s(part, candidate.dim, size)
-        return self.by_processors(mesh, candidate.micro_batches, total)
-
-    def _total_s(self, part: Part, dim: str, samples: int) -> float:
-        """Return the seconds of the whole model on a shard group of the part."""
-        key = (part.kind, part.shards, dim, samples)
-        if key not in self._totals:
-            device = self.transfers.device_of[part.kind]
-            self._totals[key] = self.seconds(device, part, dim, samples).total[-1]
-        return self._totals[key]
+        total = self.costs.total_s(part, candidate.dim, size)
+        return self.costs.by_processors(mesh, candidate.micro_batches, total)
 
     def _hops(self, mesh: Mesh, parts: Sequence[Part]) -> Sequence[Hop]:
         """Return what sends between the stages of a pipeline."""
         if mesh.widest > 1 and not mesh.by_kind:
-            return self.transfers.hops(mesh)
+            return self.costs.transfers.hops(mesh)
         known: dict[tuple[Part, Part], Hop] = {}
         found = []
         for pair in pairwise(parts):
             if pair not in known:
-                known[pair] = self.transfers.hop(mesh, *pair)
+                known[pair] = self.costs.transfers.hop(mesh, *pair)
             found.append(known[pair])
         return found
-
-    @cached_property
-    def transfers(self) -> Transfers:
-        """The transfers between the devices."""
-        return Transfers(self.cluster)
-
-    @cached_property
-    def sums(self) -> GradientTimes:
-        """What gradients and weights take between the copies that hold them."""
-        return GradientTimes(self.costs.findings, self.cluster, self.training, self.transfers)
-
-    @cached_property
-    def needs(self) -> Needs:
-        """What weights, gradients and optimizers need."""
-        return Needs(self.costs.findings, self.cluster, self.training)
 
     # --- Pipelines, of one stage or more ---
 
     def _pipeline(self, candidate: Candidate) -> Estimate:
         mesh, pieces = candidate.mesh, max(1, candidate.micro_batches)
         parts = [part for part in mesh.parts for _ in range(part.stages)]
-        copies = self.copies_of(mesh)
+        copies = self.costs.copies_of(mesh)
         hops = self._hops(mesh, parts)
         ends: tuple[int, ...] = ()
         slowest = 0.0
         for alike in copies:
             size = -(-alike.samples // pieces)
             stages = self._stages_of(candidate, parts, alike, size, pieces)
-            crossing = self.crossing(mesh.shards, size)
+            crossing = self.costs.crossing(mesh.shards, size)
             if not ends:
                 alone = candidate  # schedules with as much in flight are cut alike
                 if candidate.schedule == "zero_bubble":
@@ -204,7 +159,7 @@ class Estimator:
             seconds = self._step(candidate, parts, alike, size, stages, hops, crossing, ends)
             slowest = max(slowest, seconds)
         slowest = max(slowest, self._shared_s(candidate, size))
-        units = self.costs.units(mesh.shards)
+        units = self.costs.blocks.units(mesh.shards)
         is_cut = mesh.stages > 1 and candidate.schedule != "interleaved_1f1b"
         return Estimate(slowest, 0.0, tuple(units[end] for end in ends) if is_cut else ())
 
@@ -212,7 +167,7 @@ class Estimator:
         self,
         candidate: Candidate,
         parts: Sequence[Part],
-        copies: _Copies,
+        copies: EqualCopies,
         size: int,
         pieces: int,
     ) -> Sequence[StageCosts]:
@@ -230,8 +185,8 @@ class Estimator:
     def _stage(
         self, candidate: Candidate, part: Part, device: Device, size: int, pieces: int, flight: int
     ) -> StageCosts:
-        of_units = self.seconds(device, part, candidate.dim, size)
-        holding = self.costs.holding(part.shards, candidate.dim)
+        of_units = self.costs.seconds(device, part, candidate.dim, size)
+        holding = self.costs.blocks.holding(part.shards, candidate.dim)
         mesh = candidate.mesh
         key = (mesh.copies, part, id(device), candidate.dim, size, pieces, candidate.zero > 0)
         if key not in self._with_sums:
@@ -244,10 +199,10 @@ class Estimator:
             holding.elements,
             holding.saved,
             holding.entering,
-            element_bytes=self.needs.element_bytes(candidate, mesh.copies * part.copies),
+            element_bytes=self.costs.needs.element_bytes(candidate, mesh.copies * part.copies),
             samples=ROUNDED_UP * size,
             in_flight=flight,
-            room=device.room_bytes - self.needs.standing_bytes(candidate),
+            room=device.room_bytes - self.costs.needs.standing_bytes(candidate),
             copies=part.copies,
             can_recompute=candidate.micro_batches > 0,
         )
@@ -257,10 +212,10 @@ class Estimator:
     ) -> Sequence[float]:
         """Return the seconds of the units with their part of the gradient sums that no backward
         hides, which a stage does once a step."""
-        group = self.transfers.group(candidate.mesh.copies, part)
+        group = self.costs.transfers.group(candidate.mesh.copies, part)
         if group.members == 1:
             return of_units.total
-        element_s = self.sums.element_s(candidate.mesh.copies, part)
+        element_s = self.costs.sums.element_s(candidate.mesh.copies, part)
         hidden = 0.0 if candidate.zero else _UNHIDDEN
         found, total = [0.0], of_units.total
         for unit in range(len(total) - 1):
@@ -275,7 +230,7 @@ class Estimator:
         self,
         candidate: Candidate,
         parts: Sequence[Part],
-        copies: _Copies,
+        copies: EqualCopies,
         size: int,
         stages: Sequence[StageCosts],
         hops: Sequence[Hop],
@@ -287,14 +242,14 @@ class Estimator:
         times, backwards = [], []
         for number, (part, device) in enumerate(zip(parts, copies.devices, strict=True)):
             first, last = ends[number : number + 2]
-            of_units = self.seconds(device, part, candidate.dim, size)
+            of_units = self.costs.seconds(device, part, candidate.dim, size)
             forward, of_input, of_weight = (
                 prefix[last] - prefix[first]
                 for prefix in (of_units.forward, of_units.backward_input, of_units.backward_weight)
             )
             if candidate.micro_batches and stages[number].recomputes(first, last):
                 of_input += forward
-            gathers = self.sums.gathers_s(candidate, part, device)
+            gathers = self.costs.sums.gathers_s(candidate, part, device)
             forward, of_input = forward + gathers[0], of_input + gathers[1]
             times.append((forward, of_input, of_weight))
             backwards.append(of_input + of_weight)
@@ -310,20 +265,12 @@ class Estimator:
         waits = candidate.schedule != "zero_bubble"  # else weights' gradients come later
         for number, part in enumerate(parts):
             first, last = ends[number : number + 2]
-            elements = self.costs.holding(part.shards, candidate.dim).elements
-            summed = self.sums.after_s(candidate, part, elements[last] - elements[first],
+            elements = self.costs.blocks.holding(part.shards, candidate.dim).elements
+            summed = self.costs.sums.after_s(candidate, part, elements[last] - elements[first],
                                     backwards[number], copies.devices[number])  # fmt: skip
             step = max(step, done - before + summed)
             before += backwards[number] * (1.0 if waits else 0.5)
-        return step + self.sums.norm_s
-
-    def by_processors(self, mesh: Mesh, micro_batches: int, times_s: float) -> float:
-        """Return what all ranks compute on the processors that they share, where these are fewer;
-        `times_s` is what the whole model takes on a shard group, a micro-batch."""
-        if len(self.cluster.devices) <= self.cluster.processors:
-            return 0.0
-        passes = mesh.copies * max(1, micro_batches) * mesh.shards
-        return passes * times_s / self.cluster.processors
+        return step + self.costs.sums.norm_s
 
     # --- Memory ---
 
@@ -334,57 +281,3 @@ class Estimator:
         saved = min(stage.samples * stage.entering[-1] for stage in stages)
         together = needs + saved - sum(stage.copies * stage.room for stage in stages)
         return together if together > _COARSE else short_of_room(stages, units)
-
-    # --- What candidates have in common ---
-
-    def copies_of(self, mesh: Mesh) -> Sequence[_Copies]:
-        """Return the copies of the pipeline, those with equal devices together."""
-        if mesh not in self._copies:
-            self._copies[mesh] = self._alike_copies(mesh)
-        return self._copies[mesh]
-
-    def _alike_copies(self, mesh: Mesh) -> Sequence[_Copies]:
-        parts = [part for part in mesh.parts for _ in range(part.stages)]
-        batch, device_of = self.training.global_batch, self.transfers.device_of
-        if mesh.by_kind or len(mesh.devices) == 1:
-            devices = tuple(device_of[part.kind] for part in parts)
-            return [_Copies(mesh.copies, devices, -(-batch // mesh.copies))]
-        found: dict[tuple[str, ...], int] = {}
-        rank, listed = 0, self.cluster.devices
-        for _ in range(mesh.copies):
-            names = []
-            for part in parts:
-                width = part.copies * part.shards
-                held = {device.name: device for device in listed[rank : rank + width]}
-                names.append(min(held, key=lambda name: (self._rate(held[name]), name)))
-                rank += width
-            found[tuple(names)] = found.get(tuple(names), 0) + 1
-        speeds = {
-            names: 1.0 if self.balance == "even" else min(self._rate(device_of[n]) for n in names)
-            for names in found
-        }
-        total = sum(speeds[names] * count for names, count in found.items())
-        return [
-            _Copies(
-                count,
-                tuple(device_of[name] for name in names),
-                max(1, -int(-batch * speeds[names] // total)),
-            )
-            for names, count in found.items()
-        ]
-
-    def _rate(self, device: Device) -> float:
-        return flops_rate(device, self.training.precision)
-
-    def seconds(self, device: Device, part: Part, dim: str, samples: float) -> Seconds:
-        shards = part.shards
-        link = self.transfers.shard_link(part.kind or device.name, shards) if shards > 1 else None
-        return self.costs.seconds(device, shards, dim if shards > 1 else "auto", link, samples)
-
-    def crossing(self, shards: int, samples: int) -> Sequence[float]:
-        """Return the bytes of a micro-batch that cross the beginning of every unit, and the end."""
-        if (shards, samples) not in self._crossings:
-            units = range(len(self.costs.units(shards)))
-            found = [self.costs.crossing_bytes(unit, shards, samples) for unit in units]
-            self._crossings[shards, samples] = found
-        return self._crossings[shards, samples]

@@ -2,7 +2,6 @@
 beside experts."""
 
 from math import inf
-from typing import TYPE_CHECKING
 
 from whale_train.strategies.cost.collectives import (
     crowd_of,
@@ -12,19 +11,17 @@ from whale_train.strategies.cost.collectives import (
 )
 from whale_train.strategies.cost.resharding import routing_times
 from whale_train.strategies.cost.roofline import fetch_time_s
+from whale_train.strategies.estimate.candidate_costs import CandidateCosts
 from whale_train.strategies.estimate.candidates import Candidate, Estimate
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
 from whale_train.strategies.simulate.tasks import sum_pieces
 
-if TYPE_CHECKING:
-    from whale_train.strategies.estimate.estimate import Estimator
 
-
-def unexported(of: "Estimator", candidate: Candidate) -> Estimate:
+def unexported(of: CandidateCosts, candidate: Candidate) -> Estimate:
     """Return the estimate for copies of a model of whose operations nothing is known."""
-    profile, mesh, part = of.costs.findings.profile, candidate.mesh, candidate.mesh.parts[0]
+    profile, mesh, part = of.blocks.findings.profile, candidate.mesh, candidate.mesh.parts[0]
     halved = 1.0 if of.training.precision == "fp32" else 0.5
-    elements, slowest = of.costs.findings.trained_elements, 0.0
+    elements, slowest = of.blocks.findings.trained_elements, 0.0
     need = of.needs.element_bytes(candidate, mesh.copies) * elements + of.needs.standing_bytes(
         candidate
     )
@@ -33,7 +30,7 @@ def unexported(of: "Estimator", candidate: Candidate) -> Estimate:
         saved = ROUNDED_UP * halved * profile.activation_bytes
         if need + saved > device.room_bytes:
             return Estimate(inf, need + saved - device.room_bytes)
-        times = of.costs.whole(device, alike.samples)
+        times = of.blocks.whole(device, alike.samples)
         gathers = sum(of.sums.gathers_s(candidate, part, device))
         summed = of.sums.after_s(candidate, part, elements, times.total - times.forward, device)
         slowest = max(slowest, times.total + gathers + summed)
@@ -41,9 +38,9 @@ def unexported(of: "Estimator", candidate: Candidate) -> Estimate:
     return Estimate(slowest + of.sums.norm_s)
 
 
-def beside_split_head(of: "Estimator", candidate: Candidate) -> Estimate:
+def beside_split_head(of: CandidateCosts, candidate: Candidate) -> Estimate:
     """Return the estimate for copies of the backbone beside a split of the head."""
-    findings, mesh, part = of.costs.findings, candidate.mesh, candidate.mesh.parts[0]
+    findings, mesh, part = of.blocks.findings, candidate.mesh, candidate.mesh.parts[0]
     count, batch = len(of.cluster.devices), of.training.global_batch
     elements, head = findings.copied_elements(split_head=True), float(findings.head_elements)
     need = of.needs.element_bytes(candidate, count) * elements
@@ -68,11 +65,11 @@ def beside_split_head(of: "Estimator", candidate: Candidate) -> Estimate:
     return Estimate(slowest + of.sums.norm_s)
 
 
-def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
+def beside_experts(of: CandidateCosts, candidate: Candidate) -> Estimate:
     """Return the estimate for copies of everything but experts, which are spread over some of the
     copies' devices: every device computes as many rows as it has, if experts are asked for
     alike."""
-    findings, mesh, part = of.costs.findings, candidate.mesh, candidate.mesh.parts[0]
+    findings, mesh, part = of.blocks.findings, candidate.mesh, candidate.mesh.parts[0]
     count, spread = len(of.cluster.devices), candidate.experts
     if findings.experts is None or spread > min(findings.experts.sharded.axes.values()):
         return Estimate(inf)
@@ -82,7 +79,7 @@ def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
     need += of.needs.standing_bytes(candidate)
     held, streamed = experts / spread, 0.0
     if _streams(candidate):
-        sent = of.costs.findings.weight_width(1) * held
+        sent = of.blocks.findings.weight_width(1) * held
         streamed = fetch_time_s(sent, of.cluster.devices[:1], of.cluster.on_cpu)
     else:
         need += of.needs.element_bytes(_of_experts(candidate), count // spread) * held
@@ -94,7 +91,7 @@ def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
         range(spread),
         of.training.global_batch * spread / count,
     ).total
-    slowest, saved = 0.0, of.costs.holding(1, "auto").saved[-1]
+    slowest, saved = 0.0, of.blocks.holding(1, "auto").saved[-1]
     for alike in of.copies_of(mesh):
         device = alike.devices[0]
         at_once = -(-alike.samples // of.training.accumulate)
@@ -113,7 +110,7 @@ def beside_experts(of: "Estimator", candidate: Candidate) -> Estimate:
 
 
 def _summed_experts_s(
-    of: "Estimator", candidate: Candidate, elements: float, backward_s: float
+    of: CandidateCosts, candidate: Candidate, elements: float, backward_s: float
 ) -> float:
     """Return what is shown of the sum of experts' gradients, so many `elements` a device, over
     the groups that each have all experts; `backward_s` of a backward is left to hide behind."""
@@ -130,7 +127,7 @@ def _summed_experts_s(
         )
     summed, link = of.expert_sums[spread]
     if candidate.zero:
-        width = of.costs.findings.weight_width(1)
+        width = of.blocks.findings.weight_width(1)
         return summed + gather_time_s(width * elements, count // spread, link)
     pieces = sum_pieces(elements)
     return max(summed / pieces, summed - (1 - 1 / pieces) * backward_s)

@@ -16,6 +16,7 @@ from typing import Any
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.estimate.block_costs import BlockCosts
+from whale_train.strategies.estimate.candidate_costs import CandidateCosts
 from whale_train.strategies.estimate.candidates import Candidate, Estimate
 from whale_train.strategies.estimate.estimate import Estimator
 from whale_train.strategies.grammar.nodes import Strategy, read_strategy
@@ -195,7 +196,9 @@ class _Search:
     def estimate_on(self, devices: Devices, cluster: Cluster) -> None:
         """List the promising candidates on a set of devices, and simulate the first, below which
         other sets are to come."""
-        estimator = Estimator(self.costs, cluster, self.training, self.asked.balance)
+        estimator = Estimator(
+            CandidateCosts(self.costs, cluster, self.training, self.asked.balance)
+        )
         listed = shortlist(self.space, devices, estimator)
         self.estimated += listed.estimated
         for name, (short, _) in listed.short.items():

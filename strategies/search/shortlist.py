@@ -55,7 +55,7 @@ def shortlist(space: Space, devices: Devices, estimator: Estimator) -> Shortlist
     """Return the most promising candidates of every family on `devices`."""
     found = Shortlist()
     pipelines: defaultdict[object, list[tuple[float, Mesh, int, str]]] = defaultdict(list)
-    for mesh in space.meshes(devices, estimator.cluster):
+    for mesh in space.meshes(devices, estimator.costs.cluster):
         for pieces in space.numbers_of_micro_batches(mesh):
             for dim in space.dims(mesh):
                 if not pieces:

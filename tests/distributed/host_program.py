@@ -119,12 +119,8 @@ def forget(run_dir: Path, prepared: int) -> None:
 
 
 def be_host(options: argparse.Namespace) -> int:
-    from whale_train.runtime.process.fork_server import (
-        record_host_failure,
-        serve,
-        set_num_threads,
-        wait_until_ready,
-    )
+    from whale_train.runtime.cpu.threads import set_num_threads
+    from whale_train.runtime.process.fork_server import record_host_failure, serve, wait_until_ready
 
     set_num_threads(1)
     try:

@@ -5,7 +5,8 @@ import weakref
 import torch
 from torch import Tensor, fx, nn
 
-from whale_train.runtime.graph.block_modules import BLOCK, Blocks
+from whale_train.runtime.base.node_meta import BLOCK
+from whale_train.runtime.graph.block_modules import Blocks
 
 aten = torch.ops.aten
 

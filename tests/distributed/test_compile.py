@@ -10,10 +10,10 @@ from tests.distributed.test_verify import EVEN, MODELS, OPTIMIZERS, Case, Sides
 from torch import Tensor, fx, nn
 from torch.nn.functional import cross_entropy
 
+from whale_train.runtime.base.node_meta import BLOCK
 from whale_train.runtime.compile.blocks import compile_blocks
 from whale_train.runtime.compile.compiler import Compiler, uncompiled
 from whale_train.runtime.compile.regions import compile_regions
-from whale_train.runtime.graph.block_modules import BLOCK
 
 LOSS = 2e-5  # how far losses may be off, relatively
 COMPILED = "train.compile=true"

@@ -6,6 +6,7 @@ from tests.distributed.harness import run_ranks
 from torch import Tensor, fx, nn
 from torch import distributed as dist
 
+from whale_train.runtime.base.node_meta import BLOCK
 from whale_train.runtime.comms.expert_rows import (
     combine,
     combine_begin,
@@ -14,7 +15,6 @@ from whale_train.runtime.comms.expert_rows import (
     exchange,
 )
 from whale_train.runtime.comms.layout_collectives import ShardGroup
-from whale_train.runtime.graph.block_modules import BLOCK
 from whale_train.runtime.graph.delay_combines import delay_combines
 from whale_train.runtime.graph.written_graph import Called
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from whale_train.runtime.engines import grad_reduce as reduction
-from whale_train.runtime.engines.grad_ready import Finality
 from whale_train.runtime.engines.grad_reduce import Reduction
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.runtime.pipeline.chunk import Chunk
+from whale_train.runtime.pipeline.grad_ready import Finality
 from whale_train.strategies.schedule.instructions import Kind, Position
 from whale_train.strategies.schedule.orders import schedule
 

@@ -21,12 +21,11 @@ from whale_train.runtime.failures.timeouts import (
     StackCall,
     Wait,
     find_hang,
-    group_name,
     is_waiting,
-    plan_path,
     read_stack,
     read_watchdog,
 )
+from whale_train.strategies.plan.group_names import group_name, plan_path
 from whale_train.strategies.plan.plan import Plan, Prediction, TaskGraph
 
 TIMEOUT_S = 5

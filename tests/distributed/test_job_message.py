@@ -11,8 +11,9 @@ from torch.distributed import PrefixStore, TCPStore
 
 from whale_train.errors import LaunchError
 from whale_train.hosts import HOSTS, Seen, hosts_to_json, joined
+from whale_train.runtime.base.job_key import KEY, JobKey
 from whale_train.runtime.process.job_folder import JobFolder
-from whale_train.runtime.process.job_message import FILES, KEY, Job, JobKey
+from whale_train.runtime.process.job_message import FILES, Job, opened, sealed
 
 OURS, THEIRS = JobKey(b"k" * 32), JobKey(b"q" * 32)
 DEADLINE_S = 60
@@ -32,13 +33,13 @@ def ready(folder: Path, request: str = "{}", *, shares: bool = True) -> Path:
 
 def test_a_message_is_believed_as_it_was_sealed(tmp_path: Path) -> None:
     job = Job.read(ready(tmp_path / "run"))
-    sealed = OURS.sealed(job)
-    assert OURS.opened(sealed) == job
-    assert OURS.opened(OURS.sealed(None)) is None
-    others = (sealed[:-1] + b"?", b"?" + sealed[1:], sealed[:40], b"", THEIRS.sealed(job))
+    told = sealed(OURS, job)
+    assert opened(OURS, told) == job
+    assert opened(OURS, sealed(OURS, None)) is None
+    others = (told[:-1] + b"?", b"?" + told[1:], told[:40], b"", sealed(THEIRS, job))
     for message in others:
         with pytest.raises(LaunchError, match="of rank 0 was not signed by a rank of this job"):
-            OURS.opened(message)
+            opened(OURS, message)
 
 
 def test_a_plan_of_thousands_of_ranks_fits_into_a_store(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_a_plan_of_thousands_of_ranks_fits_into_a_store(tmp_path: Path) -> None:
     ranks = ",".join(f'{{"rank": {rank}, "device": "A100_SXM4_80GB"}}' for rank in range(200_000))
     (run_dir / "plan.json").write_text(ranks)
     assert len(ranks) > 8 << 20  # torch's most
-    assert len(OURS.sealed(Job.read(run_dir))) < 4 << 20
+    assert len(sealed(OURS, Job.read(run_dir))) < 4 << 20
 
 
 def test_a_file_that_changed_is_named(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_a_rank_runs_what_its_rank_0_sent_or_nothing(told: str, said: str, tmp_p
     else:
         public.set("key", OURS.fingerprint)
         own.set("folder", OURS.signed(folder))
-        own.set("job", OURS.sealed(job))
+        own.set("job", sealed(OURS, job))
     if told == "other files":
         (run_dir / "request.json").write_text('{"model": {"_target_": "stranger.Other"}}')
     elif told == "no such folder":

@@ -18,7 +18,7 @@ from whale_train.config import read_request
 from whale_train.launcher.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.rehearsal import Rehearsal
-from whale_train.runtime.graph.autocast import autocast
+from whale_train.runtime.base.autocast import autocast
 from whale_train.runtime.rehearse.agreement import disagreements, unmatched, waiting
 from whale_train.runtime.rehearse.attention import as_on_a_gpu
 from whale_train.runtime.rehearse.main import as_rank, chosen, groups_of, model_of, rehearse

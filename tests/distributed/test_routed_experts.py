@@ -17,8 +17,8 @@ from tests.distributed.test_rehearse import rehearsed
 
 from whale_train.models.grouped_product import grouped_mm
 from whale_train.rehearsal import Rehearsal
+from whale_train.runtime.graph.expert_loads import MixtureLoad, PendingLoads
 from whale_train.runtime.kernels.grouped_experts import own_grouped_mm
-from whale_train.runtime.train.expert_loads import MixtureLoad, PendingLoads
 
 _MIXTURE = (
     "vocab_size: 67, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, "

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from whale_train.runtime.graph.autocast import autocast, casting_once
-from whale_train.runtime.graph.block_modules import BLOCK
+from whale_train.runtime.base.autocast import autocast, casting_once
+from whale_train.runtime.base.node_meta import BLOCK
 from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.kernels.matmul import of_table
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
@@ -157,7 +157,7 @@ def test_rows_of_a_16_bit_table_are_added_up_in_fp32() -> None:
 
 
 def test_hooks_of_a_parameter_run_once_when_all_that_reads_it_is_done() -> None:
-    """What is final is told by them (`runtime/engines/grad_ready.py`), also of a tied weight, that
+    """What is final is told by them (`runtime/pipeline/grad_ready.py`), also of a tied weight, that
     is looked up and multiplied with."""
     table, alone = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3, 3))
     graph = fx.Graph()

@@ -28,8 +28,8 @@ from whale_train.runtime.comms.process_groups import (
     make_groups,
 )
 from whale_train.runtime.compile.compiler import Compiler
+from whale_train.runtime.engines.rank_context import Seat
 from whale_train.runtime.process import rank_main as worker
-from whale_train.runtime.process.rank_context import Seat
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import Loop
 

@@ -21,8 +21,8 @@ from tests.pairs import examples
 from tests.unit.pipelines import Pipeline, regular, wide
 from tests.unit.test_any_schedule import pipelines
 
+from whale_train.runtime.base.value_type import ValueType
 from whale_train.runtime.comms import p2p
-from whale_train.runtime.graph.value_types import ValueType
 from whale_train.runtime.pipeline.executor import receives_ahead
 from whale_train.runtime.pipeline.route import PipelinePlace, Route
 from whale_train.strategies.grammar.nodes import SCHEDULES

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.utils._pytree import tree_map
 
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KEY: Any = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 # Of the operations that CUDA's autocast has a kernel for (torch/amp: "Op-Specific Behavior"). All
 # others of these run in fp32.
@@ -46,6 +47,13 @@ def autocast(
     if device_type == "meta":
         return _meta_autocast(dtype if enabled else None)
     return torch.autocast(device_type, dtype, enabled, cache_enabled)
+
+
+def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context that a forward in `precision` runs in."""
+    if precision not in NARROW:
+        return nullcontext()
+    return autocast(device.type, NARROW[precision])
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whale_train.models.export.export import model_path
+from whale_train.runtime.base.node_meta import MODULE
 from whale_train.runtime.compile.compiler import uncompiled
 from whale_train.runtime.engines.base import Engine
-from whale_train.runtime.graph.block_modules import MODULE
 
 # What torch.fx calls the code that it writes of a graph, and a line of that.
 _WRITTEN = "<eval_with_key>"

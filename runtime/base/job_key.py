@@ -1,0 +1,60 @@
+"""The key of a job, with which its ranks sign what they tell each other (docs/adr/030).
+
+The launcher makes it and hands it to its ranks in the environment.
+"""
+
+import hmac
+import os
+import zlib
+
+from whale_train.errors import LaunchError
+
+KEY = "WHALE_TRAIN_JOB_KEY"  # the variable of the job's key, 64 hexadecimal digits
+_TAG_BYTES = 32  # of SHA-256
+
+
+class JobKey:
+    """The key of a job, and what is made of it."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    @classmethod
+    def from_environment(cls) -> "JobKey":
+        """Return the key that the launcher handed over. Raises LaunchError where it did not."""
+        text = os.environ.get(KEY, "")
+        try:
+            return cls(bytes.fromhex(text))
+        except ValueError:
+            raise LaunchError(f"{KEY} is not a key: start ranks by whale-train") from None
+
+    @property
+    def nonce(self) -> str:
+        """What all keys of the store begin with: those of another job are never read."""
+        return self._of(b"names in the store")
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this key from others without giving it away."""
+        return self._of(b"fingerprint")
+
+    def signed(self, text: str) -> bytes:
+        """Return a message that says `text`."""
+        # A store takes 8 MB at once (torch's TCPStoreLibUvBackend), and a large plan has more.
+        packed = zlib.compress(text.encode())
+        return self._tag(packed) + packed
+
+    def checked(self, message: bytes, sender: str) -> str:
+        """Return what `signed` was given. Raises LaunchError for a message without its tag, of
+        which nothing is looked at."""
+        tag, packed = message[:_TAG_BYTES], message[_TAG_BYTES:]
+        if not hmac.compare_digest(tag, self._tag(packed)):
+            rule = f"the message of {sender} was not signed by a rank of this job"
+            raise LaunchError(f"{rule}, and is not believed")
+        return zlib.decompress(packed).decode()
+
+    def _tag(self, packed: bytes) -> bytes:
+        return hmac.digest(self._key, b"message " + packed, "sha256")
+
+    def _of(self, purpose: bytes) -> str:
+        return hmac.digest(self._key, purpose, "sha256").hex()
