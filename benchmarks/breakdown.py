@@ -1,6 +1,6 @@
 """Where the time of a step of ours goes: compute, bridges, waiting for others, and the rest.
 
-The ranks write a timeline (runtime/train/timeline.py), to which this adds the collectives. All
+The ranks write a timeline (runtime/record/timeline.py), to which this adds the collectives. All
 ranks of a run are on one machine and read one clock, so that a wait has two parts: until the last
 of those it takes has come (*waiting*: the bubble of a pipeline, or a rank that is slower than
 another), and from then until the data is there: what moving it costs. Between TaskGraphs on other
@@ -26,7 +26,7 @@ from whale_train.runtime.base.trace import Trace
 from whale_train.runtime.comms import layout_collectives as casts
 from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.process import rank_main as worker
-from whale_train.runtime.train.timeline import write_events
+from whale_train.runtime.record.timeline import write_events
 from whale_train.strategies.plan.plan import Plan
 
 COMPUTE = {"forward", "backward", "backward_input", "backward_weight"}

@@ -26,7 +26,7 @@ from torch import distributed as dist
 
 from whale_train.runtime.comms.process_groups import join, leave
 from whale_train.runtime.process.fork_server import serve
-from whale_train.runtime.train.metrics import peak_memory_bytes
+from whale_train.runtime.record.metrics import peak_memory_bytes
 
 PR_SET_THP_DISABLE = 41  # from Linux's <sys/prctl.h>
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from whale_train.errors import PlanError
-from whale_train.launcher.command_line import composed
+from whale_train.launcher.compose.command_line import composed
 from whale_train.models.options import ModelOptions
 from whale_train.models.profile.measure import profile_model
 from whale_train.strategies.grammar.nodes import read_strategy

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from whale_train.config import Request, read_request
 from whale_train.errors import RequestError
-from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.rehearsal import Rehearsal
 from whale_train.runtime.rehearse.main import chosen, model_of, rehearse

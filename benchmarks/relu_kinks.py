@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whale_train.data.images import ImagesOptions, open_images
 from whale_train.data.order import indices_from
+from whale_train.data.sources.images import ImagesOptions, open_images
 from whale_train.models.image_classifier import ImageClassifier
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from whale_train.config import Request, read_request
 from whale_train.data.open import open_dataset
-from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.models.class_head import ClassHead
 from whale_train.runtime.assembly.build_program import assemble
@@ -28,9 +28,9 @@ from whale_train.runtime.comms.process_groups import make_channels, make_groups
 from whale_train.runtime.compile.compiler import Compiler
 from whale_train.runtime.engines.rank_context import Seat
 from whale_train.runtime.process import rank_main as worker
+from whale_train.runtime.record.metrics import Metrics
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import Loop
-from whale_train.runtime.train.metrics import Metrics
 from whale_train.strategies.plan.plan import Plan
 
 CPU = torch.device("cpu")

@@ -4,13 +4,13 @@ from typing import Annotated, assert_never
 
 from pydantic import Field
 
-from whale_train.data.arrays import ArraysOptions, open_arrays
-from whale_train.data.classes import ClassesOptions, open_classes
 from whale_train.data.dataset import Dataset
-from whale_train.data.digits import DigitsOptions, open_digits
-from whale_train.data.hf_dataset import HfDatasetOptions, open_hf_dataset
-from whale_train.data.images import ImagesOptions, open_images
-from whale_train.data.text import TextOptions, open_text
+from whale_train.data.sources.arrays import ArraysOptions, open_arrays
+from whale_train.data.sources.classes import ClassesOptions, open_classes
+from whale_train.data.sources.digits import DigitsOptions, open_digits
+from whale_train.data.sources.hf_dataset import HfDatasetOptions, open_hf_dataset
+from whale_train.data.sources.images import ImagesOptions, open_images
+from whale_train.data.sources.text import TextOptions, open_text
 
 DataOptions = Annotated[
     TextOptions | ArraysOptions | DigitsOptions | ClassesOptions | ImagesOptions | HfDatasetOptions,

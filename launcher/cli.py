@@ -13,10 +13,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from whale_train.errors import RequestError
-from whale_train.launcher import command_line
+from whale_train.launcher.compose import command_line
+from whale_train.launcher.compose.own_files import said_of_own_files
 from whale_train.launcher.job import run_job
 from whale_train.launcher.job_end import EXIT_STATUS, JobEnd
-from whale_train.launcher.own_files import said_of_own_files
 from whale_train.launcher.queued import from_queue
 from whale_train.launcher.ranks.external_ranks import become_member, find_place, tell_refused
 from whale_train.launcher.ranks.interfaces import refuse_missing_interfaces

@@ -153,9 +153,9 @@ def compared_model(
     with moments for some parameters alone.
     """
     from whale_train.models.export.export import model_on_meta  # and with it torch
-    from whale_train.models.kept_tensors import kept_tensors, saved_names
     from whale_train.models.loss_module import LossModule
-    from whale_train.models.shared_layers import shared_places
+    from whale_train.models.weights.kept_tensors import kept_tensors, saved_names
+    from whale_train.models.weights.shared_layers import shared_places
 
     try:
         saved, moments = (stored_tensors(path / folder) for folder in ("model", "optimizer"))

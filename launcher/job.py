@@ -23,9 +23,7 @@ from whale_train.launcher.attempts import (
     steps_done,
     write_attempts,
 )
-from whale_train.launcher.calibrate import calibrate
-from whale_train.launcher.command_line import compared_strategies
-from whale_train.launcher.export import export, export_into
+from whale_train.launcher.compose.command_line import compared_strategies
 from whale_train.launcher.job_end import (
     JobEnd,
     finish,
@@ -34,6 +32,10 @@ from whale_train.launcher.job_end import (
     started_elsewhere,
     summary_of,
 )
+from whale_train.launcher.modes.calibrate import calibrate
+from whale_train.launcher.modes.export import export, export_into
+from whale_train.launcher.modes.rehearse import refuse_other_ranks, rehearse
+from whale_train.launcher.modes.verify import verify
 from whale_train.launcher.planning.plan_request import (
     Resolved,
     resolve_each,
@@ -58,7 +60,6 @@ from whale_train.launcher.ranks.run_files import (
     write_plans,
 )
 from whale_train.launcher.ranks.stop_signals import StopSignals, stop_signals
-from whale_train.launcher.rehearse import refuse_other_ranks, rehearse
 from whale_train.launcher.resume import (
     Resumed,
     delinks,
@@ -73,8 +74,7 @@ from whale_train.launcher.ui.show_comparison import comparison_view, refuse_all
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.terminal import Portable, open_console
-from whale_train.launcher.verify import verify
-from whale_train.models.hub import fetch
+from whale_train.models.weights.hub import fetch
 from whale_train.strategies.plan.plan import Decision
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from whale_train.errors import ConfigError, Fault, nearest
-from whale_train.models.hub import is_on_hub
 from whale_train.models.options import ADAPTERS as KEY
+from whale_train.models.weights.hub import is_on_hub
 
 WEIGHTS_FILE = "adapter_model.safetensors"  # where peft looks for them
 # Of the ways to begin, those that leave the weights alone to which the additions are made. From

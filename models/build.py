@@ -25,11 +25,11 @@ from torch.nn.parameter import UninitializedParameter
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.models.adapters import adapter_faults, add_adapters
 from whale_train.models.batch_parts.targets import REMEDY, no_module
-from whale_train.models.hub import folder_of, saved_configs, too_many_layers
 from whale_train.models.loss_module import by_keyword
 from whale_train.models.options import RULES, ModelOptions
-from whale_train.models.shared_layers import share_layers
-from whale_train.models.stored import open_folder
+from whale_train.models.weights.hub import folder_of, saved_configs, too_many_layers
+from whale_train.models.weights.shared_layers import share_layers
+from whale_train.models.weights.stored import open_folder
 
 MOST_PARTS = 250_000  # modules and parameters of a model
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset, RowDataset, can_be_searched, first_row
-from whale_train.data.text import IGNORED_LABEL
+from whale_train.data.sources.text import IGNORED_LABEL
 from whale_train.errors import Fault
 from whale_train.strategies.graph.operation_graph import (
     InputField,

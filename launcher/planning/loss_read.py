@@ -2,7 +2,7 @@
 cannot see, because both of its sides share it."""
 
 from whale_train.config import Request
-from whale_train.data.text import IGNORED_LABEL
+from whale_train.data.sources.text import IGNORED_LABEL
 from whale_train.strategies.graph.operation_graph import Logits, ModelProfile
 from whale_train.strategies.plan.plan import Decision
 

@@ -20,22 +20,22 @@ from whale_train.errors import ConfigError, Fault, PlanError, RequestError
 from whale_train.hosts import Host
 from whale_train.launcher.planning.additions import said_of_additions
 from whale_train.launcher.planning.architectures import refused_architectures
-from whale_train.launcher.planning.calibrations import kept
 from whale_train.launcher.planning.check_data import check_data, said_of_data
 from whale_train.launcher.planning.checkpoint_memory import said_of_copies
 from whale_train.launcher.planning.compare_samples import compared, must_compare
-from whale_train.launcher.planning.devices_here import (
+from whale_train.launcher.planning.devices.calibrations import kept
+from whale_train.launcher.planning.devices.devices_here import (
     cards_of,
     refuse_other_order,
     said_of_figures,
     seated,
 )
-from whale_train.launcher.planning.emulation import bandwidths_in_use, relative_bandwidths
-from whale_train.launcher.planning.emulation import paces as emulated_paces
+from whale_train.launcher.planning.devices.emulation import bandwidths_in_use, relative_bandwidths
+from whale_train.launcher.planning.devices.emulation import paces as emulated_paces
+from whale_train.launcher.planning.devices.host_memory import refuse_small_hosts
+from whale_train.launcher.planning.devices.placing import place_of, this_host_of, threads_of
 from whale_train.launcher.planning.evaluations import refuse_uncounted, said_of_evaluations
-from whale_train.launcher.planning.host_memory import refuse_small_hosts
 from whale_train.launcher.planning.loss_read import said_of_logits
-from whale_train.launcher.planning.placing import place_of, this_host_of, threads_of
 from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.launcher.planning.remedies import with_checked_remedies

@@ -12,10 +12,10 @@ from torch import nn
 
 from whale_train.errors import ConfigError, Fault, listed
 from whale_train.models.build import load_class, training_config
-from whale_train.models.deferred import deferred
-from whale_train.models.hub import KEY, folder_of
 from whale_train.models.options import ModelOptions
-from whale_train.models.stored import open_folder
+from whale_train.models.weights.deferred import deferred
+from whale_train.models.weights.hub import KEY, folder_of
+from whale_train.models.weights.stored import open_folder
 from whale_train.strategies.plan.plan import Decision
 
 

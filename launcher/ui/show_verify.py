@@ -1,6 +1,6 @@
 """A verification as a person reads it: the largest differences, and the verdict.
 
-Owns wording and layout; every figure is launcher/verification.py's.
+Owns wording and layout; every figure is launcher/modes/verification.py's.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from whale_train.launcher.modes.verification import MARGIN, ROUNDED_RUNS, Difference, Verification
 from whale_train.launcher.ui.terminal import Portable
-from whale_train.launcher.verification import MARGIN, ROUNDED_RUNS, Difference, Verification
 
 _ROWS = 8  # of parameters; verify.json has them all
 

@@ -10,10 +10,10 @@ from whale_train.runtime.assembly.build_stages import assemble_stages
 from whale_train.runtime.assembly.shard_params import narrow_of
 from whale_train.runtime.assembly.shared_init import own_copy
 from whale_train.runtime.base.autocast import NARROW
+from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement
 from whale_train.runtime.comms.process_groups import sums_of
 from whale_train.runtime.compile.blocks import compile_blocks
-from whale_train.runtime.engines.base import Copies
 from whale_train.runtime.engines.deepspeed_zero3 import gather_whole
 from whale_train.runtime.engines.make import make_engine
 from whale_train.runtime.engines.rank_context import Seat

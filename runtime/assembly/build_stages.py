@@ -23,11 +23,12 @@ from whale_train.runtime.assembly.shard_params import (
     tensor_paths,
 )
 from whale_train.runtime.base.autocast import NARROW, casting_once
+from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.comms.batch_sums import BatchShare
 from whale_train.runtime.comms.p2p import Transport
 from whale_train.runtime.comms.process_groups import sums_of
 from whale_train.runtime.compile.compiler import Compiler
-from whale_train.runtime.engines.base import Copies, Engine
+from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.make import make_engine
 from whale_train.runtime.engines.rank_context import Seat
 from whale_train.runtime.graph.expert_loads import ExpertLoads

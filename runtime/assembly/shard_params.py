@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from whale_train.models.deferred import made
 from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
+from whale_train.models.weights.deferred import made
 from whale_train.runtime.assembly.shared_init import places_of
 from whale_train.runtime.comms.layout_collectives import shard_of
 from whale_train.runtime.engines.rank_context import Seat

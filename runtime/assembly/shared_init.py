@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from whale_train.models.build import build_model
-from whale_train.models.deferred import deferred, fill, is_deferred
 from whale_train.models.loss_module import LossModule
 from whale_train.models.options import ModelOptions
+from whale_train.models.weights.deferred import deferred, fill, is_deferred
 
 _ALIGNMENT = 64  # bytes; what vectorised kernels like
 # Bytes from which a tensor has a file of its own: what is taken of the model tensor by tensor,
@@ -30,7 +30,7 @@ _OWN_FILE_BYTES = 2**20
 def build_shared(options: ModelOptions, seed: int) -> LossModule:
     """Return the model that `torch.manual_seed(seed); build()` gives, its tensors in mapped
     memory; or with placeholders for them, where they are made, or read of a folder, when they are
-    wanted (`models/deferred.py`)."""
+    wanted (`models/weights/deferred.py`)."""
     seed_python(seed)
     if options.is_built_whole:
         torch.manual_seed(seed)

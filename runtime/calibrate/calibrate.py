@@ -26,8 +26,8 @@ from whale_train.runtime.calibrate.timing import agreed, moment, seconds, undist
 from whale_train.runtime.calibrate.zero_probes import partition_kernels
 from whale_train.runtime.comms.process_groups import homes
 from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup
-from whale_train.runtime.engines.cpu_norms import total_norm
-from whale_train.runtime.engines.optimizers import MakeOptimizer
+from whale_train.runtime.optim.cpu_norms import total_norm
+from whale_train.runtime.optim.optimizers import MakeOptimizer
 from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.hardware.cluster import Kernel, Link, Roofline
 

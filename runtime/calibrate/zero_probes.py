@@ -16,12 +16,12 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.calibrate.roofline_fit import UNBOUND
 from whale_train.runtime.calibrate.timing import agreed, now, undisturbed
-from whale_train.runtime.engines.base import Copies
 from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
-from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.strategies.cost.collectives import all_reduce_time_s, gather_time_s
 from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.grammar.nodes import Replicate

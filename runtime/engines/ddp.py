@@ -11,17 +11,17 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from whale_train.runtime.base.autocast import in_precision
+from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.engines.base import (
     CLIP_EPS,
-    Copies,
     ParameterState,
     set_learning_rate,
     without_scale,
 )
-from whale_train.runtime.engines.cpu_norms import total_norm
 from whale_train.runtime.engines.grad_reduce import Reduction
-from whale_train.runtime.engines.optimizers import MakeOptimizer, skipping, state_of
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
+from whale_train.runtime.optim.cpu_norms import total_norm
+from whale_train.runtime.optim.optimizers import MakeOptimizer, skipping, state_of
 from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 

@@ -10,14 +10,10 @@ from torch import distributed as dist
 
 from whale_train.models.export.grad_modes import inference_as_no_grad
 from whale_train.runtime.base.autocast import NARROW, in_precision
+from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.cpu.malloc_trim import given_back
 from whale_train.runtime.engines.accelerator import use_accelerator
-from whale_train.runtime.engines.base import (
-    Copies,
-    ParameterState,
-    set_learning_rate,
-    without_scale,
-)
+from whale_train.runtime.engines.base import ParameterState, set_learning_rate, without_scale
 from whale_train.runtime.engines.deepspeed_norm import StepNorm
 from whale_train.runtime.engines.deepspeed_zero3 import (
     one_master_copy,
@@ -28,8 +24,8 @@ from whale_train.runtime.engines.deepspeed_zero3 import (
 )
 from whale_train.runtime.engines.grad_reduce import Reduction
 from whale_train.runtime.engines.narrow_weights import NarrowWeights
-from whale_train.runtime.engines.optimizers import makes_late, state_of
 from whale_train.runtime.engines.reached_alike import ReachedAlike
+from whale_train.runtime.optim.optimizers import makes_late, state_of
 from whale_train.strategies.resolver.deepspeed_config import for_processes
 
 

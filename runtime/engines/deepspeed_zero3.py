@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_train.models.deferred import fill
+from whale_train.models.weights.deferred import fill
 from whale_train.runtime.engines.narrow_weights import NarrowWeights
 
 

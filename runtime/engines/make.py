@@ -6,14 +6,15 @@ from functools import partial
 from torch import nn
 
 from whale_train.config import Request
+from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement
-from whale_train.runtime.engines.base import Copies, Engine
+from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import StreamedEngine, TorchEngine
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
-from whale_train.runtime.engines.optimizers import make_optimizer
 from whale_train.runtime.engines.rank_context import Seat
 from whale_train.runtime.engines.reached_alike import ReachedAlike
 from whale_train.runtime.kernels.streamed_weights import StreamedWeights
+from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.strategies.plan.plan import Plan, TaskGraph
 
 

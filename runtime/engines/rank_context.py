@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.compile.compiler import Compiler
-from whale_train.runtime.engines.base import Copies, Engine
+from whale_train.runtime.engines.base import Engine
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from whale_train.models.export.export import model_path
+from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.comms.forward_agreement import ForwardAgreement, ForwardsDiffer
-from whale_train.runtime.engines.base import Copies
 
 
 class ReachedAlike:

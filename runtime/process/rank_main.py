@@ -24,9 +24,9 @@ from whale_train.limits import memory_bytes
 from whale_train.models.export.export import export_model
 from whale_train.models.export.lifted_constants import with_constants
 from whale_train.models.fp32_precision import compute_fp32
-from whale_train.models.kept_tensors import saved_names
 from whale_train.models.loss_module import LossModule
-from whale_train.models.shared_layers import shared_places
+from whale_train.models.weights.kept_tensors import saved_names
+from whale_train.models.weights.shared_layers import shared_places
 from whale_train.runtime.assembly.build_program import assemble
 from whale_train.runtime.assembly.shared_init import build_shared, let_go, seed_python
 from whale_train.runtime.base.trace import Trace
@@ -44,10 +44,13 @@ from whale_train.runtime.cpu.malloc_trim import give_back
 from whale_train.runtime.cpu.threads import num_threads
 from whale_train.runtime.emulate.emulated_links import EmulatedLinks
 from whale_train.runtime.emulate.throttle import Pace
-from whale_train.runtime.engines.optimizers import make_optimizer
 from whale_train.runtime.engines.rank_context import Seat
 from whale_train.runtime.failures.timeout_frames import named_waits
+from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.runtime.process.compile_cpu_adam import load_cpu_adam
+from whale_train.runtime.record.metrics import Metrics, peak_memory_bytes
+from whale_train.runtime.record.profile import StepProfiler
+from whale_train.runtime.record.timeline import merge, write_events
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.final_model import write_final
 from whale_train.runtime.state.held import RankState
@@ -58,11 +61,8 @@ from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import Votes
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import train
-from whale_train.runtime.train.metrics import Metrics, peak_memory_bytes
-from whale_train.runtime.train.profile import StepProfiler
 from whale_train.runtime.train.recorder import verify
 from whale_train.runtime.train.step_programs import Program
-from whale_train.runtime.train.timeline import merge, write_events
 from whale_train.strategies.grammar.form import needs_graph
 from whale_train.strategies.memory.malloc_headroom import has_room
 from whale_train.strategies.plan.plan import Plan

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from whale_train.runtime.base.autocast import NARROW, in_precision
-from whale_train.runtime.engines.base import Copies, ParameterState, set_learning_rate
+from whale_train.runtime.base.copies import Copies
+from whale_train.runtime.engines.base import ParameterState, set_learning_rate
 from whale_train.runtime.engines.ddp import StreamedEngine
 from whale_train.runtime.engines.grad_reduce import Reduction, in_buckets
-from whale_train.runtime.engines.optimizers import MakeOptimizer, skipping, state_of
+from whale_train.runtime.optim.optimizers import MakeOptimizer, skipping, state_of
 from whale_train.runtime.rehearse.recorded_group import RecordedGroup
 from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 

@@ -16,8 +16,8 @@ _SECOND_MOMENTS = ("exp_avg_sq",)
 
 class Delinking:
     """Where a tensor of a checkpoint is found: `places` are the paths of parameters by those of the
-    ones whose values they begin with (`models/shared_layers.py`); none for a checkpoint of the
-    model itself."""
+    ones whose values they begin with (`models/weights/shared_layers.py`); none for a checkpoint of
+    the model itself."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
         self._places = places

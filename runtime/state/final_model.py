@@ -20,8 +20,8 @@ from whale_train.models.adapters import WEIGHTS_FILE as ADAPTERS
 from whale_train.models.adapters import adapter_names, describe_adapters, has_adapters
 from whale_train.models.build import given_config
 from whale_train.models.export.export import model_on_meta
-from whale_train.models.hub import folder_of
 from whale_train.models.options import ModelOptions
+from whale_train.models.weights.hub import folder_of
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.parts import write_blocks, written

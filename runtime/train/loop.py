@@ -22,19 +22,19 @@ from whale_train.errors import listed
 from whale_train.runtime.base.step_types import Batch, PendingLoss
 from whale_train.runtime.base.trace import Trace, span
 from whale_train.runtime.graph.expert_loads import PendingLoads
+from whale_train.runtime.optim.lr_schedule import learning_rate
+from whale_train.runtime.optim.plateau import Plateau
+from whale_train.runtime.record.metrics import Metrics, StepMetrics
+from whale_train.runtime.record.profile import StepProfiler
+from whale_train.runtime.record.to_host import ToHost
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import Wish
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.grad_scaler import START, LossScale, check_scaled
-from whale_train.runtime.train.lr_schedule import learning_rate
-from whale_train.runtime.train.metrics import Metrics, StepMetrics
 from whale_train.runtime.train.not_finite import NotFinite, first_not_finite, without_targets
 from whale_train.runtime.train.optimizer_step import update
-from whale_train.runtime.train.plateau import Plateau
-from whale_train.runtime.train.profile import StepProfiler
 from whale_train.runtime.train.router_biases import RouterBiases
 from whale_train.runtime.train.step_programs import Program
-from whale_train.runtime.train.to_host import ToHost
 from whale_train.strategies.plan.plan import Plan
 
 MOST_SKIPPED = 100  # steps in a row that train.on_nan=skip leaves out before it ends the run

@@ -5,7 +5,7 @@ ones after the `first` step (of several) and at the end (`final`), and the first
 (of the mean loss, before clipping), in fp32; and blocks of what is not trained, as the steps left
 it. `rank_N.json` says which part of the whole tensor that is. A first step is one that fp16 did
 not skip. A rank that trains alone adds what the comparison is judged by (`Yardstick`). Comparing
-is launcher/compare_runs.py's.
+is launcher/modes/compare_runs.py's.
 
 Dropout is off: its masks differ from plan to plan, so with it no two plans compute the same.
 """
@@ -28,12 +28,12 @@ from whale_train.runtime.base.trace import Trace
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.engines.ddp import TorchEngine
 from whale_train.runtime.graph.shard_rng import SharedRandom
+from whale_train.runtime.record.metrics import Metrics
 from whale_train.runtime.state.blocks import placement
 from whale_train.runtime.state.held import RankState, paths_of
 from whale_train.runtime.state.tensor_files import write_json, write_tensors
 from whale_train.runtime.train.batches import RankBatches
 from whale_train.runtime.train.loop import Loop
-from whale_train.runtime.train.metrics import Metrics
 from whale_train.runtime.train.rounded_weights import RoundedWeights
 from whale_train.runtime.train.step_programs import Program
 from whale_train.strategies.plan.plan import Plan
@@ -245,7 +245,7 @@ def slope_of(
     norm of them, so an error of 1 moves either by at most 1, and the quotient by
     1 / d + |m| / d^2 to first order. It is 0 where every gradient was exactly 0: no term reached
     that element, and none is rounded. LAMB's is that of its direction r, as Adam's, and of
-    |r|, times the trust ratio |x| / |r| (runtime/engines/lamb.py).
+    |r|, times the trust ratio |x| / |r| (runtime/optim/lamb.py).
     """
     if options.name == "sgd":
         return torch.tensor(sum(options.momentum**k for k in range(steps)))

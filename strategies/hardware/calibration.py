@@ -1,7 +1,7 @@
 """What was measured of a machine's devices and links, and a cluster with these figures in it.
 
 Owns the figures and their file's form; measuring is `runtime/calibrate/calibrate.py`'s, keeping the
-files `launcher/planning/calibrations.py`'s.
+files `launcher/planning/devices/calibrations.py`'s.
 """
 
 import json

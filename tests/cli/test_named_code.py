@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from whale_train.errors import ConfigError
-from whale_train.launcher.command_line import check, rewritten
+from whale_train.launcher.compose.command_line import check, rewritten
 
 MODULE = """import logging
 from pathlib import Path

@@ -16,7 +16,7 @@ from tests.damage import as_json, damaged, damaged_text
 from tests.pairs import IS_FULL
 
 from whale_train.errors import ConfigError
-from whale_train.launcher.command_line import check, composed, rewritten
+from whale_train.launcher.compose.command_line import check, composed, rewritten
 from whale_train.launcher.job import run_job
 
 REQUESTS = 300 if IS_FULL else 20

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from whale_train.config import read_request
 from whale_train.errors import ConfigError, Fault
-from whale_train.launcher import command_line
+from whale_train.launcher.compose import command_line
 from whale_train.other_trainers import INSTEAD, known_elsewhere
 
 GIVEN = {

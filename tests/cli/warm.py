@@ -15,7 +15,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from whale_train.launcher.command_line import composed
+from whale_train.launcher.compose.command_line import composed
 
 COMMAND = "whale_train.launcher.cli"
 IMPORTED = (

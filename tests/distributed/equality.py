@@ -26,8 +26,8 @@ from tests.distributed.served import Served
 from torch import Tensor, nn
 
 from whale_train.config import Request, read_request
-from whale_train.data.arrays import ArraysOptions
-from whale_train.launcher.command_line import composed, rewritten
+from whale_train.data.sources.arrays import ArraysOptions
+from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.launcher.ranks.run_dir import create_run_dir, write_text
 from whale_train.launcher.ranks.run_files import start_ranks

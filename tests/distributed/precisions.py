@@ -23,7 +23,7 @@ from tests.distributed.test_parallel_strategies import MODELS, hardware, pipelin
 from tests.distributed.test_verify import OPTIMIZERS, STEPS, Sides
 
 from whale_train.config import Request
-from whale_train.launcher.compare_runs import Verification, compare
+from whale_train.launcher.modes.compare_runs import Verification, compare
 
 PRECISIONS = ("bf16", "fp16")
 # Mixtral twice: with all experts for every token, and as it is, with the best two of four.

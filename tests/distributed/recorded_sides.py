@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tests.distributed.test_verify import Case
 
 from whale_train.config import Request, read_request
-from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.compose.command_line import composed, rewritten
 
 _SAID = {"dropout_off": False, "drew_random": False, "largest": {"w": 2.0}}
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from whale_train.checkpoint_files import MANIFEST, Manifest, folder_of
 from whale_train.config import Request, read_request
-from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.going_on import GoingOn
 from whale_train.launcher.planning.plan_request import Resolved, resolve_request
 from whale_train.launcher.resume import find_checkpoint, go_on, phase_of, refuse_unlike
 from whale_train.models.export.export import model_on_meta
-from whale_train.models.kept_tensors import kept_tensors, saved_names
 from whale_train.models.loss_module import LossModule
+from whale_train.models.weights.kept_tensors import kept_tensors, saved_names
 from whale_train.runtime.state.held import HeldBlock
 from whale_train.runtime.state.parts import write_blocks
 from whale_train.runtime.state.tensor_files import write_json, write_text

@@ -29,7 +29,7 @@ from whale_train.runtime.calibrate.roofline_fit import KernelTimes, fitted
 from whale_train.runtime.calibrate.timing import moment, seconds, undisturbed
 from whale_train.runtime.calibrate.zero_probes import through
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
-from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.strategies.cost.op_work import BY_FLOPS, KernelKind
 from whale_train.strategies.hardware.calibration import Calibration
 from whale_train.strategies.hardware.cluster import Roofline

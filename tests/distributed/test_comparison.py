@@ -16,13 +16,13 @@ from torch.nn import functional
 
 from whale_train.config import OptimizerOptions, read_request
 from whale_train.errors import PlanError
-from whale_train.launcher.command_line import composed, rewritten
-from whale_train.launcher.compare_runs import compare
+from whale_train.launcher.compose.command_line import composed, rewritten
+from whale_train.launcher.modes.compare_runs import compare
+from whale_train.launcher.modes.verification import Verification
+from whale_train.launcher.modes.verify import on_one_process, only_steps
 from whale_train.launcher.planning.plan_request import resolve_request
-from whale_train.launcher.verification import Verification
-from whale_train.launcher.verify import on_one_process, only_steps
-from whale_train.runtime.engines.base import Copies
-from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.base.copies import Copies
+from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.runtime.state.blocks import Placement, placement
 from whale_train.runtime.train.recorder import DropoutOff, slope_of
 from whale_train.strategies.plan.plan import Plan, TaskGraph
@@ -123,7 +123,7 @@ def test_no_number_is_not_equal(tmp_path: Path) -> None:
 
 def test_one_process_that_cannot_hold_the_model_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """100,000 classes take 0.8 GB of weights, gradients and Adam's state; 16 devices hold them."""
-    monkeypatch.setattr("whale_train.launcher.verify.memory_bytes", lambda: 500_000_000)
+    monkeypatch.setattr("whale_train.launcher.modes.verify.memory_bytes", lambda: 500_000_000)
     overrides = ["model=class_head", "model.num_classes=100000", "data=classes", "mode=verify"]
     overrides += ["strategy=hybrid_split_dp", "hardware=v100_p100_mix", "optimizer=adamw"]
     request = only_steps(read_request(composed(rewritten(overrides)), {}))

@@ -24,7 +24,7 @@ from tests.pairs import IS_FULL
 from whale_train import safetensors_files
 from whale_train.checkpoint_files import MANIFEST
 from whale_train.errors import RequestError
-from whale_train.models.stored import _tensors_in, mapped
+from whale_train.models.weights.stored import _tensors_in, mapped
 
 DAMAGED = 3000 if IS_FULL else 60
 DEEP = 10_000

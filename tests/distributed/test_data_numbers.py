@@ -11,7 +11,7 @@ import pytest
 
 from whale_train.config import read_request
 from whale_train.errors import RequestError
-from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)

@@ -14,9 +14,9 @@ from tests.distributed.jobs import COMMAND, job_in
 from torch import nn
 
 from whale_train.models.build import build_model
-from whale_train.models.deferred import deferred, fill, is_deferred, made
 from whale_train.models.options import HUGGING_FACE, ModelOptions
-from whale_train.models.stored import stored
+from whale_train.models.weights.deferred import deferred, fill, is_deferred, made
+from whale_train.models.weights.stored import stored
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
 

@@ -16,9 +16,9 @@ from tests.distributed.equality import JobFailed, Jobs, save
 from tests.distributed.evaluated_models import Tagger, Taught
 from torch import Tensor
 
-from whale_train.data.arrays import ArraysOptions
 from whale_train.data.open import open_dataset
 from whale_train.data.order import evaluation_batches
+from whale_train.data.sources.arrays import ArraysOptions
 
 SAMPLES, LENGTH, BATCH, SEED = 43, 6, 8, 3
 REL = 2e-6

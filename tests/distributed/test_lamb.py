@@ -19,9 +19,9 @@ from tests.distributed.harness import run_ranks
 from torch import distributed as dist
 from torch import nn
 
-from whale_train.runtime.engines.base import Copies
-from whale_train.runtime.engines.lamb import Lamb
-from whale_train.runtime.engines.optimizers import make_optimizer, skipping
+from whale_train.runtime.base.copies import Copies
+from whale_train.runtime.optim.lamb import Lamb
+from whale_train.runtime.optim.optimizers import make_optimizer, skipping
 
 OPTIONS = {"lr": 0.05, "betas": [0.8, 0.95], "eps": 1e-4, "weight_decay": 0.1}
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from whale_train.data.images import ImagesOptions
 from whale_train.data.open import open_dataset
+from whale_train.data.sources.images import ImagesOptions
 from whale_train.models.grouped_product import grouped_mm
 from whale_train.models.image_classifier import ImageClassifier
 from whale_train.models.moe_gpt import Experts, MoEGPT, Router, Routing

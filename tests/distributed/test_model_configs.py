@@ -7,7 +7,7 @@ from torch import nn
 
 from whale_train.config import Request, read_request
 from whale_train.errors import PlanError
-from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.models.build import build_model
 from whale_train.models.options import ModelOptions

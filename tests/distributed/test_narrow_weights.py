@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from whale_train.runtime.engines.base import Copies
+from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer

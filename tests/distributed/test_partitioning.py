@@ -14,7 +14,7 @@ from torch import nn
 
 from whale_train.models.options import ModelOptions
 from whale_train.runtime.assembly.shared_init import build_shared, let_go, own_copy
-from whale_train.runtime.engines.base import Copies
+from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.engines.deepspeed import DeepSpeedEngine
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer

@@ -22,10 +22,10 @@ from tests.distributed.harness import run_ranks
 from torch import distributed as dist
 from torch import nn
 
+from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.cpu.shm_collectives import SharedMemoryGroup
-from whale_train.runtime.engines.base import Copies
 from whale_train.runtime.engines.ddp import TorchEngine
-from whale_train.runtime.engines.optimizers import make_optimizer
+from whale_train.runtime.optim.optimizers import make_optimizer
 from whale_train.runtime.train.loop import update
 
 STRATEGIES = ("dp", "zero1", "zero2", "zero3", "zero2_offload", "hybrid_split_dp")

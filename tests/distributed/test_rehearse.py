@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from whale_train.config import read_request
-from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.rehearsal import Rehearsal
 from whale_train.runtime.base.autocast import autocast

@@ -15,11 +15,11 @@ from tests.distributed.served import Served
 from torch import Tensor
 
 from whale_train.config import Request, read_request
-from whale_train.launcher.command_line import composed, rewritten
-from whale_train.launcher.compare_runs import Verification, compare
+from whale_train.launcher.compose.command_line import composed, rewritten
+from whale_train.launcher.modes.compare_runs import Verification, compare
+from whale_train.launcher.modes.verify import on_one_process, only_steps
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.launcher.ranks.run_files import make_run_dir, start_ranks
-from whale_train.launcher.verify import on_one_process, only_steps
 from whale_train.models.build import build_model
 from whale_train.models.loss_module import LossModule
 from whale_train.runtime.process import rank_main as worker

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from whale_train.config import read_request
-from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.models.fp32_precision import compute_fp32
 from whale_train.runtime.assembly.build_program import assemble

@@ -13,8 +13,8 @@ from tests.unit.plan_requests import strategy_of, training
 from tests.unit.test_stages import model
 
 from whale_train.errors import ConfigError
-from whale_train.launcher.calibrate import announced, at_once, kept_of, show
-from whale_train.launcher.planning.calibrations import folder, keep, kept
+from whale_train.launcher.modes.calibrate import announced, at_once, kept_of, show
+from whale_train.launcher.planning.devices.calibrations import folder, keep, kept
 from whale_train.runtime.calibrate.roofline_fit import UNBOUND
 from whale_train.strategies.cost.collectives import (
     all_reduce_time_s,

@@ -11,8 +11,8 @@ import pytest
 from numpy.lib import format as npy_format
 from tests.pairs import IS_FULL
 
-from whale_train.data.arrays import ArraysOptions
 from whale_train.data.open import open_dataset
+from whale_train.data.sources.arrays import ArraysOptions
 from whale_train.errors import ConfigError
 
 DAMAGED = 3000 if IS_FULL else 150

@@ -13,7 +13,8 @@ from tests.unit.operation_graphs import gpt
 from tests.unit.test_calibration import MEASURED
 
 from whale_train.errors import ConfigError
-from whale_train.launcher.planning import calibrations, profile_cache
+from whale_train.launcher.planning import profile_cache
+from whale_train.launcher.planning.devices import calibrations
 from whale_train.strategies.graph.profile_json import profile_to_json
 
 COUNT = 3000 if IS_FULL else 60

@@ -13,11 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from whale_train.data import paths
-from whale_train.data.arrays import ArraysOptions
 from whale_train.data.dataset import Dataset
-from whale_train.data.hf_dataset import HfDatasetOptions
 from whale_train.data.open import open_dataset
-from whale_train.data.text import TextOptions
+from whale_train.data.sources.arrays import ArraysOptions
+from whale_train.data.sources.hf_dataset import HfDatasetOptions
+from whale_train.data.sources.text import TextOptions
 from whale_train.errors import ConfigError
 from whale_train.strategies.graph.operation_graph import InputField
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from whale_train.data.dataset import Note, RowDataset
-from whale_train.data.hf_dataset import HfDatasetOptions
 from whale_train.data.open import open_dataset
+from whale_train.data.sources.hf_dataset import HfDatasetOptions
 from whale_train.errors import ConfigError
 from whale_train.strategies.graph.operation_graph import InputField
 

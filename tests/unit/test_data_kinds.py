@@ -8,11 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
-from whale_train.data.classes import ClassesOptions
-from whale_train.data.digits import DigitsOptions
-from whale_train.data.images import ImagesOptions
 from whale_train.data.open import DataOptions, open_dataset
 from whale_train.data.order import step_indices
+from whale_train.data.sources.classes import ClassesOptions
+from whale_train.data.sources.digits import DigitsOptions
+from whale_train.data.sources.images import ImagesOptions
 from whale_train.strategies.graph.operation_graph import InputField
 
 CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "data").glob("*.yaml"))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from whale_train.data.open import open_dataset
-from whale_train.data.text import TextOptions
+from whale_train.data.sources.text import TextOptions
 from whale_train.errors import ConfigError
 from whale_train.strategies.graph.operation_graph import InputField
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from whale_train.runtime.optim.plateau import GAIN, WINDOW, Plateau
 from whale_train.runtime.state.delinking import Delinking
-from whale_train.runtime.train.plateau import GAIN, WINDOW, Plateau
 
 PLACES = {f"blocks.{i}.{name}": f"blocks.0.{name}" for i in (1, 2, 3) for name in ("w", "b")}
 

@@ -18,9 +18,9 @@ from tests.unit.plan_requests import shipped, training
 from whale_train.config import Request, read_request
 from whale_train.errors import ConfigError, Fault
 from whale_train.hosts import Host, Seen, joined, this_host
-from whale_train.launcher.command_line import composed
+from whale_train.launcher.compose.command_line import composed
 from whale_train.launcher.planning.architectures import faults_of
-from whale_train.launcher.planning.devices_here import (
+from whale_train.launcher.planning.devices.devices_here import (
     Place,
     joined_cluster,
     processes_joined,
@@ -29,7 +29,7 @@ from whale_train.launcher.planning.devices_here import (
     seated,
     where,
 )
-from whale_train.launcher.planning.machine import facts_of
+from whale_train.launcher.planning.devices.machine import facts_of
 from whale_train.nvml import visible_gpus
 from whale_train.runtime.process.rank_main import _device
 from whale_train.strategies.hardware.cluster import Cluster

@@ -2,7 +2,11 @@
 
 import pytest
 
-from whale_train.launcher.planning.emulation import bandwidths_in_use, paces, relative_bandwidths
+from whale_train.launcher.planning.devices.emulation import (
+    bandwidths_in_use,
+    paces,
+    relative_bandwidths,
+)
 from whale_train.strategies.cost.collectives import group_link
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
 

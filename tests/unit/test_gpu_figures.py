@@ -10,7 +10,7 @@ from torch import nn
 
 from whale_train.config import read_request
 from whale_train.errors import ConfigError, Fault
-from whale_train.launcher.command_line import composed, rewritten
+from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.models.fp32_precision import compute_fp32
 from whale_train.strategies.cost.op_work import KernelKind

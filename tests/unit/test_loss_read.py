@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from whale_train.config import Request, read_request
-from whale_train.launcher.command_line import composed
+from whale_train.launcher.compose.command_line import composed
 from whale_train.launcher.planning.loss_read import said_of_logits, shared_by_both
 from whale_train.strategies.graph.operation_graph import InputField, Logits, ModelProfile
 from whale_train.strategies.plan.plan import Decision

@@ -2,7 +2,7 @@
 
 import pytest
 
-from whale_train.runtime.train.metrics import flops_reached
+from whale_train.runtime.record.metrics import flops_reached
 
 
 def test_utilisation_is_the_models_flops_of_the_devices() -> None:

@@ -10,7 +10,7 @@ from whale_train.errors import ConfigError
 from whale_train.models.build import build_model
 from whale_train.models.options import ModelOptions
 from whale_train.models.profile.measure import profile_model
-from whale_train.models.shared_layers import share_layers, shared_places
+from whale_train.models.weights.shared_layers import share_layers, shared_places
 from whale_train.strategies.graph.operation_graph import InputField
 
 TOKENS = tuple(InputField(name, (12,), "int64", 31) for name in ("input_ids", "labels"))

@@ -4,9 +4,9 @@ from tests.unit import nvml_machines as machines
 from tests.unit.operation_graphs import gpt
 from tests.unit.test_devices_here import inventory, machine, planned, request
 
-from whale_train.launcher.planning.devices_here import where
+from whale_train.launcher.modes.verify import on_one_process
+from whale_train.launcher.planning.devices.devices_here import where
 from whale_train.launcher.planning.plan_request import Resolved
-from whale_train.launcher.verify import on_one_process
 
 
 def test_one_process_of_a_verification_has_the_first_card() -> None:

@@ -1,7 +1,7 @@
 """What two runs of the same steps computed, compared: the plan's ranks and one process.
 
-Both sides left their files (runtime/train/recorder.py), which launcher/recorded_run.py reads; here
-every difference is measured against what is allowed. Nothing is run, and nothing shown.
+Both sides left their files (runtime/train/recorder.py), which launcher/modes/recorded_run.py reads;
+here every difference is measured against what is allowed. Nothing is run, and nothing shown.
 
 What is allowed, with a relative tolerance t:
 
@@ -35,8 +35,8 @@ from pathlib import Path
 import numpy as np
 
 from whale_train.config import OptimizerOptions, Request
-from whale_train.launcher.recorded_run import Array, RecordedRun, largest_of
-from whale_train.launcher.verification import Difference, Kind, Verification, stretch
+from whale_train.launcher.modes.recorded_run import Array, RecordedRun, largest_of
+from whale_train.launcher.modes.verification import Difference, Kind, Verification, stretch
 
 # Half a unit in the last place: what rounding a number changes of it at most (IEEE 754).
 ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}

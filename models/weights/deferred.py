@@ -26,7 +26,7 @@ from torch.storage import UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from whale_train.models.stored import mapped
+from whale_train.models.weights.stored import mapped
 
 _STORED = torch.ops.whale_train.stored.default
 _ATTRIBUTE = "_whale_deferred"  # of a placeholder: its recording, and the tensor recorded

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from whale_train.data.classes import balanced_labels
 from whale_train.data.dataset import Batch, Dataset, Indices
 from whale_train.data.random_bits import nearly_normal, random_bits, stream_key
+from whale_train.data.sources.classes import balanced_labels
 from whale_train.strategies.graph.operation_graph import InputField
 
 # A picture has 4 x 4 patches, so that it survives a network's pooling; their brightness has

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from whale_train.errors import ConfigError, Fault
-from whale_train.models.hub import KEY
+from whale_train.models.weights.hub import KEY
 from whale_train.safetensors_files import BrokenCheckpoint, read_json
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whale_train.runtime.engines.cpu_norms import norm
+from whale_train.runtime.optim.cpu_norms import norm
 from whale_train.strategies.memory.engine_memory import REDUCE_BUCKET_ELEMENTS
 
 

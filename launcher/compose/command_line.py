@@ -26,14 +26,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from whale_train.config import read_request
 from whale_train.errors import ConfigError, Fault, RequestError, nearest
-from whale_train.launcher.config_files import read_within_bounds
-from whale_train.launcher.hydra_keys import code_faults
-from whale_train.launcher.interpolations import interpolation_faults
-from whale_train.launcher.output_dirs import run_dir_faults
-from whale_train.launcher.override_text import read_override
-from whale_train.launcher.own_files import put_own_files_first
-from whale_train.launcher.sweeps import PARAMS, jobs, refuse_swept, value_of
-from whale_train.launcher.unknown_keys import (
+from whale_train.launcher.compose.config_files import read_within_bounds
+from whale_train.launcher.compose.hydra_keys import code_faults
+from whale_train.launcher.compose.interpolations import interpolation_faults
+from whale_train.launcher.compose.output_dirs import run_dir_faults
+from whale_train.launcher.compose.override_text import read_override
+from whale_train.launcher.compose.own_files import put_own_files_first
+from whale_train.launcher.compose.sweeps import PARAMS, jobs, refuse_swept, value_of
+from whale_train.launcher.compose.unknown_keys import (
     is_choice,
     remedy_for,
     remedy_for_flag,

@@ -1,6 +1,7 @@
 """What the ranks of one run of a verification left, put together tensor by tensor.
 
-Owns how the files of runtime/train/recorder.py are read; judging is launcher/compare_runs.py's.
+Owns how the files of runtime/train/recorder.py are read; judging is that of
+launcher/modes/compare_runs.py.
 """
 
 import json

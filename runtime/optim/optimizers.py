@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
 
-from whale_train.runtime.engines.base import Copies
-from whale_train.runtime.engines.lamb import Lamb, Shards
+from whale_train.runtime.base.copies import Copies
+from whale_train.runtime.optim.lamb import Lamb, Shards
 
 
 class MakeOptimizer(Protocol):

@@ -11,14 +11,14 @@ from typing import Any
 from whale_train.config import AUTO, Request
 from whale_train.errors import ConfigError, Fault
 from whale_train.hosts import Host, this_host
-from whale_train.launcher.planning.calibrations import kept
-from whale_train.launcher.planning.devices_here import (
+from whale_train.launcher.planning.devices.calibrations import kept
+from whale_train.launcher.planning.devices.devices_here import (
     Place,
     joined_cluster,
     processes_joined,
     where,
 )
-from whale_train.launcher.planning.machine import facts_of, threads_asked
+from whale_train.launcher.planning.devices.machine import facts_of, threads_asked
 from whale_train.nvml import visible_gpus
 from whale_train.strategies.hardware.calibration import calibrated, on_cores
 from whale_train.strategies.hardware.cluster import Cluster

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from whale_train.data.columns import Column, WrongRow, dtype_of, examined
 from whale_train.data.dataset import Batch, Dataset, Indices, Note, RowDataset, hold_back
 from whale_train.data.files import files_in, place_of, read_files, read_saved
 from whale_train.data.paths import (
@@ -24,6 +23,7 @@ from whale_train.data.paths import (
     refuse_special,
     unreadable,
 )
+from whale_train.data.sources.columns import Column, WrongRow, dtype_of, examined
 from whale_train.errors import ConfigError, Fault, nearest
 from whale_train.strategies.graph.operation_graph import InputField
 

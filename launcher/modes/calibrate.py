@@ -17,8 +17,8 @@ from whale_train.config import Request
 from whale_train.data.open import DataOptions
 from whale_train.errors import ConfigError, Fault
 from whale_train.launcher.job_end import JobEnd, finish, never_met
-from whale_train.launcher.planning.calibrations import keep
-from whale_train.launcher.planning.placing import threads_of
+from whale_train.launcher.planning.devices.calibrations import keep
+from whale_train.launcher.planning.devices.placing import threads_of
 from whale_train.launcher.planning.plan_request import Resolved, resolve_request
 from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
 from whale_train.launcher.ranks.rank_env import LaunchPlace

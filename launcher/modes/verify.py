@@ -8,8 +8,9 @@ from rich.console import Console
 
 from whale_train.config import Request
 from whale_train.errors import Fault, PlanError
-from whale_train.launcher.compare_runs import compare
 from whale_train.launcher.job_end import JobEnd, finish, never_met
+from whale_train.launcher.modes.compare_runs import compare
+from whale_train.launcher.modes.verification import ROUNDED_RUNS
 from whale_train.launcher.planning.loss_read import shared_by_both
 from whale_train.launcher.planning.plan_request import Resolved, training_of
 from whale_train.launcher.ranks.external_ranks import JobProcess, NeverMet
@@ -20,7 +21,6 @@ from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.show_verify import rounded_line, verdict_line, verification_view
 from whale_train.launcher.ui.terminal import Portable
-from whale_train.launcher.verification import ROUNDED_RUNS
 from whale_train.limits import memory_bytes
 from whale_train.strategies.resolver.resolve import resolve
 

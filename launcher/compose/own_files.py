@@ -21,7 +21,7 @@ from hydra.plugins.config_source import ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 
-from whale_train.launcher.config_files import BoundedFiles
+from whale_train.launcher.compose.config_files import BoundedFiles
 from whale_train.strategies.plan.plan import Decision
 
 PRIMARY = "config"  # the name of the primary config, which is not the user's to replace

@@ -1,7 +1,7 @@
 """What a verification comes to: every difference, and the verdict.
 
 Owns how far rounding excuses a difference (`MARGIN`), and `verify.json`; the differences are
-launcher/compare_runs.py's.
+launcher/modes/compare_runs.py's.
 """
 
 import math
