@@ -9,7 +9,6 @@ from whale_train.strategies.cost.collectives import (
 )
 from whale_train.strategies.cost.roofline import Times
 from whale_train.strategies.graph.operation_graph import OperationGraph
-from whale_train.strategies.graph.saved_tensors import View
 from whale_train.strategies.hardware.cluster import Cluster, Link
 from whale_train.strategies.layouts.propagation import Cast
 from whale_train.strategies.layouts.types import COMBINE, DISPATCH, EXCHANGE
@@ -87,14 +86,6 @@ def moved_bytes(graph: OperationGraph, value: str, samples: float, precision: st
     for size in graph[value].shape or ():
         num_bytes *= size.fixed + size.per_sample * samples
     return num_bytes
-
-
-def bridge_time_s(
-    view: View, names: Iterable[str], samples: float, members: int, link: Link
-) -> float:
-    """Return the seconds in which the values `names` cross to a split head, or their gradients come
-    back: each is gathered over the `members` that share the samples."""
-    return sum(gather_time_s(view.crossing_bytes(name, samples), members, link) for name in names)
 
 
 # Design §7's table: what each cast is forward and backward; an all-reduce, a gather (or a

@@ -15,12 +15,9 @@ from itertools import accumulate
 
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
-    Operation,
     block_of,
-    value_bytes,
 )
 from whale_train.strategies.memory.liveness import Moment, Passing
-from whale_train.strategies.partition.head_partition import HeadCut
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.plan.training import Training
 
@@ -333,56 +330,6 @@ def unmeasured(activation_bytes: float, gradients: float, largest: float) -> Pas
     again = (Moment(largest, activation_bytes),)
     forward = (Moment(0.0, activation_bytes),)
     return Passing(activation_bytes, 0.0, gradients, forward, all_of_it, again)
-
-
-def head_activation_bytes(logits: Operation) -> float:
-    """Return the bytes a sample keeps of a head, in fp32, where nobody measured them: the logits in
-    the output's dtype, and as the softmax."""
-    return 2 * value_bytes(logits)
-
-
-def head_memory(
-    cut: HeadCut,
-    profile: ModelProfile,
-    part: float,
-    optimizer_states: int,
-    precision: str,
-    samples: int,
-    accumulate: bool = False,
-    in_flight: int = 1,
-) -> MemoryEstimate:
-    """Return the memory of one shard of the head with a `part` of its classes, which sees all
-    `samples` of a micro-batch at a time: its rows of every sharded parameter, the logits it makes
-    and the gathered inputs. The forward has its logits and their exponentials, of which the latter
-    stay and become their gradient (`runtime/kernels/vocab_parallel.py`) while that of the weights
-    is made; of several backwards where gradients `accumulate`, it is there already. Micro-batches
-    `in_flight` beside the last have run forward and keep what their backwards want."""
-    assert profile.graph is not None
-    elements = sum(profile.parameter_by_path[path].elements for path in cut.shards) * part
-    *lead, classes = profile.graph[cut.operation].shape or ()
-    rows = 1
-    for size in lead:
-        rows *= size.at(samples)
-    sizes = precision_bytes(precision, 0)
-    width = 4 * sizes.activations
-    entered = 0.0
-    for name in cut.segments[-1].takes:
-        each = 1
-        for size in profile.graph[name].shape or ():
-            each *= size.at(samples)
-        entered += each * width
-    kept, gradients = rows * classes.at(samples) * part * width, 4 * elements
-    beside = (in_flight - 1) * (kept + entered)
-    forward = Needed(gradients if accumulate else 0.0, 2 * kept + beside, 2 * entered)
-    backward = Needed(gradients, kept + beside, 2 * entered)
-    worst = max(forward, backward, key=lambda needed: needed.total)
-    return MemoryEstimate(
-        parameters=(sizes.weights + sizes.casts) * elements,
-        gradients=worst.gradients,
-        optimizer=4 * elements * optimizer_states,
-        activations=worst.activations,
-        communication=worst.moving,
-    )
 
 
 def added(first: MemoryEstimate, second: MemoryEstimate) -> MemoryEstimate:

@@ -46,7 +46,9 @@ def find_heads(profile: ModelProfile) -> tuple[Head, ...]:
     """Return all output projections, the one with the largest weight first."""
     graph = profile.graph
     assert graph is not None
-    projections = [head for op in graph if (head := _projection(op, graph, profile))]
+    before = graph.ancestors({graph.operations[-1].inputs[0]})
+    on_the_way = (op for op in graph if op.name in before)
+    projections = [head for op in on_the_way if (head := _projection(op, graph, profile))]
     of_weights = graph.descendants({op.name for op in graph if op.target in WEIGHTS})
     mixing = [op for op in graph if _takes_weight_as_more_than_scale(op, graph, of_weights)]
     mixed = graph.ancestors({name for op in mixing for name in (*op.inputs, *op.after)})

@@ -201,13 +201,15 @@ def _told_to_recompute(job: Staging) -> set[int]:
 
 def _fitted(job: Staging, cut: Chunked, micro_batches: int) -> tuple[Chunked, Decided]:
     """Return the cut and all that is decided of it, with shares that fit every device where there
-    are such: first a split head's classes give way, or experts, then samples."""
+    are such: first what is split beside copies gives way (classes, experts), then samples."""
     decided = _decided(job, cut, micro_batches)
-    if decided.room.short_bytes > 0 and (caps := decided.room.caps):
+    for own in (None, 1):  # beside the samples that members take, else beside one
+        if decided.room.short_bytes <= 0 or not (caps := decided.room.caps_of_unlike(own)):
+            break
         try:
             fewer = chunked(job, cut.places, tuple(caps.items()))
         except PlanError:
-            return cut, decided
+            continue
         if fewer.axes != cut.axes:
             cut, decided = fewer, _decided(job, fewer, micro_batches)
     if decided.room.short_bytes > 0 and job.form.copies * job.form.members > 1:
@@ -342,17 +344,11 @@ def _explained(
 
 
 def _explained_head(job: Staging, chunk: StageChunk) -> Iterator[Decision]:
-    """Say which projection is the head that is split, and what of it has no rule."""
+    """Say which projection is the head that is split."""
     if chunk.head is None:
         return
     split = job.form.stages[chunk.stage].split
     assert split is not None
-    weight = next(iter(chunk.shards))
-    logits = job.graph[chunk.head.operation]
-    reason = f"the output projection of {job.profile.name}: {weight} with "
-    reason += f"{(logits.shape or ())[-1].fixed} classes"
-    yield Decision(f"{split.path}.modules", logits.module or "(the model)", "", reason)
-    for segment in chunk.head.segments:
-        for name in segment.assignment.gathered if segment.assignment else ():
-            reason = "no rule for it: it is given whole tensors, which is slower"
-            yield Decision(f"operation {name}", "whole", "sharded", reason)
+    reason = f"the output projection of {job.profile.name}: {chunk.head.weight} with "
+    reason += f"{chunk.head.classes} classes"
+    yield Decision(f"{split.path}.modules", chunk.head.module or "(the model)", "", reason)

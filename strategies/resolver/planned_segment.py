@@ -2,8 +2,8 @@
 
 from whale_train.strategies.graph.operation_graph import Size
 from whale_train.strategies.layouts.propagation import Cast, Shard
+from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.layouts.types import Routed
-from whale_train.strategies.partition.head_partition import Segment
 from whale_train.strategies.plan.program import PlannedCast, PlannedSegment, PlannedShard
 
 

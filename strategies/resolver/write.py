@@ -7,8 +7,8 @@ from typing import Any
 
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.layouts.propagation import Shard
+from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.memory.engine_memory import narrow_frozen
-from whale_train.strategies.partition.head_partition import Segment
 from whale_train.strategies.plan.plan import (
     Decision,
     MemoryEstimate,
@@ -164,19 +164,9 @@ def _pipeline_copy(job: Staging, decided: Decided, copy: int) -> PlannedCopy:
 
 def _segments(job: Staging, chunk: StageChunk) -> Iterator[Segment]:
     numbers, part = job.task_graphs[chunk.stage], chunk.slice
-    if chunk.head is None:
-        assignment = chunk.sharded.assignment if chunk.sharded else None
-        sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
-        yield Segment(numbers[0], part.operations, part.takes, part.gives, assignment, sums)
-        return
-    entering = set(part.takes)
-    for segment in chunk.head.segments:
-        yield replace(
-            segment,
-            task_graph=numbers[segment.task_graph],
-            operations=tuple(name for name in segment.operations if name not in entering),
-            takes=(*(n for n in segment.operations if n in entering), *segment.takes),
-        )
+    assignment = chunk.sharded.assignment if chunk.sharded else None
+    sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
+    yield Segment(numbers[0], part.operations, part.takes, part.gives, assignment, sums)
 
 
 def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGraph]:
@@ -256,10 +246,6 @@ class _SplitPart:
 
 def _split_of(job: Staging, chunks: Sequence[StageChunk]) -> _SplitPart:
     """Return what the chunks of a stage split: a head, of which there is one, or parts of each."""
-    if (cut := chunks[0].head) is not None:
-        modules: tuple[str, ...] = (job.graph[cut.operation].module,)
-        rest = frozenset(cut.backbone_parameters)
-        return _SplitPart("head", modules, cut.head_flops, cut.backbone_flops, rest)
     listed = [(name, x) for x in chunks for name in x.slice.operations]
     operations = [job.graph[name] for name, chunk in listed if name in (chunk.beside or ())]
     modules = tuple(dict.fromkeys(each.module for each in operations))
@@ -268,6 +254,8 @@ def _split_of(job: Staging, chunks: Sequence[StageChunk]) -> _SplitPart:
     rest = frozenset(path for chunk in chunks for path in chunk.slice.parameters) - cut_here
     experts = all(set(chunk.axes) == set(chunk.expert_axes) for chunk in chunks)
     rest_flops = sum(chunk.slice.flops for chunk in chunks) - flops
+    if (head := chunks[0].head) is not None:
+        return _SplitPart("head", (head.module,), flops, rest_flops, rest)
     return _SplitPart("experts" if experts else "split", modules, flops, rest_flops, rest)
 
 

@@ -2,8 +2,8 @@
 mixture, spread over the devices that share the samples, other modules, or an output head.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.grammar.nodes import Split
@@ -16,39 +16,41 @@ from whale_train.strategies.independence.states import PerSample
 from whale_train.strategies.layouts.propagation import RULES
 from whale_train.strategies.layouts.rules.reductions import embedding
 from whale_train.strategies.partition.dense_parts import dense_parts
-from whale_train.strategies.partition.head_partition import CutRefused, HeadCut, cut_head
 from whale_train.strategies.partition.output_head import Head, find_heads, matching
 from whale_train.strategies.partition.pipeline_partition import Slice
 from whale_train.strategies.partition.routed_experts import route_experts
 from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused, together
 from whale_train.strategies.stages.patterns import sharded
 from whale_train.strategies.stages.placement import Staging
-from whale_train.strategies.stages.split_names import is_named, names_of, nearest_modules
-from whale_train.strategies.tensor_parallel.region import matches
+from whale_train.strategies.stages.split_names import is_named, nearest_modules
+
+
+@dataclass(frozen=True)
+class BesideCopies:
+    """What a stage splits beside copies of its rest: the `parts`, and the output projection that
+    they are, if they are one alone."""
+
+    parts: SplitParts
+    head: Head | None
 
 
 def split_parts(
     job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
-) -> SplitParts | None:
-    """Return all that the splits beside the copies of a stage's rest name, over its devices; None
-    where that is the head alone, which `head_cut` cuts off. Raises PlanError."""
+) -> BesideCopies:
+    """Return all that the splits beside the copies of a stage's rest name, over its devices. Raises
+    PlanError."""
     splits, found = job.form.stages[stage].splits, list[SplitParts]()
+    heads: list[Head] = []
     for split in splits:
         named = named_weights(job, part, shared, split)
         parts = _experts(job, stage, part, shared, split, named)
-        if parts is None and (not named or _is_head(job, split)):
-            profile = job.profile if job.chunk_count == 1 else _profile_of(job, part)
-            if len(splits) == 1 and not split.patterns:
-                return None
-            head = _head_of(job, part, shared, split, profile)
-            if len(splits) == 1 and _are_of_classes(job, part, head, split):
-                return None
-            named = frozenset({head.weight})
-            if not split.patterns:
-                split = replace(split, dim="auto")  # the one the head has, whatever is called so
         if parts is not None and split.patterns:
             rule = "says how weights of modules are cut, and these are experts"
             raise PlanError([Fault(f"{split.path}.patterns", "", rule, "leave it out")])
+        if parts is None and (not named or _is_head(job, split)):
+            profile = job.profile if job.chunk_count == 1 else _profile_of(job, part)
+            heads.append(_head_of(job, part, shared, split, profile))
+            parts = _head_parts(job, stage, part, split, heads[-1])
         found.append(parts or _dense(job, stage, part, split, named))
     split = splits[0]
     key, value = f"{split.path}.modules", ", ".join(split.modules)
@@ -57,11 +59,12 @@ def split_parts(
         rule = f"shares the samples, and {crossing}, which enters or leaves its stage, has no "
         raise PlanError([Fault(key, value, f"{rule}batch first", remedy)])
     try:
-        return together(found)
+        joined = together(found)
     except SplitRefused as refusal:
         key, rule = splits[0].path.rpartition("[")[0], f"splits parts that meet: {refusal}"
         remedy = f"name each module in one split, or {remedy}"
         raise PlanError([Fault(key, "", rule, remedy)]) from None
+    return BesideCopies(joined, heads[0] if len(splits) == 1 and heads else None)
 
 
 def named_weights(
@@ -87,24 +90,37 @@ def _is_head(job: Staging, split: Split) -> bool:
     return everything or bool(matching(job.findings.heads, split.modules))
 
 
-def _are_of_classes(job: Staging, part: Slice, head: Head, split: Split) -> bool:
-    """Return whether the patterns of a head's weights ask for its classes: the vocabulary or, of a
-    weight that is no table as well, its columns."""
-    tables = {
-        op.inputs[0]
+def _head_parts(job: Staging, stage: int, part: Slice, split: Split, head: Head) -> SplitParts:
+    """Return a head over a stage's devices: its classes, unless the split says otherwise, and what
+    is added to them (a bias) with them. Raises PlanError."""
+    members = job.form.stages[stage].shards
+    key, value = f"{split.path}.modules", ", ".join(split.modules)
+    if head.classes < members:
+        rule = f"has {head.classes} classes, too few to give each of {members} devices one"
+        raise PlanError([Fault(key, value, rule, "use strategy=dp, or fewer devices")])
+    if not split.patterns:
+        pattern = "vocabulary" if _is_table(job, part, head.weight) else "column"
+        split = replace(split, dim="auto", patterns=((head.weight, pattern),))
+    return _dense(job, stage, part, split, {head.weight, *_added_to_classes(job, part, head)}, head)
+
+
+def _is_table(job: Staging, part: Slice, weight: str) -> bool:
+    """Return whether an embedding of `part` reads `weight`."""
+    paths = job.profile.weights_read(part.operations)
+    return any(
+        paths.get(op.inputs[0]) == weight
         for op in job.graph
         if op.name in part.operations and RULES.get(op.target) is embedding
-    }
-    paths = job.profile.weights_read(part.operations)
-    is_table = head.weight in {paths.get(name) for name in tables}
-    of_classes = ("vocabulary",) if is_table else ("vocabulary", "column")
-    of_head = {head.weight, *(path for path in part.weights if path.startswith(f"{head.module}."))}
-    for path in of_head:
-        names = names_of(job.profile, path)
-        pattern = next((how for glob, how in split.patterns if matches(names, glob)), "vocabulary")
-        if pattern not in of_classes:
-            return False
-    return True
+    )
+
+
+def _added_to_classes(job: Staging, part: Slice, head: Head) -> Iterator[str]:
+    """Yield the paths of the parameters that nothing but what is made of the logits reads."""
+    graph, after = job.graph, job.graph.descendants({head.operation})
+    readers = after | {head.operation}
+    for name, path in job.profile.weights_read(part.operations).items():
+        if path != head.weight and all(user in readers for user in graph.users[name]):
+            yield path
 
 
 def _dense(
@@ -112,14 +128,16 @@ def _dense(
     stage: int,
     part: Slice,
     split: Split,
-    named: frozenset[str],
+    named: Set[str],
+    head: Head | None = None,
 ) -> SplitParts:
-    """Return what a split beside copies names, but for the head if it names everything, as layouts
-    of its weights divide it. Raises PlanError."""
+    """Return what a split beside copies names, but for the head if it names everything else, as
+    layouts of its weights divide it. Raises PlanError."""
     members = job.form.stages[stage].shards
     key, value = f"{split.path}.modules", ", ".join(split.modules)
-    if split.modules == ("*",):
-        named -= {head.weight for head in job.findings.heads}
+    if split.modules == ("*",) and head is None:
+        named = named - {head.weight for head in job.findings.heads}
+    named = frozenset(named)
     what = (part.operations, part.gives, named, split)
     typed = job.findings.sharded(
         ("dense", what), members, lambda: sharded(job, part, named, split, members)
@@ -138,7 +156,11 @@ def _dense(
         )
     except SplitRefused as refusal:
         rule = f"cannot be split beside copies of the rest: {refusal}"
-        raise PlanError([Fault(key, value, rule, "use a split of the whole stage")]) from None
+        remedy = "use a split of the whole stage"
+        if head is not None:
+            what, remedy = head.module or "the output", _instead_of_head(job)
+            rule = f"is {what}, which cannot be split from the rest: {refusal}"
+        raise PlanError([Fault(key, value, rule, remedy)]) from None
 
 
 def _experts(
@@ -202,27 +224,6 @@ def _not_by_sample(job: Staging, names: Sequence[str]) -> str:
         return shape == () or of_samples or (shape or ("",))[0] == Size(0, 1)
 
     return next((name for name in names if not is_by_sample(name)), "")
-
-
-def head_cut(
-    job: Staging, stage: int, part: Slice, shared: Mapping[str, tuple[int, ...]]
-) -> HeadCut:
-    """Return the split of the head from the rest of a stage's slice. Raises PlanError where that
-    has no such head, or one that cannot be split."""
-    form = job.form.stages[stage]
-    assert form.split is not None
-    profile = job.profile if job.chunk_count == 1 else _profile_of(job, part)
-    head = _head_of(job, part, shared, form.split, profile)
-    key, value = f"{form.split.path}.modules", ", ".join(form.split.modules)
-    try:
-        cut = cut_head(profile, head)
-    except CutRefused as refusal:
-        rule = f"is {head.module or 'the output'}, which cannot be split from the rest: {refusal}"
-        raise PlanError([Fault(key, value, rule, _instead_of_head(job))]) from None
-    if profile.batch_norm_modules and len(cut.segments) > 2:
-        rule = "is tied to an embedding, in a model with BatchNorm: not executed yet"
-        raise PlanError([Fault(form.split.path, "", rule, "use strategy=dp")])
-    return cut
 
 
 def _head_of(

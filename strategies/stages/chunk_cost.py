@@ -7,7 +7,6 @@ from whale_train.strategies.cost.collectives import group_link
 from whale_train.strategies.cost.op_cost import part_of
 from whale_train.strategies.cost.resharding import (
     ROUTES,
-    bridge_time_s,
     cast_times,
     routing_times,
     rows_time_s,
@@ -15,8 +14,8 @@ from whale_train.strategies.cost.resharding import (
 from whale_train.strategies.cost.roofline import Times, whole_times
 from whale_train.strategies.hardware.cluster import Device, Link
 from whale_train.strategies.layouts.propagation import BATCH
+from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.layouts.types import COMBINE
-from whale_train.strategies.partition.head_partition import Segment
 from whale_train.strategies.schedule.apportion import apportion_by_time, most_shared, tile
 from whale_train.strategies.stages.fused_accumulation import named_in_place
 from whale_train.strategies.stages.placement import (
@@ -198,10 +197,6 @@ class ChunkTimes:
     def _casts(self, chunk: StageChunk, ranks: Sequence[int], samples: int, link: Link) -> Times:
         """Return the times of a shard group's collectives."""
         precision, members = self.job.training.precision, len(ranks)
-        if chunk.head is not None:
-            taken = (name for segment in chunk.head.segments for name in segment.takes)
-            bridge_s = bridge_time_s(self.job.findings.view, taken, samples, members, link)
-            return Times(bridge_s, bridge_s)
         if chunk.sharded is None:
             return Times()
         graph, casts = self.job.graph, chunk.sharded.assignment.casts
@@ -216,8 +211,6 @@ class ChunkTimes:
 def _parts(chunk: StageChunk) -> Sequence[Segment]:
     """Return what a chunk whose samples are shared runs: what is split, and what there are copies
     of."""
-    if chunk.head is not None:
-        return chunk.head.segments
     assert chunk.sharded is not None
     assert chunk.beside is not None
     operations, beside = chunk.slice.operations, chunk.beside

@@ -26,7 +26,7 @@ from whale_train.strategies.partition.pipeline_partition import (
 from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.schedule.apportion import apportion, tile
 from whale_train.strategies.stages.analysis import Findings
-from whale_train.strategies.stages.beside_copies import head_cut, named_weights, span, split_parts
+from whale_train.strategies.stages.beside_copies import named_weights, span, split_parts
 from whale_train.strategies.stages.patterns import sharded
 from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
 from whale_train.strategies.stages.split_names import refuse_idle_patterns
@@ -236,11 +236,9 @@ def _chunk(
     if form.body is not None:
         named = tuple((split.modules, split.dim, split.patterns) for split in form.splits)
         key: Hashable = (interval, form.shards, named, held_elsewhere)
-        parts = findings.once(("beside", key), lambda: split_parts(job, stage, part, shared))
-        if parts is not None:
-            return StageChunk(stage, part, key, parts.sharded, beside=parts.operations)
-        cut = findings.once(("head", key), lambda: head_cut(job, stage, part, shared))
-        return StageChunk(stage, part, key, head=cut)
+        found = findings.once(("beside", key), lambda: split_parts(job, stage, part, shared))
+        parts = found.parts
+        return StageChunk(stage, part, key, parts.sharded, parts.operations, found.head)
     what: tuple[Hashable, ...] = (alike, split.dim)
     if split.patterns or split.modules != ("*",):  # by names, which alike slices do not share
         what = (*what, interval, split)
@@ -286,31 +284,24 @@ def _axes(
     job: Staging, chunks: Sequence[StageChunk], caps_of: Mapping[int, Sequence[int]]
 ) -> AxisIntervals:
     """Return the intervals of every axis over its shard group, in proportion to the members' speed
-    over all copies, so that copies hold the same shards. Those of a split head, or of experts, are
+    over all copies, so that copies hold the same shards. Those of what is split beside copies are
     within the caps of their stage, if it has some. Raises PlanError where a member would get
     none."""
     axes: dict[str, tuple[tuple[int, int], ...]] = {}
     for chunk in chunks:
         units = dict(chunk.sharded.axes) if chunk.sharded else {}
-        if chunk.head is not None:
-            weight, shard = next(iter(chunk.head.shards.items()))
-            units[shard.axis] = job.profile.parameter_by_path[weight].shape[shard.dim]
         speeds = job.member_speeds(chunk.stage)
         members = len(speeds)
         for axis, count in units.items():
             caps = [count] * members
-            capped = chunk.head is not None or axis in chunk.expert_axes
-            if capped and chunk.stage in caps_of:
-                caps = [min(cap, count) for cap in caps_of[chunk.stage]]
+            if chunk.shares_samples and chunk.stage in caps_of:
+                finest = max(units.values())
+                caps = [cap * count // finest for cap in caps_of[chunk.stage]]
             shares = apportion(job.strategy.balance, count, speeds, caps, 1)
             if shares is None:
                 asked = job.form.stages[chunk.stage]
                 rule = f"has {count} {axis}, too few to give each of {members} devices one"
-                fault = Fault(asked.path, "", rule, "use fewer devices")
-                if chunk.head is not None and asked.split is not None:
-                    key, remedy = f"{asked.split.path}.modules", "use strategy=dp, or fewer devices"
-                    fault = Fault(key, ", ".join(asked.split.modules), rule, remedy)
-                raise PlanError([fault])
+                raise PlanError([Fault(asked.path, "", rule, "use fewer devices")])
             assert axes.get(axis, tile(count, shares)) == tile(count, shares), axis
             axes[axis] = tile(count, shares)
     return axes
@@ -346,9 +337,10 @@ def _refuse_sums_in_parts(job: Staging, chunks: Sequence[StageChunk]) -> None:
         layouts = chunk.sharded.assignment.layouts if chunk.sharded else {}
         for name in job.batch_sums:
             cut = name in chunk.slice.operations and layouts.get(name, R) != R
-            if form.split is not None and (cut or chunk.head is not None):
+            beside = name in (chunk.beside or ())
+            if form.split is not None and (cut or beside):
                 rule = f"cuts {name}, a sum over the samples of the batch that copies exchange"
-                if chunk.head is not None:
+                if beside:
                     rule = f"sees the samples of all its devices, and copies exchange {name}, a "
                     rule += "sum over the samples of the batch"
                 remedy = "name other modules, or use a strategy without a split"

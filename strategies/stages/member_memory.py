@@ -7,7 +7,6 @@ leave gradients. The peak within any instruction is what it needs.
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import accumulate
 
 from whale_train.strategies.graph.operation_graph import (
     PRODUCTS,
@@ -20,10 +19,7 @@ from whale_train.strategies.layouts.types import COMBINE, DISPATCH, Shard
 from whale_train.strategies.memory.engine_memory import (
     Gradients,
     Weights,
-    added,
     engine_of,
-    head_activation_bytes,
-    head_memory,
     precision_bytes,
     unmeasured,
     weights_bytes,
@@ -61,14 +57,10 @@ class MemberMemory:
         self._accumulates, self._again = accumulates, again
         self._elements: dict[str, float] = {}
         self._frozen: dict[str, float] = {}  # their bytes
-        self._head_part = 0.0
         self._experts: dict[str, float] = {}  # elements of those beside a rest
         self._passing: dict[int, Passing] = {}
         for number, chunk in chunks.items():
             local = held_elements(job, chunk, axes, member)
-            if chunk.head is not None:  # the shard of a split head has its own engine: `shard`
-                self._head_part = fraction(next(iter(chunk.shards.values())), axes, member)
-                local = {path: n for path, n in local.items() if path not in chunk.shards}
             experts = {
                 path: n
                 for path, n in local.items()
@@ -119,9 +111,6 @@ class MemberMemory:
         if job.profile.graph is None or not any(operation.saved for operation in job.graph):
             return self._unmeasured(chunk, local, again)
         operations = part.operations
-        if chunk.head is not None:
-            of_head = job.graph.descendants({chunk.head.operation})
-            operations = tuple(name for name in operations if name not in of_head)
         canonical = {name: p.path for name, p in job.profile.parameter_by_path.items()}
         read = ((name, job.graph[name]) for name in operations)
         paths = {name: canonical[op.path] for name, op in read if op.target == "parameter"}
@@ -164,44 +153,26 @@ class MemberMemory:
         part, gradients = chunk.slice, 4.0 * sum(local.values())
         largest = 4.0 * max(local.values(), default=0.0)
         if not again:
-            kept = part.activation_bytes
-            if chunk.head is not None:
-                logits = self._job.graph[chunk.head.operation]
-                kept = max(kept - head_activation_bytes(logits), 0.0)
-            return unmeasured(kept * halved, gradients, largest)
+            return unmeasured(part.activation_bytes * halved, gradients, largest)
         entering, block = part.entering_bytes * halved, part.block_bytes * halved
         once = unmeasured(entering + block, gradients, largest)
         return replace(once, kept=entering, forward=())
 
     def needs(self, order: Sequence[Instruction], samples: int, own: int) -> MemoryEstimate:
-        """Return the need of a rank that runs micro-batches of `samples` in the schedule's `order`;
-        beside a split head it takes `own` of them, and holds a shard of the head."""
+        """Return the need of a rank that runs micro-batches of `samples` in the schedule's `order`,
+        of which it takes `own` itself (fewer only where members share them)."""
         rest = self.rest(order, own)
         if self._experts:
-            rest = with_beside(self._job, self._stage, rest, self._elements, self._experts)
-        if not any(chunk.head for chunk in self._chunks.values()):
-            return rest
-        return added(rest, self.shard(self._head_part, order, samples))
-
-    def shard(self, part: float, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
-        """Return the need of a shard with a `part` of a split head's classes. Its gradients stay
-        allocated where there are several backwards, or copies, whose buckets they are."""
-        job, stage = self._job, self._stage
-        head = next(chunk.head for chunk in self._chunks.values() if chunk.head)
-        kinds = [x.kind for x in order if x.kind in (Kind.FORWARD, *ENDS)]
-        steps = (1 if kind is Kind.FORWARD else -1 for kind in kinds)
-        stay = kinds.count(Kind.FORWARD) > 1 or len(job.replicas[stage]) > 1
-        return head_memory(
-            head, job.profile, part, job.training.optimizer_states,
-            job.training.precision, samples, stay, max(accumulate(steps)),
-        )  # fmt: skip
+            return with_beside(self._job, self._stage, rest, self._elements, self._experts)
+        return rest
 
     @property
     def _stage(self) -> int:
         return next(iter(self._chunks.values())).stage
 
     def rest(self, order: Sequence[Instruction], samples: int) -> MemoryEstimate:
-        """Return the need of everything but a split head, for micro-batches of `samples`."""
+        """Return the need of everything but what is split beside copies, for micro-batches of
+        `samples`."""
         job, held = self._job, sum(self._elements.values())
         keeper, on_cpu, precision = job.form.keeper, job.cluster.on_cpu, job.training.precision
         copies = len(job.copies_of_rest[self._stage][0])
@@ -335,7 +306,7 @@ def _part_of(
     """Return the function from a value's name to the fraction of it that a member of the chunk's
     shard group has: of rows, of those of as many samples as it has itself, of which the group has
     `gathered` times as many."""
-    if chunk.sharded is None:  # nor beside a split head, whose shard is estimated separately
+    if chunk.sharded is None:
         return whole
     layouts, beside = chunk.sharded.assignment.layouts, chunk.beside
     if beside is None:

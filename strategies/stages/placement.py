@@ -18,7 +18,7 @@ from whale_train.strategies.grammar.normal_form import read_form
 from whale_train.strategies.graph.operation_graph import ModelProfile, OperationGraph
 from whale_train.strategies.hardware.cluster import Cluster, Device
 from whale_train.strategies.layouts.propagation import Shard
-from whale_train.strategies.partition.head_partition import HeadCut
+from whale_train.strategies.partition.output_head import Head
 from whale_train.strategies.partition.pipeline_partition import Slice
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.stages.analysis import Findings
@@ -73,23 +73,23 @@ def seats(
 
 @dataclass(frozen=True)
 class StageChunk:
-    """A slice of the model and the stage that runs it, with its layouts where the stage is a split
-    (`sharded`) or splits the head beside copies of the rest (`head`). Beside copies of the rest,
-    operations `beside`, if that is not None, run on rows of other members as well, and `sharded`
-    lays those out alone, with tables that no sample has a part in.
+    """A slice of the model and the stage that runs it, with its layouts (`sharded`) where the stage
+    is a split. Beside copies of the rest, operations `beside`, if that is not None, run on rows of
+    other members as well, and `sharded` lays those out alone, with tables that no sample has a part
+    in; `head` is the output projection where they are one alone.
     Chunks of one `key` differ only in names and in the number of their stage."""
 
     stage: int
     slice: Slice
     key: Hashable
     sharded: Sharded | None = None
-    head: HeadCut | None = None
     beside: frozenset[str] | None = None
+    head: Head | None = None
 
     @property
     def shares_samples(self) -> bool:
         """Whether the members of the shard group take different samples of a micro-batch."""
-        return self.head is not None or self.beside is not None
+        return self.beside is not None
 
     def has_own_losses(self, loss: str) -> bool:
         """Return whether members that share samples each have a `loss` of their own."""
@@ -98,9 +98,7 @@ class StageChunk:
     @property
     def shards(self) -> Mapping[str, Shard]:
         """The chunk's sharded parameters, by canonical path."""
-        if self.sharded is not None:
-            return self.sharded.weights
-        return self.head.shards if self.head is not None else {}
+        return self.sharded.weights if self.sharded is not None else {}
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
@@ -114,9 +112,7 @@ class StageChunk:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which the chunk's parameters and values are sharded."""
-        if self.sharded is not None:
-            return tuple(self.sharded.axes)
-        return tuple(dict.fromkeys(shard.axis for shard in self.shards.values()))
+        return tuple(self.sharded.axes) if self.sharded is not None else ()
 
 
 def alike_members(named: Iterable[str], axes: AxisIntervals) -> Sequence[int]:

@@ -42,11 +42,11 @@ class RankMemory:
         ]
         self._held: dict[tuple[int, int, bool, float], MemberMemory] = {}
         self._estimates: dict[object, MemoryEstimate] = {}
-        self._most_experts: dict[object, int] = {}
+        self._most_units: dict[object, int] = {}
 
     def of(self, rank: int, samples: int, own: int) -> MemoryEstimate:
         """Return the need of `rank` for micro-batches of `samples`, of which it takes `own` itself
-        (fewer than all only beside a split head)."""
+        (fewer than all only beside copies that share them)."""
         copy, position = self._job.place_of(rank)
         stage = self._job.seats.stage_of[position]
         index = self._job.seats.positions[copy][position].index(rank)
@@ -64,7 +64,7 @@ class RankMemory:
 
     def most(self, rank: int, batches: Batches) -> int:
         """Return how many samples `rank` has room for at a time, at most the whole batch; -1 where
-        not even its weights fit. Beside a split head the samples of the other members are those of
+        not even its weights fit. Where members share samples, those of the others are those of
         `batches`."""
         room, gathered = self._job.cluster.devices[rank].room_bytes, self._sizes(batches, rank)[0]
         beside = self._job.form.stages[self._job.stage_of_rank(rank)].body is not None
@@ -74,62 +74,66 @@ class RankMemory:
 
         return most_within(need, self._job.training.global_batch, room)
 
-    def most_classes(self, rank: int, batches: Batches) -> int:
-        """Return how many classes of a split head `rank` has room for beside a copy of the rest
-        and one sample; at most all of them, and 0 where not even that fits."""
-        room = self._job.cluster.devices[rank].room_bytes - self._beside_classes(rank, batches)
-        each, classes = self.class_bytes(rank, batches), self._classes
-        if room < 0:
-            return 0
-        return min(classes, int(room / each)) if each > 0 else classes
-
-    def most_experts(self, rank: int, batches: Batches) -> int:
-        """Return how many experts `rank` has room for beside the rest and the samples that it takes
-        of `batches`; at most all of them, and 0 where it has none for the rest."""
+    def most_units(self, rank: int, batches: Batches, own: int | None = None) -> int:
+        """Return how many units of what is split beside copies (classes, experts, shards) `rank`
+        has room for beside the rest and `own` samples, or those that it takes of `batches`; at most
+        all of them, and 0 where it has none for the rest."""
         copy, position = self._job.place_of(rank)
         stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
         sizes, room = self._sizes(batches, rank), self._job.cluster.devices[rank].room_bytes
+        if own is not None:
+            sizes = (sizes[0], own)
         key = (stage, self._alike_orders[id(order)], sizes, room)
-        if key not in self._most_experts:
-            self._most_experts[key] = self._experts_within(stage, order, sizes, room)
-        return self._most_experts[key]
+        if key not in self._most_units:
+            self._most_units[key] = self._units_within(stage, order, sizes, room)
+        return self._most_units[key]
 
-    def _experts_within(
+    def units(self, stage: int) -> int:
+        """Return how many units there are, over all members, of the finest of what a stage splits
+        beside copies."""
+        return max(self._axes[axis][-1][1] for axis in self._axes_beside(stage))
+
+    def unit_bytes(self, rank: int, batches: Batches) -> float:
+        """Return the bytes that `rank` needs for every unit of what is split beside copies."""
+        copy, position = self._job.place_of(rank)
+        stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
+        need = partial(self._with_units, stage, order, (self._sizes(batches, rank)[0], 1))
+        units = self.units(stage)
+        return (need(units) - need(1)) / max(1, units - 1)
+
+    def _units_within(
         self, stage: int, order: Sequence[Instruction], sizes: tuple[int, int], room: float
     ) -> int:
-        count = min(self._axes[axis][-1][1] for axis in self._expert_axes(stage))
+        count = self.units(stage)
         if not sizes[1]:
             return count
-        return max(most_within(partial(self._with_experts, stage, order, sizes), count, room), 0)
+        return max(most_within(partial(self._with_units, stage, order, sizes), count, room), 0)
 
-    def _with_experts(
-        self, stage: int, order: Sequence[Instruction], sizes: tuple[int, int], experts: int
+    def _with_units(
+        self, stage: int, order: Sequence[Instruction], sizes: tuple[int, int], units: int
     ) -> float:
-        """Return the bytes that a member of a stage needs that has so many experts."""
-        (samples, own), axes = sizes, dict(self._axes)
-        for axis in self._expert_axes(stage):
-            axes[axis] = ((0, experts), (experts, axes[axis][-1][1]))
+        """Return the bytes that a member of a stage needs that has so many units of the finest of
+        what is split, and as large a part of the others."""
+        (samples, own), axes, finest = sizes, dict(self._axes), self.units(stage)
+        for axis in self._axes_beside(stage):
+            whole = axes[axis][-1][1]
+            axes[axis] = ((0, units * whole // finest), (units * whole // finest, whole))
         held = self._holding(stage, axes, 0, order, samples / own)
         return held.needs(order, samples, own).total
 
-    def _expert_axes(self, stage: int) -> Sequence[str]:
+    def _axes_beside(self, stage: int) -> Sequence[str]:
         chunks = (self._chunks[number] for number in self._held_by[stage])
-        return [axis for chunk in chunks for axis in chunk.expert_axes]
+        return [axis for chunk in chunks if chunk.shares_samples for axis in chunk.axes]
 
     def for_one(self, rank: int, batches: Batches) -> float:
-        """Return the bytes that `rank` needs for one sample at a time, and one class of a split
-        head, or expert, or its shards of other modules, where there are such, which see all samples
-        of `batches`."""
-        stage = self._job.stage_of_rank(rank)
+        """Return the bytes that `rank` needs for one sample at a time, and one unit of what is
+        split beside copies (a class, an expert), which sees all samples of `batches`."""
+        copy, position = self._job.place_of(rank)
+        stage = self._job.seats.stage_of[position]
         if self._job.form.stages[stage].body is None:
             return self.of(rank, 1, 1).total
-        if not self._has_head(stage):
-            copy, position = self._job.place_of(rank)
-            sizes = (self._sizes(batches, rank)[0], 1)
-            if not self._expert_axes(stage):
-                return self.of(rank, *sizes).total
-            return self._with_experts(stage, self._orders[copy][position], sizes, 1)
-        return self._beside_classes(rank, batches) + self.class_bytes(rank, batches)
+        sizes = (self._sizes(batches, rank)[0], 1)
+        return self._with_units(stage, self._orders[copy][position], sizes, 1)
 
     def sample_bytes(self, rank: int, batches: Batches) -> float:
         """Return the bytes that `rank` needs for every further sample at a time."""
@@ -139,11 +143,6 @@ class RankMemory:
         gathered = self._sizes(batches, rank)[0]
         return self.of(rank, gathered, 2).total - self.of(rank, gathered, 1).total
 
-    def class_bytes(self, rank: int, batches: Batches) -> float:
-        """Return the bytes that `rank` needs for every class of a split head."""
-        none, everything = (self._shard(rank, part, batches) for part in (0.0, 1.0))
-        return (everything.total - none.total) / self._classes
-
     def alike(self, rank: int, batches: Batches) -> tuple[object, ...]:
         """Return the key of a rank's needs: ranks of equal keys need the same bytes."""
         copy, position = self._job.place_of(rank)
@@ -152,22 +151,6 @@ class RankMemory:
         member = self._alike[stage][index] if self._alike[stage] else 0
         order = self._alike_orders[id(self._orders[copy][position])]
         return (stage, member, order, self._sizes(batches, rank)[0])
-
-    def _beside_classes(self, rank: int, batches: Batches) -> float:
-        copy, position = self._job.place_of(rank)
-        stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
-        rest = self._member(stage, 0, order).rest(order, 1)
-        return rest.total + self._shard(rank, 0.0, batches).total
-
-    def _shard(self, rank: int, part: float, batches: Batches) -> MemoryEstimate:
-        copy, position = self._job.place_of(rank)
-        stage, order = self._job.seats.stage_of[position], self._orders[copy][position]
-        return self._member(stage, 0, order).shard(part, order, batches.largest(copy))
-
-    @property
-    def _classes(self) -> int:
-        (axis,) = {s.axis for chunk in self._chunks if chunk.head for s in chunk.shards.values()}
-        return self._axes[axis][-1][1]
 
     @cached_property
     def _ranks(self) -> Sequence[int]:
@@ -183,9 +166,6 @@ class RankMemory:
             return samples, samples
         index = self._job.seats.positions[copy][position].index(rank)
         return samples, max(b - a for a, b in (of[index] for of in batches.members[copy][stage]))
-
-    def _has_head(self, stage: int) -> bool:
-        return any(self._chunks[number].head for number in self._held_by[stage])
 
     def _member(
         self, stage: int, member: int, order: Sequence[Instruction], gathered: float = 1.0

@@ -59,27 +59,29 @@ class Room:
             samples.append(by_key[key])
         return tuple(samples)
 
-    @cached_property
-    def caps(self) -> Mapping[int, tuple[int, ...]]:
-        """How many classes of a split head each member of its shard group has room for, in every
-        copy, beside the rest and one sample; or how many experts beside the rest and the samples
-        that it takes: by stage, of those that split either beside copies. Not where members have
-        as much memory, and as many experts: none could give another some."""
-        found = {}
-        for chunk in self.cut.chunks:
-            if chunk.head is None and (not chunk.expert_axes or self._are_alike(chunk)):
-                continue
-            most = self.memory.most_classes if chunk.head else self.memory.most_experts
-            found[chunk.stage] = tuple(
-                min(most(rank, self.batches) for rank in ranks)
-                for ranks in zip(*self.job.replicas[chunk.stage], strict=True)
+    def caps(self, own: int | None = None) -> Mapping[int, tuple[int, ...]]:
+        """Return how many units of what is split beside copies (classes, experts, shards) each
+        member of its shard group has room for, in every copy, beside the rest and `own` samples, or
+        those that it takes: by stage, of those with such splits."""
+        beside = dict.fromkeys(chunk.stage for chunk in self.cut.chunks if chunk.shares_samples)
+        return {
+            stage: tuple(
+                min(self.memory.most_units(rank, self.batches, own) for rank in ranks)
+                for ranks in zip(*self.job.replicas[stage], strict=True)
             )
-        return found
+            for stage in beside
+        }
+
+    def caps_of_unlike(self, own: int | None = None) -> Mapping[int, tuple[int, ...]]:
+        """Return the caps of stages whose members could give each other some: not of those that
+        have as much memory, and as many units."""
+        alike = {x.stage for x in self.cut.chunks if x.shares_samples and self._are_alike(x)}
+        return {stage: caps for stage, caps in self.caps(own).items() if stage not in alike}
 
     def _are_alike(self, chunk: StageChunk) -> bool:
         """Return whether all members of a chunk's shard groups have as much memory and as many
-        experts, but for one more."""
-        devices, axes = self.job.cluster.devices, [self.cut.axes[x] for x in chunk.expert_axes]
+        units, but for one more."""
+        devices, axes = self.job.cluster.devices, [self.cut.axes[x] for x in chunk.axes]
         ranks = (rank for group in self.job.replicas[chunk.stage] for rank in group)
         held = [[b - a for a, b in intervals] for intervals in axes]
         as_many = all(max(sizes) - min(sizes) <= 1 for sizes in held)
@@ -97,10 +99,10 @@ def refuse_memory(room: Room, times: ChunkTimes, micro_batches: int, work: int) 
     fault = None
     if job.as_is or (job.form.pipeline is None and job.form.members > 1):
         fault = _no_room_for_one(room)
-    for chunk in room.cut.chunks if fault is None else ():
-        if chunk.stage in room.caps and sum(room.caps[chunk.stage]) < _count(room, chunk):
-            fault = _no_room_beside(room, chunk)
-            break
+    for stage, caps in room.caps(1).items() if fault is None else ():
+        most = most_shared(job.strategy.balance, [max(cap, 0) for cap in caps])
+        if fault is None and most < room.memory.units(stage):
+            fault = _no_room_beside(room, stage, most)
     if fault is None and shares and min(samples) >= 1:
         try:
             share_batch(job, times, micro_batches, samples)
@@ -132,9 +134,7 @@ def _no_room_for_one(room: Room) -> Fault | None:
     job, devices = room.job, room.job.cluster.devices
     tight = min(range(len(devices)), key=lambda rank: devices[rank].room_bytes)
     need, has = room.memory.for_one(tight, room.batches), devices[tight].room_bytes
-    beside = "one class" if any(chunk.head for chunk in room.cut.chunks) else "its shards"
-    if any(chunk.expert_axes for chunk in room.cut.chunks):
-        beside = "one expert"
+    beside = {"classes": "one class", "experts": "one expert"}.get(_what(room, 0), "its shards")
     if need <= has:
         return None
     rule = (
@@ -145,29 +145,27 @@ def _no_room_for_one(room: Room) -> Fault | None:
     return Fault("strategy", job.strategy.name, rule, _fitting_zero(job))
 
 
-def _count(room: Room, chunk: StageChunk) -> int:
-    """Return of how many classes, or experts, a chunk splits a head, or a mixture."""
-    axis = next(iter(chunk.expert_axes or chunk.axes))
-    return room.cut.axes[axis][-1][1]
+def _what(room: Room, stage: int) -> str:
+    """Return of what there are units beside the copies of a stage, in words."""
+    chunks = [chunk for chunk in room.cut.chunks if chunk.stage == stage]
+    if any(chunk.head for chunk in chunks):
+        return "classes"
+    return "experts" if any(chunk.expert_axes for chunk in chunks) else "shards"
 
 
-def _no_room_beside(room: Room, chunk: StageChunk) -> Fault:
-    """Return the fault of classes, or experts, that the members of a stage have no room for."""
-    job, count = room.job, _count(room, chunk)
-    most = most_shared(job.strategy.balance, [max(cap, 0) for cap in room.caps[chunk.stage]])
-    missing, what, size = count - most, "experts", ""
-    if chunk.head is not None:
-        what = "classes"
-        short = missing * room.memory.class_bytes(0, room.batches)
-        size = f" ({in_bytes(short)} short)"
+def _no_room_beside(room: Room, stage: int, most: int) -> Fault:
+    """Return the fault of classes, or experts, that the members of a stage have no room for, of
+    which there is room for `most`."""
+    job, what, count = room.job, _what(room, stage), room.memory.units(stage)
+    short = (count - most) * room.memory.unit_bytes(job.replicas[stage][0][0], room.batches)
     rule = (
-        f"has {count} {what}, {missing} more than the devices of hardware={job.cluster.name} "
-        f"have memory for{size}"
+        f"has {count} {what}, {count - most} more than the devices of hardware={job.cluster.name} "
+        f"have memory for ({in_bytes(short)} short)"
     )
     remedy = f"use more devices, a smaller train.global_batch, or at most {most} {what}"
-    split = job.form.stages[chunk.stage].split
+    split = job.form.stages[stage].split
     assert split is not None
-    return Fault(f"{split.path}.modules", "head" if chunk.head else "", rule, remedy)
+    return Fault(f"{split.path}.modules", ", ".join(split.modules), rule, remedy)
 
 
 def _no_room_for_batch(room: Room, most: int) -> Fault:

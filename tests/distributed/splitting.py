@@ -25,8 +25,8 @@ from whale_train.runtime.graph.segment import Counts, SegmentModule
 from whale_train.runtime.graph.shard_graph import write_segment_graph
 from whale_train.runtime.graph.shard_place import ShardPlace
 from whale_train.strategies.layouts.propagation import R
+from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.layouts.shape_check import shape_check
-from whale_train.strategies.partition.head_partition import Segment
 from whale_train.strategies.resolver.planned_segment import planned_segment, planned_shard
 from whale_train.strategies.schedule.apportion import optimal_shares, tile
 from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns

@@ -21,7 +21,7 @@ from whale_train.strategies.layouts.propagation import (
     Replicated,
     Shard,
 )
-from whale_train.strategies.partition.head_partition import HeadCut, Segment
+from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.partition.split_parts import SplitParts
 from whale_train.strategies.schedule.apportion import tile
 
@@ -92,6 +92,9 @@ FUNCTIONS: dict[str, Callable[..., Array]] = {
     "unsqueeze.default": lambda x, dim: np.expand_dims(x, dim),
     "pad.default": pad,
     "mean.default": lambda x: np.asarray(x.mean()),
+    "mean.dim": lambda x, dims: x.mean(dims),
+    "norm.default": lambda x: np.asarray(np.linalg.norm(x)),
+    "argmax.default": lambda x, dim: x.argmax(dim),
     "softmax.int": softmax,
     "layer_norm.default": layer_norm,
     "batch_norm.default": affine_norm,
@@ -276,33 +279,18 @@ def run_parts(
     return joined
 
 
-def run_cut(
-    graph: OperationGraph, cut: HeadCut, given: Mapping[str, Array], ranks: Ranks
-) -> dict[str, list[Array]]:
-    """All segments in order, every value on every rank; the loss is the last segment's. Backbone
-    segments run on each rank's own samples, nothing between ranks."""
-    own = ranks.axes["batch"]
-    samples = Shard(0, "batch")
-    crossed: dict[str, list[Array]] = {}
-    values: dict[str, list[Array]] = {}
-    for segment in cut.segments:
-        held: dict[str, list[Array]] = {name: crossed[name] for name in segment.takes}
-        for name in segment.operations:
-            target = graph[name].target
-            if target == "input":
-                held[name] = ranks.lay(given[name], samples)
-            elif target in ("parameter", "buffer"):
-                typed = segment.assignment
-                layout = typed.layouts[name] if typed else Replicated()
-                held[name] = ranks.lay(given[name], layout)
-        if segment.assignment is None:
-            whole = OperationGraph(tuple(graph[name] for name in segment.operations))
-            each = [
-                run_whole(whole, {name: parts[rank] for name, parts in held.items()})
-                for rank in range(len(own))
-            ]
-            values = {name: [one[name] for one in each] for name in segment.gives}
-        else:
-            values = run_region(graph, segment, held, ranks)
-        crossed |= {name: values[name] for name in segment.gives}
+def drawn(graph: OperationGraph, samples: int) -> dict[str, Array]:
+    """Inputs, parameters and buffers, from one seed; every label is below any number of classes."""
+    generator = np.random.default_rng(0)
+    values: dict[str, Array] = {}
+    for op in graph:
+        if op.target in ("input", "parameter", "buffer"):
+            shape = [size.at(samples) for size in op.shape or ()]
+            values[op.name] = (
+                generator.integers(0, 6, shape)
+                if op.dtype == "int64"
+                else generator.standard_normal(shape)
+            )
+    if "labels" in values and values["labels"].ndim == 2:
+        values["labels"][0, :2] = -100  # unmasked targets are unlike samples
     return values

@@ -17,8 +17,7 @@ from tests.unit.operation_graphs import (
     transposed_head,
     two_heads,
 )
-from tests.unit.spmd import Ranks
-from tests.unit.test_cut import drawn
+from tests.unit.spmd import Ranks, drawn
 
 from whale_train.strategies.graph.operation_graph import ModelProfile, Size
 from whale_train.strategies.independence.judge import states_of

@@ -25,8 +25,8 @@ from whale_train.strategies.layouts.propagation import (
     Shard,
     assign,
 )
+from whale_train.strategies.layouts.segment import Segment
 from whale_train.strategies.layouts.types import Fineness, shard
-from whale_train.strategies.partition.head_partition import Segment
 
 S0, S1 = Shard(0, "classes"), Shard(1, "classes")
 S0x3 = Shard(0, "classes", 3)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.operation_graphs import classifier, conv1d_head, gpt
+from tests.unit.operation_graphs import classifier
 
 from whale_train.strategies.grammar.nodes import Replicate, Strategy
 from whale_train.strategies.graph.operation_graph import (
@@ -19,11 +19,8 @@ from whale_train.strategies.memory.engine_memory import (
     ROUNDED_UP,
     added,
     engine_of,
-    head_memory,
 )
 from whale_train.strategies.memory.liveness import Moment
-from whale_train.strategies.partition.head_partition import HeadCut, cut_head
-from whale_train.strategies.partition.output_head import find_heads
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.schedule.instructions import Instruction, Kind
@@ -235,64 +232,6 @@ def test_a_small_model_fills_no_bucket() -> None:
 def test_a_model_without_parameters() -> None:
     empty = replace(BIG, parameters=(), activation_bytes=0.0)
     assert estimate(copies=2, profile=empty, zero=3) == MemoryEstimate(500.0, 0, 0, 0, 0)
-
-
-def head_cut(profile: ModelProfile) -> HeadCut:
-    return cut_head(profile, find_heads(profile)[0])
-
-
-def test_a_shard_of_a_classifiers_head() -> None:
-    profile = classifier()
-    # 5 of 10 classes: half of 10 x 4 weights and 10 biases are 25 elements. 7 samples give
-    # 7 x 5 logits, there twice before there are gradients, and 7 x 4 gathered features with theirs.
-    assert head_memory(head_cut(profile), profile, 0.5, 1, "fp32", 7) == MemoryEstimate(
-        parameters=100.0,
-        gradients=0.0,
-        optimizer=100.0,
-        activations=2 * 35 * 4,
-        communication=2 * 28 * 4,
-    )
-
-    # Of 2 samples, the gradients are more than the second copy of the logits.
-    few = head_memory(head_cut(profile), profile, 0.5, 1, "fp32", 2)
-    assert (few.gradients, few.activations) == (100.0, 10 * 4)
-    again = head_memory(head_cut(profile), profile, 0.5, 1, "fp32", 7, accumulate=True)
-    assert (again.gradients, again.activations) == (100.0, 2 * 35 * 4)
-
-    # Two more micro-batches wait for their backwards, with their logits and features.
-    waiting = head_memory(head_cut(profile), profile, 0.5, 1, "fp32", 7, True, in_flight=3)
-    assert waiting.activations == again.activations + 2 * (35 + 28) * 4
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_halves_of_what_the_head_keeps_of_the_batch(precision: str) -> None:
-    profile = classifier()
-    assert head_memory(head_cut(profile), profile, 0.5, 2, precision, 7) == MemoryEstimate(
-        parameters=150.0,  # with the 16-bit weights
-        gradients=100.0,
-        optimizer=200.0,
-        activations=35 * 2,
-        communication=2 * 28 * 2,
-    )
-
-
-@pytest.mark.parametrize(
-    ("profile", "classes", "parameters"),
-    [(gpt(), 12, 48), (gpt(tied=True), 12, 48), (conv1d_head(), 10, 50)],
-)
-def test_every_position_of_a_sequence_has_logits(
-    profile: ModelProfile, classes: int, parameters: int
-) -> None:
-    # Whether they are [batch, 3, classes] or [batch * 3, classes]; features are [batch, 3, 4].
-    found = head_memory(head_cut(profile), profile, 1.0, 0, "fp32", 5)
-    assert found.activations == 2 * 15 * classes * 4
-    assert found.communication == 2 * 15 * 4 * 4
-    assert found.parameters == 4 * parameters
-
-
-def test_no_classes_still_see_the_features() -> None:
-    profile = classifier()
-    assert head_memory(head_cut(profile), profile, 0.0, 2, "fp32", 7).total == 2 * 28 * 4
 
 
 def test_two_task_graphs_on_a_device_add_up() -> None:

@@ -12,10 +12,8 @@ import pytest
 from tests.unit.operation_graphs import Sketch
 from tests.unit.plan_requests import strategy_of
 
-from whale_train.strategies.cost.resharding import bridge_time_s
 from whale_train.strategies.grammar.nodes import Replicate
 from whale_train.strategies.graph.operation_graph import INSIDE, ModelProfile, OperationGraph
-from whale_train.strategies.graph.saved_tensors import View
 from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
 from whale_train.strategies.hardware.cluster import CPU_PROCESS, Cluster, Device, Link, Node
 from whale_train.strategies.memory.engine_memory import gathered_at_once, weight_width
@@ -146,29 +144,6 @@ def test_a_head_split_inside_a_stage_pays_for_the_sum_of_the_rest(precision: str
     plan = planned(nested, CLUSTERS["two nodes"], model(), precision)
     sent = 4 * 4 * WIDTH * WIDTH
     assert plan.predicted.step_time_s > sent / SLOW.bandwidth_bytes_s
-
-
-@pytest.mark.parametrize(
-    ("precision", "wide", "width"),
-    [
-        ("fp32", False, 4),
-        ("bf16", False, 2),
-        ("fp16", False, 2),
-        # Under autocast what is added to fp32 is fp32.
-        ("bf16", True, 4),
-        ("fp16", True, 4),
-    ],
-)
-def test_the_bridge_to_a_head_has_the_width_of_what_crosses_it(
-    precision: str, wide: bool, width: int
-) -> None:
-    """As the runtime gathers it: before the head's product lowers what it reads."""
-    graph = model(wide).graph
-    assert graph is not None
-    view = View.at(graph, precision)
-    moved = width * BATCH * WIDTH * 7 / 8
-    expected = moved / LINK.bandwidth_bytes_s + 7 * LINK.latency_s
-    assert bridge_time_s(view, ["r2"], BATCH, 8, LINK) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.operation_graphs import bert, classifier
+from tests.unit.operation_graphs import classifier
 from tests.unit.plan_requests import mixed, shipped, strategy_of, training
 
 from whale_train.errors import Fault, PlanError
@@ -89,16 +89,6 @@ def test_a_precision_no_device_has() -> None:
     assert fault == (
         "train.precision=fp32 is not computed by quarter of hardware=odd; use other devices"
     )
-
-
-def test_a_tied_head_with_batch_norm() -> None:
-    profile = replace(bert(), batch_norm_modules=("norm",))
-    assert faults_of(shipped("hybrid_split_dp"), mixed().first(2), profile, training()) == [
-        "strategy.graph[1].split is tied to an embedding, in a model with BatchNorm: not executed "
-        "yet; use strategy=dp"
-    ]
-    assert resolve(shipped("dp"), mixed(), profile, training()).world_size == 16
-    assert resolve(shipped("hybrid_split_dp"), mixed().first(2), bert(), training()).rewrite
 
 
 def test_no_memory_is_a_plan_error_too() -> None:

@@ -7,7 +7,6 @@ import pytest
 from tests.unit.operation_graphs import (
     classifier,
     gpt,
-    head_read_elsewhere,
     two_heads,
     without_head,
 )
@@ -105,12 +104,6 @@ UNEXPORTED = replace(gpt(), graph=None, export_error="ValueError: it branches")
             classifier(classes=10),
             "strategy.graph[1].split.modules=head has 10 classes, too few to give each of 16 "
             "devices one; use strategy=dp, or fewer devices",
-        ),
-        (
-            HYBRID,
-            head_read_elsewhere(),
-            "strategy.graph[1].split.modules=head is head, which cannot be split from the rest: "
-            "its weight is also read by centre (mean); use strategy=dp or a zero strategy",
         ),
     ],
 )
