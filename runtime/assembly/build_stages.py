@@ -41,7 +41,7 @@ from whale_train.runtime.kernels.streamed_weights import StreamedWeights
 from whale_train.runtime.kernels.weight_gradients import WeightGradients
 from whale_train.runtime.loss.global_mean import target_counter
 from whale_train.runtime.loss.micro_batch_loss import LossOfPieces
-from whale_train.runtime.pipeline.chunk import Chunk, Segments, SharingChunk, VariedChunk, parts_of
+from whale_train.runtime.pipeline.chunk import Chunk, Segments, SharingChunk, VariedChunk
 from whale_train.runtime.pipeline.executor import PipelineModel
 from whale_train.runtime.pipeline.route import MessageTypes, PipelinePlace, Route
 from whale_train.strategies.graph.operation_graph import is_repeated
@@ -54,12 +54,13 @@ _Sharing = tuple[tuple[int, int], ...]  # the intervals of a micro-batch that me
 
 @dataclass(frozen=True)
 class _Written:
-    """The segments of one chunk, each with the number of its TaskGraph: for micro-batches that are
-    shared among the members of the shard group as `sharing` says (empty: all see all of it)."""
+    """The segment of one chunk and the number of its TaskGraph: for micro-batches that are shared
+    among the members of the shard group as `sharing` says (empty: all see all of it)."""
 
     chunk: int
     sharing: _Sharing
-    segments: Sequence[tuple[int, SegmentModule]]
+    task_graph: int
+    segment: SegmentModule
 
 
 def assemble_stages(
@@ -83,7 +84,7 @@ def assemble_stages(
         counter = target_counter(module, graph, seat.groups["world"], seat.device)
     loss = LossOfPieces(samples, plan.loss_weights, counter, seat.device)
     weight_gradients, counts = WeightGradients(), Counts()
-    numbers = [n for chunk in held for n in plan.pipeline.chunks[chunk].segments]
+    numbers = [plan.pipeline.chunks[chunk].segment for chunk in held]
     task_graphs = [plan.task_graphs[number] for number in plan.ranks[seat.rank].task_graphs]
     canonical, tensors = own_tensors(
         [plan.rewrite.segments[number] for number in numbers],
@@ -128,11 +129,10 @@ def assemble_stages(
                 for owner, at in places.items()
             }
             shared_random += [at.random for at in here.values()]
-            segments = [writer.segment(n, described, here) for n in described.segments]
-            written.append(_Written(chunk, sharing, segments))
+            written.append(_Written(chunk, sharing, *writer.segment(described, here)))
     engines: dict[int, Engine] = {}
     for task_graph in task_graphs:
-        owned = [x for each in written for owner, x in each.segments if owner == task_graph.id]
+        owned = [each.segment for each in written if each.task_graph == task_graph.id]
         runs, excess = bool(owned), None
         if not runs:  # another TaskGraph runs what this one has
             held_here = {path: tensors[path] for path in task_graph.parameters if path in tensors}
@@ -186,12 +186,12 @@ class _Writer:
         self._several = plan.ranks[rank].micro_batches > 1
 
     def segment(
-        self, number: int, described: PlannedChunk, places: Mapping[int, ShardPlace]
+        self, described: PlannedChunk, places: Mapping[int, ShardPlace]
     ) -> tuple[int, SegmentModule]:
-        """Return the number of its TaskGraph, and segment `number` of the plan as the chunk
-        `described` runs it at `places`, by TaskGraph."""
+        """Return the number of its TaskGraph, and the segment of a chunk `described` as it runs at
+        `places`, by TaskGraph."""
         assert self._plan.rewrite is not None
-        written = self._plan.rewrite.segments[number]
+        written = self._plan.rewrite.segments[described.segment]
         here = places[written.task_graph]
         paths = tensor_paths(written, self._graph, self._canonical)
         lent = self._lent_to(written)
@@ -232,20 +232,29 @@ def _chunks(
     written: Sequence[_Written],
     engines: Mapping[int, Engine],
     members: Sequence[_Sharing],
-    head: ShardPlace,
+    beside: ShardPlace,
     last: int,
 ) -> dict[int, Chunk]:
     """Return the chunks by number; of one whose samples `members` share, a variant for every
-    sharing. `head` is where the segments of a split head run; the `last` chunk gives the loss."""
+    sharing. `beside` is where what is split beside copies runs; the `last` chunk gives the loss."""
     made: dict[int, dict[_Sharing, Chunk]] = {}
-    for each, parts in zip(written, parts_of([x.segments for x in written], engines), strict=True):
-        gives = parts[-1].segment.gives
+    numbers = dict.fromkeys(engines, 0)  # of the segments of each engine, in their order
+    for each in written:
+        engine, segment = engines[each.task_graph], each.segment
+        lent = {id(parameter) for parameter in segment.lent}
+        lenders = [
+            other
+            for other in engines.values()
+            if not lent.isdisjoint(map(id, other.module.parameters()))
+        ]
+        run = (segment, engine, numbers[each.task_graph], lenders)
+        numbers[each.task_graph] += 1
         if each.sharing:
-            at = replace(head, axes={**head.axes, BATCH: each.sharing})
-            shares, among = gives if each.chunk != last else (), PlannedShard(0, BATCH)
-            chunk: Chunk = SharingChunk(parts, gives, at.along(among), shares)
+            at = replace(beside, axes={**beside.axes, BATCH: each.sharing})
+            shares = segment.gives if each.chunk != last else ()
+            chunk: Chunk = SharingChunk(*run, at.along(PlannedShard(0, BATCH)), shares)
         else:
-            chunk = Chunk(parts, gives)
+            chunk = Chunk(*run)
         made.setdefault(each.chunk, {})[each.sharing] = chunk
     return {
         number: VariedChunk([variants[sharing] for sharing in members])

@@ -1,7 +1,6 @@
-"""A part of the model that one rank runs in one go: segments, each on its TaskGraph's engine.
+"""A part of the model that one rank runs in one go, on its TaskGraph's engine.
 
-Values are detached where they cross from one segment to the next, and where they cross to another
-rank's chunk; backward hands their gradients across.
+Values are detached where they cross to another chunk; backward hands their gradients across.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,18 +29,34 @@ class Segments(nn.Module):
 
 
 @dataclass(frozen=True)
-class ChunkPart:
+class Passed:
+    """What a forward leaves to its backward: every value made or taken, and those it `took`,
+    detached."""
+
+    made: dict[str, Tensor]
+    took: dict[str, Tensor]
+    own: "Passed | None" = None  # of a chunk whose samples are shared, what this member made
+
+
+class Chunk:
     """A segment, the engine that runs it, and its number among that engine's; and the `lenders`,
-    engines of other parameters that it runs."""
+    engines of other parameters that it runs. `gives` are the values others want, or the loss
+    alone."""
 
-    segment: SegmentModule
-    engine: Engine
-    number: int
-    lenders: tuple[Engine, ...] = ()
+    def __init__(
+        self,
+        segment: SegmentModule,
+        engine: Engine,
+        number: int,
+        lenders: Sequence[Engine] = (),
+    ) -> None:
+        self.segment, self.gives = segment, segment.gives
+        self._engine, self._number = engine, number
+        self.engines = (engine, *lenders)
 
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        return (self.engine, *self.lenders)
+    def of(self, micro_batch: int) -> "Chunk":
+        """Return what runs a micro-batch of a step: all are run alike here."""
+        return self
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -49,87 +64,28 @@ class ChunkPart:
         yield from self.segment.parameters()
         yield from self.segment.lent
 
-
-def parts_of(
-    chunks: Sequence[Sequence[tuple[int, SegmentModule]]], engines: Mapping[int, Engine]
-) -> list[list[ChunkPart]]:
-    """Return the parts of each of `chunks`, given by their TaskGraph and in the order in which that
-    TaskGraph's engine of `engines` has its segments."""
-    seen = dict.fromkeys(engines, 0)
-    found = []
-    for segments in chunks:
-        parts = []
-        for owner, segment in segments:
-            lent = {id(parameter) for parameter in segment.lent}
-            lenders = tuple(
-                engine
-                for engine in engines.values()
-                if not lent.isdisjoint(map(id, engine.module.parameters()))
-            )
-            parts.append(ChunkPart(segment, engines[owner], seen[owner], lenders))
-            seen[owner] += 1
-        found.append(parts)
-    return found
-
-
-@dataclass(frozen=True)
-class Passed:
-    """What a forward leaves to its backward: every value made or taken, and, per segment, those it
-    took, detached."""
-
-    made: dict[str, Tensor]
-    taken: tuple[dict[str, Tensor], ...]
-    own: "Passed | None" = None  # of a chunk whose samples are shared, what this member made
-
-
-class Chunk:
-    """Segments in forward order. `gives` are the values others want, or the loss alone."""
-
-    def __init__(self, parts: Sequence[ChunkPart], gives: Sequence[str]) -> None:
-        self.gives = tuple(gives)
-        self.parts = tuple(parts)
-
-    def of(self, micro_batch: int) -> "Chunk":
-        """Return what runs a micro-batch of a step: all are run alike here."""
-        return self
-
-    @property
-    def engines(self) -> Sequence[Engine]:
-        return tuple({id(x): x for part in self.parts for x in part.engines}.values())
-
     def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> Passed:
-        """Run all segments; `taken` are the values of earlier chunks, which require a gradient
-        where one is wanted."""
-        made = dict(taken)
-        detached = []
-        for part in self.parts:
-            segment = part.segment
-            values = {name: made[name].detach() for name in segment.takes}
-            for name, value in values.items():
-                value.requires_grad_(made[name].requires_grad)
-            detached.append(values)
-            inputs = (batch[name] for name in segment.inputs)
-            given = part.engine(part.number, *values.values(), *inputs)
-            made |= dict(zip(segment.gives, given, strict=True))
-        return Passed(made, tuple(detached))
+        """Run the segment; `taken` are the values of earlier chunks, which require a gradient where
+        one is wanted."""
+        segment = self.segment
+        took = {name: taken[name].detach() for name in segment.takes}
+        for name, value in took.items():
+            value.requires_grad_(taken[name].requires_grad)
+        inputs = (batch[name] for name in segment.inputs)
+        given = self._engine(self._number, *took.values(), *inputs)
+        return Passed({**taken, **dict(zip(segment.gives, given, strict=True))}, took)
 
     def backward(self, passed: Passed, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Accumulate the parameters' gradients, given those of the values of `gives` that have
         one; the gradients of what was taken from other chunks, by name."""
-        known = dict(gradients)
-        for part, values in zip(reversed(self.parts), reversed(passed.taken), strict=True):
-            names = [
-                name
-                for name in part.segment.gives
-                if name in known and passed.made[name].requires_grad
-            ]
-            if names:
-                outputs = [passed.made[name] for name in names]
-                part.engine.backward(outputs, [known[name] for name in names])
-            for name, value in values.items():
-                found = part.engine.input_gradient(value) if value.requires_grad else None
-                if found is not None:
-                    known[name] = known[name] + found if name in known else found
+        known, made = dict(gradients), passed.made
+        names = [n for n in self.segment.gives if n in known and made[n].requires_grad]
+        if names:
+            self._engine.backward([made[n] for n in names], [known[n] for n in names])
+        for name, value in passed.took.items():
+            found = self._engine.input_gradient(value) if value.requires_grad else None
+            if found is not None:
+                known[name] = known[name] + found if name in known else found
         return known
 
     @contextmanager
@@ -154,14 +110,15 @@ class SharingChunk(Chunk):
 
     def __init__(
         self,
-        parts: Sequence[ChunkPart],
-        gives: Sequence[str],
+        segment: SegmentModule,
+        engine: Engine,
+        number: int,
+        lenders: Sequence[Engine],
         members: ShardGroup,
         shares: Collection[str],
     ) -> None:
-        super().__init__(parts, gives)
+        super().__init__(segment, engine, number, lenders)
         self._members, self._shares = members, shares
-        self._made = {name for part in parts for name in part.segment.gives}
 
     def forward(self, taken: Mapping[str, Tensor], batch: Batch) -> Passed:
         own = {name: self._mine(value.detach()) for name, value in taken.items()}
@@ -172,16 +129,15 @@ class SharingChunk(Chunk):
             value = passed.made[name]
             made[name] = self._all(value.detach())
             made[name].requires_grad_(value.requires_grad)
-        return Passed({**passed.made, **made}, passed.taken, passed)
+        return Passed({**passed.made, **made}, passed.took, passed)
 
     def backward(self, passed: Passed, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert passed.own is not None
         mine = {n: self._mine(x) if n in self._shares else x for n, x in gradients.items()}
         known = super().backward(passed.own, mine)
-        for part in self.parts:
-            for name in part.segment.takes:
-                if name in known and name not in self._made:
-                    known[name] = self._all(known[name])
+        for name in self.segment.takes:
+            if name in known:
+                known[name] = self._all(known[name])
         return known
 
     def _mine(self, value: Tensor) -> Tensor:
@@ -201,7 +157,8 @@ class VariedChunk(Chunk):
     engines and parameters, and differ in how many samples each member takes."""
 
     def __init__(self, variants: Sequence[Chunk]) -> None:
-        super().__init__(variants[0].parts, variants[0].gives)
+        first, *_ = variants
+        super().__init__(first.segment, first._engine, first._number, first.engines[1:])
         self._variants = tuple(variants)
 
     def of(self, micro_batch: int) -> Chunk:

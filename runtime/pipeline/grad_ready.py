@@ -23,21 +23,20 @@ class Finality:
     def __init__(self, chunks: Mapping[int, Chunk], instructions: Sequence[Instruction]) -> None:
         last = {x.chunk: i for i, x in enumerate(instructions) if x.kind in ENDS}
         self._reduction: dict[nn.Parameter, Reduction] = {}
-        # By the instruction that is the last to add to them: parameters, and how many parts of
-        # its chunk read each.
-        self._parts: dict[Instruction, dict[nn.Parameter, int]] = {}
+        # By the instruction that is the last to add to them.
+        self._parameters: dict[Instruction, list[nn.Parameter]] = {}
         held: dict[nn.Parameter, int] = {}
         for chunk in sorted(last, key=last.__getitem__, reverse=True):
-            mine: dict[nn.Parameter, int] = {}
-            for part in chunks[chunk].parts:
-                found = [x.reduction for x in part.engines if x.reduction is not None]
-                by_parameter = {p: reduction for reduction in found for p in reduction.parameters}
-                for parameter in part.parameters:
-                    summed = parameter in by_parameter
-                    if summed and held.setdefault(parameter, chunk) == chunk:
-                        mine[parameter] = mine.get(parameter, 0) + 1
-                        self._reduction[parameter] = by_parameter[parameter]
-            self._parts[instructions[last[chunk]]] = mine
+            own: list[nn.Parameter] = []
+            engines = chunks[chunk].engines
+            reductions = [x.reduction for x in engines if x.reduction is not None]
+            by_parameter = {p: reduction for reduction in reductions for p in reduction.parameters}
+            for parameter in chunks[chunk].parameters:
+                summed = parameter in by_parameter
+                if summed and held.setdefault(parameter, chunk) == chunk:
+                    own.append(parameter)
+                    self._reduction[parameter] = by_parameter[parameter]
+            self._parameters[instructions[last[chunk]]] = own
 
     @contextmanager
     def during(
@@ -46,8 +45,8 @@ class Finality:
         """Around a backward. What it is the last to add to is final as soon as it has: when
         autograd has accumulated it, or, where what is left are `deferred` additions (so many by
         parameter), when what this gives has been called as often; at the latest in the end."""
-        parts = self._parts.get(instruction, {})
-        left = {p: n if deferred is None else deferred.get(p, 0) for p, n in parts.items()}
+        parameters = self._parameters.get(instruction, [])
+        left = {p: 1 if deferred is None else deferred.get(p, 0) for p in parameters}
 
         def added(parameter: nn.Parameter) -> None:
             if parameter in left:
@@ -59,7 +58,7 @@ class Finality:
             del left[parameter]
             self._reduction[parameter].final(parameter)
 
-        by_autograd = parts if deferred is None else ()
+        by_autograd = parameters if deferred is None else ()
         hooks = [_on_accumulated(parameter, added) for parameter in by_autograd]
         try:
             for parameter in [p for p, count in left.items() if not count]:

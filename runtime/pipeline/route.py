@@ -140,14 +140,8 @@ def values_of_chunks(
     graph: PlannedGraph, pipeline: PlannedPipeline
 ) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """Return what every chunk gives to other chunks, and what it takes from them."""
-    gives, takes = [], []
-    for chunk in pipeline.chunks:
-        segments = [graph.segments[number] for number in chunk.segments]
-        made = {name for segment in segments for name in segment.gives}
-        read = dict.fromkeys(name for segment in segments for name in segment.takes)
-        gives.append(segments[-1].gives)
-        takes.append(tuple(name for name in read if name not in made))
-    return gives, takes
+    segments = [graph.segments[chunk.segment] for chunk in pipeline.chunks]
+    return [segment.gives for segment in segments], [segment.takes for segment in segments]
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _prepare_for_any_job(silent=run_dir is None)
         if rank == 0:
             there_is_one = run_dir is not None and wait_until_ready(run_dir, options.parent)
-            told = sealed(key, Job.read(run_dir) if run_dir and there_is_one else None)
-            store.set("job", told)  # type: ignore[arg-type]  # torch's stub has str alone
+            message = sealed(key, Job.read(run_dir) if run_dir and there_is_one else None)
+            store.set("job", message)  # type: ignore[arg-type]  # torch's stub has str alone
         job = opened(key, store.get("job"))
     except Exception as error:
         if run_dir is None:  # no job that would have a place for it

@@ -71,15 +71,21 @@ class PlannedGraph:
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """The part of a stage's model that is run at once: `segments` by their numbers in the graph.
-    `shares_samples`: the members of a shard group take different samples of a micro-batch, and,
-    where they have `own_losses`, each a loss of its own samples."""
+    """The part of a stage's model that is run at once: the one of `segments`, by its number in the
+    graph. `shares_samples`: the members of a shard group take different samples of a micro-batch,
+    and, where they have `own_losses`, each a loss of its own samples."""
 
     stage: int
     segments: tuple[int, ...]
     recompute: Literal["full", "none"]
     shares_samples: bool
     own_losses: bool = field(default=False, metadata=OMITTED)
+
+    @property
+    def segment(self) -> int:
+        """The number of its segment."""
+        (number,) = self.segments
+        return number
 
 
 @dataclass(frozen=True)

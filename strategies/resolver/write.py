@@ -106,12 +106,11 @@ def written(
     )
     if job.as_is:
         return plan
-    segments = [tuple(_segments(job, chunk)) for chunk in decided.chunks]
-    of_plan = tuple(planned_segment(x) for of_chunk in segments for x in of_chunk)
+    segments = tuple(planned_segment(_segment(job, chunk)) for chunk in decided.chunks)
     return replace(
         plan,
-        rewrite=PlannedGraph(decided.axes, of_plan),
-        pipeline=_pipeline(job, decided, [len(each) for each in segments]),
+        rewrite=PlannedGraph(decided.axes, segments),
+        pipeline=_pipeline(job, decided),
     )
 
 
@@ -121,10 +120,9 @@ def simulated_step(job: Staging, decided: Decided) -> Simulated:
     return simulated(*priced.step(), job.cluster, job.training.global_batch)
 
 
-def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> PlannedPipeline:
-    """Return who runs which chunk for which micro-batch; `segments` counts those of each chunk."""
+def _pipeline(job: Staging, decided: Decided) -> PlannedPipeline:
+    """Return who runs which chunk for which micro-batch."""
     form = job.form
-    first = [sum(segments[:number]) for number in range(len(segments))]
     return PlannedPipeline(
         schedule=form.pipeline.schedule if form.pipeline else "1f1b",
         positions=job.chunks_of_positions(),
@@ -133,7 +131,7 @@ def _pipeline(job: Staging, decided: Decided, segments: Sequence[int]) -> Planne
         chunks=tuple(
             PlannedChunk(
                 stage=chunk.stage,
-                segments=tuple(range(first[number], first[number] + segments[number])),
+                segments=(number,),
                 recompute="full" if chunk.stage in decided.recomputed else "none",
                 shares_samples=chunk.shares_samples,
                 own_losses=chunk.has_own_losses(job.graph.operations[-1].inputs[0]),
@@ -162,11 +160,11 @@ def _pipeline_copy(job: Staging, decided: Decided, copy: int) -> PlannedCopy:
     )
 
 
-def _segments(job: Staging, chunk: StageChunk) -> Iterator[Segment]:
-    numbers, part = job.task_graphs[chunk.stage], chunk.slice
+def _segment(job: Staging, chunk: StageChunk) -> Segment:
+    number, part = job.task_graphs[chunk.stage][0], chunk.slice
     assignment = chunk.sharded.assignment if chunk.sharded else None
     sums = {name: job.batch_sums[name] for name in part.operations if name in job.batch_sums}
-    yield Segment(numbers[0], part.operations, part.takes, part.gives, assignment, sums)
+    return Segment(number, part.operations, part.takes, part.gives, assignment, sums)
 
 
 def _task_graphs(job: Staging, stage: int, decided: Decided) -> Iterator[TaskGraph]:

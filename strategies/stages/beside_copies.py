@@ -158,8 +158,8 @@ def _dense(
         rule = f"cannot be split beside copies of the rest: {refusal}"
         remedy = "use a split of the whole stage"
         if head is not None:
-            what, remedy = head.module or "the output", _instead_of_head(job)
-            rule = f"is {what}, which cannot be split from the rest: {refusal}"
+            module, remedy = head.module or "the output", _instead_of_head(job)
+            rule = f"is {module}, which cannot be split from the rest: {refusal}"
         raise PlanError([Fault(key, value, rule, remedy)]) from None
 
 

@@ -1,7 +1,7 @@
 """A gradient is summed over its holders when it is final: not before, not twice, the same way
 on all of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -42,31 +42,14 @@ class Engine:
 
 
 @dataclass
-class Part:
-    segment: nn.ParameterList
-    engine: Engine
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        return (self.engine,)
-
-    @property
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.segment.parameters()
-
-
-@dataclass
 class FakeChunk:
-    """Of two parts, whose loss is the sum of the products of a part's parameters; the backward
-    of a part is one of autograd."""
+    """Whose loss is the product of its parameters; the backward is one of autograd."""
 
-    parts: list[Part]
+    parameters: list[nn.Parameter]
+    engines: tuple[Engine, ...]
 
-    def losses(self, micro_batch: int) -> list[tuple[nn.ParameterList, Tensor]]:
-        return [
-            (part.segment, torch.stack(list(part.segment)).prod() * (micro_batch + 1.0))
-            for part in self.parts[::-1]
-        ]
+    def loss(self, micro_batch: int) -> Tensor:
+        return torch.stack(self.parameters).prod() * (micro_batch + 1.0)
 
 
 def plus(known: Tensor | None, more: Tensor) -> Tensor:
@@ -75,18 +58,14 @@ def plus(known: Tensor | None, more: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zero_bubble"])
 def test_final_once_and_with_all_of_it(name: str) -> None:
-    p, q, tied, twice, frozen, alone = (
-        nn.Parameter(torch.tensor(x)) for x in (2.0, 3.0, 5.0, 7.0, 11.0, 13.0)
-    )
+    p, q, tied, frozen, alone = (nn.Parameter(torch.tensor(x)) for x in (2.0, 3.0, 5.0, 11.0, 13.0))
     frozen.requires_grad_(False)
-    heard = Heard([p, q, tied, twice])
+    heard = Heard([p, q, tied])
     engine, other = Engine(heard), Engine(None)
-    chunks = {0: FakeChunk([Part(nn.ParameterList([p, tied, twice, frozen]), engine),
-                            Part(nn.ParameterList([twice]), engine)])}  # fmt: skip
+    chunks = {0: FakeChunk([p, tied, frozen], (engine,))}
     count = 4 if name == "interleaved_1f1b" else 2
     if count == 4:
-        chunks[2] = FakeChunk([Part(nn.ParameterList([q, tied]), engine),
-                               Part(nn.ParameterList([alone]), other)])  # fmt: skip
+        chunks[2] = FakeChunk([q, tied, alone], (engine, other))
     else:
         heard.parameters.remove(q)
     stages = [Position(tuple(range(s, count, 2))) for s in range(2)]
@@ -101,18 +80,14 @@ def test_final_once_and_with_all_of_it(name: str) -> None:
         if at.kind is Kind.BACKWARD:
             with finality.during(at):
                 before = len(heard.seen)
-                for _, loss in chunks[at.chunk].losses(at.micro_batch):
-                    loss.backward()  # type: ignore[no-untyped-call]
+                chunks[at.chunk].loss(at.micro_batch).backward()  # type: ignore[no-untyped-call]
                 within += len(heard.seen) - before
         elif at.kind is Kind.BACKWARD_INPUT:
             with deferred.deferring(key), finality.during(at):
-                for part, loss in chunks[at.chunk].losses(at.micro_batch):
-                    wanted = [x for x in (p, twice) if any(x is held for held in part)]
-                    gradients = torch.autograd.grad(loss, wanted, retain_graph=True)
-                    made = zip(wanted, gradients, strict=True)
-                    deferred.take([(x, partial(plus, more=g)) for x, g in made])
-                    if len(wanted) == 2:
-                        loss.backward(inputs=[tied])
+                loss = chunks[at.chunk].loss(at.micro_batch)
+                (gradient,) = torch.autograd.grad(loss, [p], retain_graph=True)
+                deferred.take([(p, partial(plus, more=gradient))])
+                loss.backward(inputs=[tied])  # type: ignore[no-untyped-call]
         elif at.kind is Kind.BACKWARD_WEIGHT:
             with finality.during(at, deferred.left(key)) as added:
                 before = len(heard.seen)
@@ -122,7 +97,7 @@ def test_final_once_and_with_all_of_it(name: str) -> None:
     for parameter, gradient in heard.seen.items():
         assert gradient == parameter.grad
     # All while the last backward still ran, but for those known before a deferred part of it.
-    assert within == (2 if name == "zero_bubble" else len(heard.parameters))
+    assert within == (1 if name == "zero_bubble" else len(heard.parameters))
 
 
 def test_deferred_gradients_keep_nothing_of_what_they_were_made_of() -> None:
