@@ -1,0 +1,62 @@
+"""An output projection split beside copies, in models that do more with it than project: each is
+the same as on one process."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.distributed.equality import Jobs, assert_equal, save
+from tests.distributed.head_models import TOKENS
+from tests.pairs import covering
+
+MODELS = ("Tied", "Centred", "Late", "Tempered", "Squares")
+UNLIKE = (
+    "hardware=v100_p100_mix",
+    "hardware.nodes=[{count: 1, devices: 1, device: v100_sxm2_32gb, link: nvlink2}, "
+    "{count: 1, devices: 1, device: p100_pcie_16gb, link: pcie3_x16}]",
+)
+TWO = ("hardware=cpu", "hardware.devices=2")
+GRAPH = "strategy.graph=[{{replicate: {copies}}}, {{split: {{modules: head}}}}]"
+KEPT = {
+    "whole": (*TWO, GRAPH.format(copies="{}")),
+    "unlike": (*UNLIKE, GRAPH.format(copies="{}")),
+    "zero1": (*TWO, GRAPH.format(copies="{zero: 1}")),
+    "zero2": (*TWO, GRAPH.format(copies="{zero: 2}")),
+    "zero3": (*TWO, GRAPH.format(copies="{zero: 3}")),
+    "accumulated": (*TWO, GRAPH.format(copies="{}"), "train.accumulate=2"),
+    "two copies": (
+        *("hardware=cpu", "hardware.devices=4"),
+        "strategy.graph={replicate: {degree: 2, of: [{replicate: {zero: 1, degree: 2}}, "
+        "{split: {modules: head}}]}}",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw, path = np.random.default_rng(3), tmp_path_factory.mktemp("heads") / "ids.npz"
+    save(path, {name: draw.integers(0, TOKENS, (14, 5)) for name in ("ids", "labels")})
+    return path
+
+
+CASES = [
+    (model, kept)
+    for model in MODELS
+    for kept in KEPT
+    # A batch norm over the global batch has one micro-batch.
+    if (model, kept) != ("Tied", "accumulated")
+]
+
+
+@pytest.mark.parametrize(("model", "kept"), covering(CASES, lambda row: row))
+def test_it_is_the_same(model: str, kept: str, path: Path, jobs: Jobs) -> None:
+    common = [
+        *(f"model._target_=head_models.{model}", "data=arrays", f"data.path='{path}'"),
+        *("train.steps=3", "train.global_batch=8", "optimizer=sgd", "optimizer.lr=0.1"),
+    ]
+    split = jobs.run([*common, *KEPT[kept]])
+    (*_, head) = split.plan["task_graphs"]
+    assert head["name"] == "head"
+    assert {"head.weight", "embedding.weight"} & set(head["shards"])
+    one = jobs.run([*common, "hardware=cpu", "hardware.devices=1", "strategy=single"])
+    assert_equal(split, one, 2e-5, 2e-4)
