@@ -124,11 +124,12 @@ def _stage(nodes: tuple[Node, ...], faults: list[Fault]) -> OpenStage | None:
             return None
         case (Replicate() as body, Split() as split, *others) if _are_splits(others):
             more = tuple(node for node in others if isinstance(node, Split))
-            listed: tuple[Replicate | Split, ...] = (body, split, *more)
-            said = next((node for node in listed if node.degree), body)
-            shards, sized = said.degree, said.path
+            said = next((node for node in (split, *more) if node.degree), split)
             if not all(_is_beside_copies(body, x, said, path, faults) for x in (split, *more)):
                 return None
+            shards, sized = (said.degree, said.path) if said.degree else (body.degree, body.path)
+            if shards and body.degree and body.degree != shards:
+                copies = copies and copies * (body.degree // shards)
         case _:
             faults.append(_colocated(nodes))
             return None
@@ -152,17 +153,24 @@ def _is_beside_copies(
         remedy = "use [{replicate: {}}, {split: {modules: head}}]"
         faults.append(Fault(path.rpartition("[")[0], "", rule, remedy))
         return False
-    if body.modules != ("*",):
-        named = ", ".join(body.modules)
-        rule = "must cover what the split leaves"
-        faults.append(Fault(f"{body.path}.modules", named, rule, 'use "*"'))
-        return False
+    key, value = f"{split.path}.degree", str(split.degree)
     if said.degree and split.degree and said.degree != split.degree:
-        rule = f"differs from {said.path}.degree={said.degree}, though nodes of a list share their "
-        key, value = f"{split.path}.degree", str(split.degree)
+        rule = (
+            f"differs from {said.path}.degree={said.degree}, though splits of a list share their "
+        )
         faults.append(Fault(key, value, f"{rule}devices", "give both the same, or auto"))
         return False
+    if body.degree and split.degree and body.degree % split.degree:
+        rule = f"does not divide {body.path}.degree={body.degree}, though nodes of a list share "
+        remedy = f"use {' or '.join(str(x) for x in _divisors(body.degree))}"
+        faults.append(Fault(key, value, f"{rule}their devices", remedy))
+        return False
     return True
+
+
+def _divisors(number: int) -> list[int]:
+    """Return what a split's degree may be beside so many copies."""
+    return [x for x in range(2, number + 1) if number % x == 0]
 
 
 def _colocated(nodes: tuple[Node, ...]) -> Fault:

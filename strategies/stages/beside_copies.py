@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from whale_train.errors import Fault, PlanError
-from whale_train.strategies.grammar.nodes import Split
+from whale_train.strategies.grammar.nodes import Replicate, Split
 from whale_train.strategies.graph.operation_graph import (
     ModelProfile,
     OperationGraph,
@@ -17,12 +17,12 @@ from whale_train.strategies.layouts.propagation import RULES
 from whale_train.strategies.layouts.rules.reductions import embedding
 from whale_train.strategies.partition.dense_parts import dense_parts
 from whale_train.strategies.partition.output_head import Head, find_heads, matching
-from whale_train.strategies.partition.pipeline_partition import Slice
+from whale_train.strategies.partition.pipeline_partition import Slice, is_inside
 from whale_train.strategies.partition.routed_experts import route_experts
 from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused, together
 from whale_train.strategies.stages.patterns import sharded
 from whale_train.strategies.stages.placement import Staging
-from whale_train.strategies.stages.split_names import is_named, nearest_modules
+from whale_train.strategies.stages.split_names import is_named, names_of, nearest_modules
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,21 @@ def split_parts(
     PlanError."""
     splits, found = job.form.stages[stage].splits, list[SplitParts]()
     heads: list[Head] = []
+    body = job.form.stages[stage].body
+    assert body is not None
+    copied = frozenset[str]()  # by name; what nobody names is copied all the same
+    if body.modules != ("*",):
+        copied = frozenset(_named(job, part, body.modules))
     for split in splits:
         named = named_weights(job, part, shared, split)
+        if split.modules != ("*",) and copied:
+            _refuse_named_twice(job, split, body, named & copied)
+        named -= copied  # a tied weight that both name is a copy
         parts = _experts(job, stage, part, shared, split, named)
         if parts is not None and split.patterns:
             rule = "says how weights of modules are cut, and these are experts"
             raise PlanError([Fault(f"{split.path}.patterns", "", rule, "leave it out")])
-        if parts is None and (not named or _is_head(job, split)):
+        if parts is None and (not named or _is_head(job, split, body)):
             profile = job.profile if job.chunk_count == 1 else _profile_of(job, part)
             heads.append(_head_of(job, part, shared, split, profile))
             parts = _head_parts(job, stage, part, split, heads[-1])
@@ -67,27 +75,41 @@ def split_parts(
     return BesideCopies(joined, heads[0] if len(splits) == 1 and heads else None)
 
 
+def _refuse_named_twice(job: Staging, split: Split, body: Replicate, paths: Set[str]) -> None:
+    """Raise PlanError where a weight of `paths` has a name that a split and the copies beside it
+    both name."""
+    for path in sorted(paths):
+        modules = [name.rpartition(".")[0] for name in names_of(job.profile, path)]
+        for module in modules:
+            if all(any(is_inside(module, x) for x in of.modules) for of in (split, body)):
+                rule = f"names {path}, which a split of the list names as well"
+                key, value = f"{body.path}.modules", ", ".join(body.modules)
+                raise PlanError([Fault(key, value, rule, "name each module in one node")])
+
+
 def named_weights(
     job: Staging, part: Slice, shared: Mapping[str, tuple[int, ...]], split: Split
 ) -> frozenset[str]:
     """Return the paths of the weights of `part` that `split` names. Those that several stages hold
     (`shared`) are none of them: they stay whole, so that their gradients can be added."""
-    named = set(split.modules)
-    if "head" in named:
-        named |= {head.module for head in job.findings.heads}
-    return frozenset(
-        path
-        for path in part.weights
-        if path not in shared and is_named(job.profile, path, sorted(named))
-    )
+    return frozenset(path for path in _named(job, part, split.modules) if path not in shared)
 
 
-def _is_head(job: Staging, split: Split) -> bool:
+def _named(job: Staging, part: Slice, modules: Sequence[str]) -> Iterator[str]:
+    """Yield the paths of the weights of `part` in what `modules` (paths, globs, `head`) name."""
+    names = set(modules)
+    if "head" in names:
+        names |= {head.module for head in job.findings.heads}
+    yield from (path for path in part.weights if is_named(job.profile, path, sorted(names)))
+
+
+def _is_head(job: Staging, split: Split, body: Replicate) -> bool:
     """Return whether what a split beside copies names is the head, and no experts."""
     if split.dim == "tensor":
         return False
-    everything = "head" in split.modules or split.modules == ("*",)
-    return everything or bool(matching(job.findings.heads, split.modules))
+    if split.modules == ("*",):
+        return body.modules == ("*",)
+    return "head" in split.modules or bool(matching(job.findings.heads, split.modules))
 
 
 def _head_parts(job: Staging, stage: int, part: Slice, split: Split, head: Head) -> SplitParts:
@@ -135,7 +157,8 @@ def _dense(
     layouts of its weights divide it. Raises PlanError."""
     members = job.form.stages[stage].shards
     key, value = f"{split.path}.modules", ", ".join(split.modules)
-    if split.modules == ("*",) and head is None:
+    body = job.form.stages[stage].body
+    if body is not None and split.modules == body.modules == ("*",) and head is None:
         named = named - {head.weight for head in job.findings.heads}
     named = frozenset(named)
     what = (part.operations, part.gives, named, split)

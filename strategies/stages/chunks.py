@@ -235,7 +235,7 @@ def _chunk(
     split = form.split
     if form.body is not None:
         named = tuple((split.modules, split.dim, split.patterns) for split in form.splits)
-        key: Hashable = (interval, form.shards, named, held_elsewhere)
+        key: Hashable = (interval, form.shards, named, form.body.modules, held_elsewhere)
         found = findings.once(("beside", key), lambda: split_parts(job, stage, part, shared))
         parts = found.parts
         return StageChunk(stage, part, key, parts.sharded, parts.operations, found.head)

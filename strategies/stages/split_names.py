@@ -26,21 +26,23 @@ def is_named(profile: ModelProfile, path: str, modules: Sequence[str]) -> bool:
 
 
 def refuse_unknown_names(job: Staging, faults: list[Fault]) -> None:
-    """Add a fault for every glob of a split that names no weight of the model."""
-    for split in dict.fromkeys(split for stage in job.form.stages for split in stage.splits):
-        profile, paths = (
-            job.profile,
-            [p.path for p in (*job.profile.parameters, *job.profile.frozen)],
-        )
+    """Add a fault for every glob of a split, or of copies beside it, that names no weight of the
+    model."""
+    profile = job.profile
+    paths = [p.path for p in (*profile.parameters, *profile.frozen)]
+    stages = job.form.stages
+    nodes = [node for stage in stages for node in (stage.body, *stage.splits) if node]
+    for node in dict.fromkeys(nodes):
         unknown = [
             glob
-            for glob in split.modules
+            for glob in node.modules
             if glob not in ("*", "head") and not any(is_named(profile, p, [glob]) for p in paths)
         ]
         if unknown:
             rule = f"names no weights of {profile.name}"
-            key, remedy = f"{split.path}.modules", nearest_modules(paths, unknown[0])
+            key, remedy = f"{node.path}.modules", nearest_modules(paths, unknown[0])
             faults.append(Fault(key, ", ".join(unknown), rule, remedy))
+    for split in dict.fromkeys(split for stage in stages for split in stage.splits):
         for glob, pattern in split.patterns:
             if not any(matches(names_of(profile, path), glob) for path in paths):
                 rule = f"names no weight of {profile.name}"

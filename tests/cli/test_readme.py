@@ -1,7 +1,8 @@
 """Every command of README.md's blocks, read there: its overrides are those of a plan.
 
-What trains, verifies, rehearses or starts ranks on other hosts is planned; plans that take longer
-than seconds need WHALE_TRAIN_FULL=1. The Hugging Face example is trained.
+What trains or starts ranks on other hosts is planned, and what verifies, rehearses, sweeps, keeps,
+resumes and exports is run as well; what takes minutes needs WHALE_TRAIN_FULL=1. The Hugging Face
+example is trained.
 """
 
 import json
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.cli.command import ROOT, whale_train
+
+from whale_train.rehearsal import Rehearsal
 
 FULL = os.environ.get("WHALE_TRAIN_FULL") == "1"
 FILES = {
@@ -133,3 +136,65 @@ def test_the_inventory_that_is_shown_is_the_built_in_one() -> None:
     (shown,) = (text for kind, text in blocks() if kind == "yaml" and "v100_p100_mix" in text)
     built_in = (ROOT / "conf/hardware/v100_p100_mix.yaml").read_text()
     assert yaml.safe_load(shown) == yaml.safe_load(built_in)
+
+
+def command_with(*words: str) -> list[str]:
+    """Return the overrides of the first command that has all `words`."""
+    return next(overrides_of(x) for x in OURS if all(word in x for word in words))
+
+
+@pytest.mark.parametrize("command", [x for x in OURS if "mode=verify" in x])
+def test_a_verification_of_the_readme_finds_the_plan_equal(command: str, folder: Path) -> None:
+    answer = whale_train([*overrides_of(command), "hydra.run.dir=run"], folder)
+    assert (answer.status, answer.stderr) == (0, "")
+    verified = json.loads((folder / "run/verify.json").read_text())
+    assert (verified["verdict"], verified["ranks"], verified["steps"]) == ("equal", 2, 3)
+
+
+def test_the_rehearsal_of_the_readme_goes_through_a_rank_of_each_kind(folder: Path) -> None:
+    answer = whale_train([*command_with("mode=rehearse"), "hydra.run.dir=run"], folder)
+    assert (answer.status, answer.stderr) == (0, "")
+    rehearsed = Rehearsal.from_json((folder / "run/rehearsal.json").read_text())
+    assert not rehearsed.faults
+    assert sorted(rank for kind in rehearsed.kinds for rank in kind.ranks) == list(range(16))
+    assert all(kind.peak > 0 and not kind.error for kind in rehearsed.kinds)
+
+
+@pytest.mark.parametrize("command", sorted({x for x in OURS if "mode=calibrate" in x}))
+def test_a_calibration_of_the_readme_measures_this_machine(command: str, folder: Path) -> None:
+    if not FULL:
+        pytest.skip("measures for minutes: WHALE_TRAIN_FULL=1 runs it")
+    kept = {"WHALE_TRAIN_CALIBRATIONS": str(folder / "kept")}
+    answer = whale_train([*overrides_of(command), "hydra.run.dir=run"], folder, kept)
+    assert (answer.status, answer.stderr) == (0, "")
+    assert list((folder / "kept").iterdir())
+    measured = json.loads((folder / "run/calibration.json").read_text())
+    assert measured["devices"]
+
+
+def test_the_sweep_of_the_readme_ends_in_one_table(folder: Path) -> None:
+    swept = command_with("-m strategy=")
+    answer = whale_train([*swept, "train.steps=2", "hydra.sweep.dir=sweep"], folder)
+    assert (answer.status, answer.stderr) == (0, "")
+    table = answer.stdout[answer.stdout.rindex("strategy") :]
+    assert [name for name in ("dp", "zero1", "zero3") if name in table] == ["dp", "zero1", "zero3"]
+
+
+def test_a_run_of_the_readme_is_kept_resumed_and_exported(folder: Path) -> None:
+    """The checkpoints of its hundred steps, here of four: the second command goes on from there."""
+
+    def shorter(command: list[str], steps: int) -> list[str]:
+        changed = [x.replace("checkpoint.every=100", "checkpoint.every=2") for x in command]
+        return [*changed, f"train.steps={steps}", "hardware=cpu", "hardware.devices=2"]
+
+    first, second = command_with("checkpoint.keep=3"), command_with("zero3", "train.resume=auto")
+    exports = [overrides_of(x) for x in OURS if "mode=export" in x]
+    answers = [whale_train(shorter(first, 4), folder), whale_train(shorter(second, 6), folder)]
+    answers += [whale_train([x.replace("_100", "_4") for x in y], folder) for y in exports]
+    assert [(x.status, x.stderr) for x in answers] == [(0, "")] * 4
+    run = folder / "runs/mine"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
+    assert sorted(x.name for x in (run / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6"]
+    assert (folder / "step_4/model/model.safetensors").exists()
+    # The run's own, and one in the directory of each export.
+    assert len(list(folder.rglob("model.safetensors"))) == 3

@@ -335,3 +335,19 @@ def test_ranks_need_what_was_planned(
     assert found.is_clean
     for kind in found.kinds:
         assert kind.peak == pytest.approx(kind.planned, rel=MEMORY)
+
+
+def test_the_encoder_is_copied_and_the_decoder_split(jobs: Jobs, arrays: Path) -> None:
+    """Whale's own example: both parts are named, over four devices and two of them."""
+    data, settings = MODELS["t5"]
+    common = [*settings, "data=arrays", f"data.path='{arrays / data}.npz'", "train.steps=3"]
+    common += ["train.global_batch=8", "optimizer=sgd", "optimizer.lr=0.1"]
+    graph = "[{replicate: {degree: 4, modules: encoder}}, {split: {degree: 2, modules: decoder}}]"
+    four = ("hardware=cpu", "hardware.devices=4", f"strategy.graph={graph}")
+    parts = jobs.run([*common, *four])
+    rest, split = parts.plan["task_graphs"]
+    assert all(path.startswith("decoder.") for path in split["parameters"])
+    assert any(path.startswith("encoder.") for path in rest["parameters"])
+    assert (len(rest["replicas"]), len(split["replicas"])) == (4, 2)
+    one = jobs.run([*common, "hardware=cpu", "hardware.devices=1", "strategy=single"])
+    assert_equal(parts, one, TOLERANCE, 2e-4)

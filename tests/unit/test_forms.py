@@ -42,6 +42,10 @@ def stage(of: Any = None, **keys: Any) -> Any:
         (split(2), 8, 4, [(1, 2)]),
         (replicate(of=split(2)), 8, 4, [(1, 2)]),
         (replicate(2, of=split()), 8, 2, [(1, 4)]),
+        ([replicate(8), split(4)], 16, 4, [(1, 4)]),
+        ([replicate(4), split(2)], 4, 2, [(1, 2)]),
+        ([replicate(4), split()], 8, 2, [(1, 4)]),
+        (pipeline(stage([replicate(4), split(2)]), replicate(4)), 8, 1, [(2, 2), (4, 1)]),
         (replicate(2, of=replicate(2, of=split(2))), 8, 4, [(1, 2)]),
         ({"pipeline": {"stages": 4}}, 4, 1, [(1, 1)] * 4),
         ({"pipeline": {"stages": 2}}, 8, 1, [(4, 1)] * 2),
@@ -162,10 +166,10 @@ def test_legal_degrees(devices: int, text: str) -> None:
             ],
         ),
         (
-            [replicate(8), split(4)],
+            [replicate(8), split(3)],
             [
-                "strategy.graph[1].split.degree=4 differs from strategy.graph[0].replicate."
-                "degree=8, though nodes of a list share their devices; give both the same, or auto"
+                "strategy.graph[1].split.degree=3 does not divide strategy.graph[0].replicate."
+                "degree=8, though nodes of a list share their devices; use 2 or 4 or 8"
             ],
         ),
         (
@@ -176,8 +180,11 @@ def test_legal_degrees(devices: int, text: str) -> None:
             ],
         ),
         (
-            [{"replicate": {"modules": ["a", "b"]}}, "split"],
-            ['strategy.graph[0].replicate.modules=a, b must cover what the split leaves; use "*"'],
+            [replicate(), split(4), split(2)],
+            [
+                "strategy.graph[2].split.degree=2 differs from strategy.graph[1].split.degree=4, "
+                "though splits of a list share their devices; give both the same, or auto"
+            ],
         ),
     ],
 )

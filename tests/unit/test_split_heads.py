@@ -146,3 +146,39 @@ def test_a_model_that_cannot_be_exported_runs_as_it_is() -> None:
     for zero in (0, 1, 2, 3):
         plan = planned({"replicate": {"zero": zero}}, UNEXPORTED)
         assert (plan.exported, plan.rewrite) == (False, None)
+
+
+def test_copies_may_be_named_and_hold_what_nobody_names() -> None:
+    named = [{"replicate": {"modules": "coarse"}}, {"split": {"modules": "fine"}}]
+    rest, split = planned(named, two_heads(), devices=2).task_graphs
+    assert set(split.parameters) == {"fine.weight"}
+    assert {"trunk.weight", "coarse.weight"} <= set(rest.parameters)
+
+
+def test_a_split_without_modules_has_what_named_copies_leave() -> None:
+    named = [{"replicate": {"modules": "trunk"}}, "split"]
+    rest, split = planned(named, two_heads(), devices=2).task_graphs
+    assert set(split.parameters) == {"coarse.weight", "fine.weight"}
+    assert set(rest.parameters) == {"trunk.weight"}
+
+
+@pytest.mark.parametrize(
+    ("copied", "split", "fault"),
+    [
+        (
+            "t*",
+            "trunk",
+            "strategy.graph[0].replicate.modules=t* names trunk.weight, which a split of the list "
+            "names as well; name each module in one node",
+        ),
+        (
+            "trnk",
+            "fine",
+            "strategy.graph[0].replicate.modules=trnk names no weights of two_heads; did you mean "
+            "trunk? Else use head, or modules with weights, such as trunk, coarse, fine",
+        ),
+    ],
+)
+def test_what_copies_may_not_name(copied: str, split: str, fault: str) -> None:
+    graph = [{"replicate": {"modules": copied}}, {"split": {"modules": split}}]
+    assert faults_of(graph, two_heads(), 2) == [fault]
