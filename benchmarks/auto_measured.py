@@ -22,7 +22,7 @@ from quiet import Quiet
 from rich.console import Console
 from rich.table import Table
 
-from whale_train.limits import cores
+from whale_train.machine.limits import cores
 from whale_train.runtime.calibrate.timing import undisturbed
 
 FILES = ("single", "dp", "zero1", "split", "hybrid_split_dp", "pipeline", "zero_bubble", "split_dp")

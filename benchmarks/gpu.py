@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from whale_train.nvml import visible_gpus
+from whale_train.machine.nvml import visible_gpus
 
 SETTING_UP = 4  # steps of a run that do not count
 LENGTH = 2048

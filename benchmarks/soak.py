@@ -16,7 +16,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from whale_train.checkpoint_files import check, checkpoints_in, unfinished_in
+from whale_train.checkpoints.checkpoint_files import check, checkpoints_in, unfinished_in
 
 EVERY = 2  # steps between checkpoints
 STEPS_A_KILL = 4  # at least so many are done between two kills

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whale_train.checkpoint_files import stored_tensors
-from whale_train.checkpoint_state import CheckpointState
-from whale_train.config import OptimizerOptions, Request
-from whale_train.data.fingerprint import Fingerprint
-from whale_train.errors import ConfigError, Fault, listed
-from whale_train.models.options import ModelOptions
-from whale_train.safetensors_files import (
+from whale_train.checkpoints.checkpoint_files import stored_tensors
+from whale_train.checkpoints.checkpoint_state import CheckpointState
+from whale_train.checkpoints.safetensors_files import (
     BrokenCheckpoint,
     Shape,
     StoredBlock,
     read_number,
     whole_shape,
 )
+from whale_train.config import OptimizerOptions, Request
+from whale_train.data.fingerprint import Fingerprint
+from whale_train.errors import ConfigError, Fault, listed
+from whale_train.models.options import ModelOptions
 from whale_train.strategies.plan.plan import Decision, Plan, TaskGraph
 from whale_train.validation import as_yaml
 

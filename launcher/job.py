@@ -11,11 +11,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from whale_train.checkpoint_files import MODEL, STOP
+from whale_train.checkpoints.checkpoint_files import MODEL, STOP
 from whale_train.config import AUTO, Request, read_request
 from whale_train.disk import is_full
 from whale_train.errors import ConfigError, Fault, RequestError
-from whale_train.hosts import REFUSED
 from whale_train.launcher.attempts import (
     Attempt,
     attempts_view,
@@ -74,6 +73,7 @@ from whale_train.launcher.ui.show_comparison import comparison_view, refuse_all
 from whale_train.launcher.ui.show_error import error_text, terminal_width
 from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.terminal import Portable, open_console
+from whale_train.machine.hosts import REFUSED
 from whale_train.models.weights.hub import fetch
 from whale_train.strategies.plan.plan import Decision
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from whale_train.checkpoint_files import MODEL
+from whale_train.checkpoints.checkpoint_files import MODEL
 from whale_train.launcher.planning.plan_request import Resolved
 from whale_train.launcher.ranks.host_process import HostProcess, Outcome, describe_failure
 from whale_train.launcher.ranks.on_slurm import Submission

@@ -11,13 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from whale_train.checkpoint_files import (
-    CHECKPOINTS,
-    Manifest,
-    check,
-    checkpoints_in,
-)
-from whale_train.checkpoint_state import STATE, CheckpointState
+from whale_train.checkpoints.checkpoint_files import CHECKPOINTS, Manifest, check, checkpoints_in
+from whale_train.checkpoints.checkpoint_state import STATE, CheckpointState
+from whale_train.checkpoints.safetensors_files import BrokenCheckpoint, read_text
 from whale_train.config import AUTO, Request
 from whale_train.data.fingerprint import Fingerprint
 from whale_train.errors import ConfigError, Fault
@@ -29,7 +25,6 @@ from whale_train.launcher.going_on import (
     compared_model,
     refuse_other_run,
 )
-from whale_train.safetensors_files import BrokenCheckpoint, read_text
 from whale_train.strategies.plan.plan import Plan
 
 

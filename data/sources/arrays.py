@@ -26,7 +26,7 @@ from whale_train.data.paths import (
     unreadable,
 )
 from whale_train.errors import ConfigError, Fault, RequestError, listed
-from whale_train.limits import memory_bytes
+from whale_train.machine.limits import memory_bytes
 from whale_train.quantities import in_bytes
 from whale_train.strategies.graph.operation_graph import InputField
 

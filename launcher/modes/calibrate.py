@@ -25,7 +25,7 @@ from whale_train.launcher.ranks.rank_env import LaunchPlace
 from whale_train.launcher.ranks.run_files import make_run_dir, start_ranks
 from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.ui.terminal import Portable
-from whale_train.limits import cores
+from whale_train.machine.limits import cores
 from whale_train.models.options import ModelOptions
 from whale_train.quantities import in_seconds
 from whale_train.strategies.hardware.calibration import Calibration

@@ -6,7 +6,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from whale_train.checkpoint_files import MODEL, stored_tensors
+from whale_train.checkpoints.checkpoint_files import MODEL, stored_tensors
+from whale_train.checkpoints.safetensors_files import BrokenCheckpoint
 from whale_train.config import Request
 from whale_train.errors import ConfigError
 from whale_train.launcher.going_on import broken
@@ -21,7 +22,6 @@ from whale_train.launcher.resume import (
     say_passed_over,
 )
 from whale_train.launcher.ui.terminal import Portable
-from whale_train.safetensors_files import BrokenCheckpoint
 
 
 def export(request: Request, run_dir: Path, console: Console, signals: StopSignals) -> JobEnd:

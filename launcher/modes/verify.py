@@ -21,7 +21,7 @@ from whale_train.launcher.ranks.stop_signals import StopSignals
 from whale_train.launcher.ui.show_resolved import show_resolved
 from whale_train.launcher.ui.show_verify import rounded_line, verdict_line, verification_view
 from whale_train.launcher.ui.terminal import Portable
-from whale_train.limits import memory_bytes
+from whale_train.machine.limits import memory_bytes
 from whale_train.strategies.resolver.resolve import resolve
 
 

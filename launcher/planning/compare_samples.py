@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.errors import Fault, PlanError
-from whale_train.limits import cores, memory_bytes
+from whale_train.machine.limits import cores, memory_bytes
 from whale_train.quantities import in_bytes, in_seconds
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.plan.plan import Decision, Plan

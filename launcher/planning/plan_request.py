@@ -17,7 +17,6 @@ from whale_train.data.dataset import Dataset
 from whale_train.data.fingerprint import Fingerprint, fingerprint
 from whale_train.data.open import open_dataset
 from whale_train.errors import ConfigError, Fault, PlanError, RequestError
-from whale_train.hosts import Host
 from whale_train.launcher.planning.additions import said_of_additions
 from whale_train.launcher.planning.architectures import refused_architectures
 from whale_train.launcher.planning.check_data import check_data, said_of_data
@@ -39,7 +38,8 @@ from whale_train.launcher.planning.loss_read import said_of_logits
 from whale_train.launcher.planning.precision import refuse_reduce_dtype, with_precision, with_tf32
 from whale_train.launcher.planning.profile_cache import profile_of, quiet_exports
 from whale_train.launcher.planning.remedies import with_checked_remedies
-from whale_train.limits import cores, memory_bytes
+from whale_train.machine.hosts import Host
+from whale_train.machine.limits import cores, memory_bytes
 from whale_train.models.options import ADAPTERS
 from whale_train.strategies.grammar.nodes import Replicate, Strategy, every_node, read_strategy
 from whale_train.strategies.graph.operation_graph import ModelProfile

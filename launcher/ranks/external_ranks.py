@@ -18,7 +18,6 @@ from rich.console import Console
 
 from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault, LaunchError, PlanError, RequestError
-from whale_train.hosts import HOSTS, REFUSED, Host, read_hosts
 from whale_train.launcher.planning.plan_request import Resolved, resolve_request
 from whale_train.launcher.ranks.host_process import (
     HOST_PROGRAM,
@@ -33,7 +32,8 @@ from whale_train.launcher.ranks.rank_env import (
     place_from_environment,
     starter_of,
 )
-from whale_train.parents import STARTER, end_with_parent
+from whale_train.machine.hosts import HOSTS, REFUSED, Host, read_hosts
+from whale_train.machine.parents import STARTER, end_with_parent
 from whale_train.strategies.plan.plan import Plan
 
 MEMBER_PROGRAM = (sys.executable, "-m", "whale_train.runtime.process.external_rank")

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from whale_train.hosts import Seen
 from whale_train.launcher.ranks.run_dir import installed_version
+from whale_train.machine.hosts import Seen
 
 # Those that ranks have to have in the same version.
 PACKAGES = ("whale-train", "torch", "deepspeed", "transformers")

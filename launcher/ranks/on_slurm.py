@@ -19,10 +19,10 @@ from typing import Any
 
 from whale_train.config import AUTO, Request
 from whale_train.errors import ConfigError, Fault
-from whale_train.hosts import this_host
 from whale_train.launcher.planning.devices.machine import facts_of
 from whale_train.launcher.ranks.job_key import SECRET
 from whale_train.launcher.ranks.run_dir import installed_version
+from whale_train.machine.hosts import this_host
 from whale_train.strategies.hardware.inventory import read_inventory
 
 _POLL_S = 1.0

@@ -23,12 +23,12 @@ from rich.console import Console
 
 from whale_train.config import AUTO, Request
 from whale_train.errors import ConfigError, Fault
-from whale_train.hosts import Seen
 from whale_train.launcher.ranks.host_agent import Found, Start, Wanted, order_of
 from whale_train.launcher.ranks.job_key import SECRET
 from whale_train.launcher.ranks.ranks_on import ranks_on
 from whale_train.launcher.ranks.stop_signals import StopSignals
-from whale_train.parents import STARTER
+from whale_train.machine.hosts import Seen
+from whale_train.machine.parents import STARTER
 
 _AGENT = "whale_train.launcher.ranks.host_agent"
 # A host that does not answer is noticed after 15 s, and one that nobody can log in to at once.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whale_train.errors import ConfigError, Fault
-from whale_train.parents import STARTER
+from whale_train.machine.parents import STARTER
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from whale_train.config import AUTO, Request
 from whale_train.errors import ConfigError, Fault
-from whale_train.hosts import Seen, joined
 from whale_train.launcher.planning.devices.machine import facts_of
+from whale_train.machine.hosts import Seen, joined
 from whale_train.strategies.hardware.inventory import read_inventory
 
 

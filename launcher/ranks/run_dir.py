@@ -18,10 +18,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from whale_train.checkpoint_files import SAVED, STOP, unfinished_in
+from whale_train.checkpoints.checkpoint_files import SAVED, STOP, unfinished_in
 from whale_train.disk import writing
 from whale_train.errors import ConfigError, Fault
-from whale_train.hosts import HOSTS, MEETING, REFUSED
+from whale_train.machine.hosts import HOSTS, MEETING, REFUSED
 
 # Any of these says that a run has been here.
 PLANS = "plans"  # of a comparison, a file each

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from whale_train.checkpoint_files import SAVED
+from whale_train.checkpoints.checkpoint_files import SAVED
 from whale_train.launcher.ui.terminal import Portable
 from whale_train.quantities import in_bytes, in_rate, in_seconds
 

@@ -20,12 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from whale_train.errors import ConfigError
 from whale_train.models.build import build_model
-from whale_train.models.export.autocast_regions import keeping_regions
 from whale_train.models.export.batch_bounds import ANY, KEY, said_of, suggested
 from whale_train.models.export.causal_masks import say_causal
 from whale_train.models.export.custom_backward import Watch
 from whale_train.models.export.functionalize import CannotReplace, out_of_place
-from whale_train.models.export.grad_modes import inference_as_no_grad
+from whale_train.models.export.regions import inference_as_no_grad, keeping_regions
 from whale_train.models.loss_module import MODEL_PREFIX, LossModule, forward_fields
 from whale_train.models.options import ModelOptions
 from whale_train.models.seeded_draws import private_seed

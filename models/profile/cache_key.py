@@ -25,7 +25,7 @@ OWN_SOURCES = (  # what makes a profile, and what writes it down
         for name in ("saved_tensors", "operation_graph", "profile_json")
     ),
     *(_PACKAGE / f"{name}.py" for name in ("__init__", "bounds", "errors", "other_trainers")),
-    *(_PACKAGE / f"{name}.py" for name in ("safetensors_files", "validation")),
+    *(_PACKAGE / f"{name}.py" for name in ("checkpoints/safetensors_files", "validation")),
 )
 _OWN_MODELS = "whale_train.models."
 # Variables that torch and transformers read begin so; what compiles, which nothing here does, sets

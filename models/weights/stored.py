@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from whale_train.checkpoints.safetensors_files import BrokenCheckpoint, read_json
 from whale_train.errors import ConfigError, Fault
 from whale_train.models.weights.hub import KEY
-from whale_train.safetensors_files import BrokenCheckpoint, read_json
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # What the library and torch raise of a header that says what cannot be, beside their own.

@@ -325,7 +325,7 @@ def _casts_once(
     plan: Plan, task_graphs: Sequence[TaskGraph], held: Sequence[int], rank: int
 ) -> bool:
     """Return whether a rank keeps the 16-bit copies of its weights from its first forward on: not
-    where they are to be had a block at a time (`_casts` in strategies/stages/member_memory.py
+    where they are to be had a block at a time (`_casts` in strategies/stage_memory/member_memory.py
     counts them)."""
     assert plan.pipeline is not None
     several = plan.precision in NARROW and plan.ranks[rank].micro_batches > 1

@@ -2,7 +2,7 @@
 
 import os
 
-from whale_train.limits import cores
+from whale_train.machine.limits import cores
 
 
 def num_threads(local_world_size: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from whale_train.models.export.grad_modes import inference_as_no_grad
+from whale_train.models.export.regions import inference_as_no_grad
 from whale_train.runtime.base.autocast import NARROW, in_precision
 from whale_train.runtime.base.copies import Copies
 from whale_train.runtime.cpu.malloc_trim import given_back

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from whale_train.hosts import read_hosts
+from whale_train.machine.hosts import read_hosts
 from whale_train.runtime.base.job_key import JobKey
 from whale_train.runtime.failures.failure import (
     FAILURE_FILE,

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from whale_train.hosts import Host
+from whale_train.machine.hosts import Host
 from whale_train.runtime.failures.timeouts import StackCall, Wait, find_hang, stack_text
 
 FAILURE_FILE = "failure.json"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from whale_train.config import Request
 from whale_train.disk import failing_when_full
+from whale_train.machine.parents import end_with_parent
 from whale_train.models.export.export import model_on_meta
-from whale_train.parents import end_with_parent
 from whale_train.runtime.failures.failure import record_host_failure
 from whale_train.runtime.state.final_model import export_weights
 

@@ -29,8 +29,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from whale_train.errors import LaunchError
-from whale_train.hosts import HOSTS, Seen, hosts_to_json, joined
-from whale_train.parents import STARTER, end_with_parent, watch_parent
+from whale_train.machine.hosts import HOSTS, Seen, hosts_to_json, joined
+from whale_train.machine.parents import STARTER, end_with_parent, watch_parent
 from whale_train.runtime.base.job_key import JobKey
 from whale_train.runtime.cpu.threads import num_threads, set_num_threads
 from whale_train.runtime.failures.exchange import FailureExchange

@@ -27,8 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
-from whale_train.hosts import REFUSED
-from whale_train.parents import STOPPED, end_with_parent
+from whale_train.machine.hosts import REFUSED
+from whale_train.machine.parents import STOPPED, end_with_parent
 from whale_train.runtime.cpu.threads import num_threads, set_num_threads
 from whale_train.runtime.failures.failure import (
     RankEnd,

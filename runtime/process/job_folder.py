@@ -13,7 +13,7 @@ from secrets import token_hex
 from torch.distributed.distributed_c10d import Store
 
 from whale_train.errors import LaunchError
-from whale_train.hosts import MEETING, Host
+from whale_train.machine.hosts import MEETING, Host
 from whale_train.runtime.base.job_key import JobKey
 from whale_train.runtime.failures.failure import FAILURE_FILE, write_whole
 from whale_train.runtime.process.job_message import Job

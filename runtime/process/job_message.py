@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from whale_train.hosts import HOSTS, Host, host_of, hosts_from_json
+from whale_train.machine.hosts import HOSTS, Host, host_of, hosts_from_json
 from whale_train.runtime.base.job_key import JobKey
 
 # All that ranks read of a job, in its run directory.

@@ -19,8 +19,8 @@ from whale_train.config import Request
 from whale_train.data.dataset import Dataset
 from whale_train.data.open import open_dataset
 from whale_train.disk import failing_when_full, writing
-from whale_train.hosts import read_hosts
-from whale_train.limits import memory_bytes
+from whale_train.machine.hosts import read_hosts
+from whale_train.machine.limits import memory_bytes
 from whale_train.models.export.export import export_model
 from whale_train.models.export.lifted_constants import with_constants
 from whale_train.models.fp32_precision import compute_fp32

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from whale_train.checkpoint_files import FileRecord
+from whale_train.checkpoints.checkpoint_files import FileRecord
 from whale_train.runtime.state.tensor_files import recorded
 
 _MOST_MEMORY_EVENTS = 1_000_000

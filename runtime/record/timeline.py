@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from whale_train.checkpoint_files import FileRecord
+from whale_train.checkpoints.checkpoint_files import FileRecord
 from whale_train.runtime.base.trace import Trace
 from whale_train.runtime.state.tensor_files import write_text
 

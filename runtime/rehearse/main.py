@@ -21,9 +21,9 @@ from pathlib import Path
 
 from whale_train.config import Request
 from whale_train.data.open import open_dataset
+from whale_train.machine.parents import end_with_parent
 from whale_train.models.export.export import on_meta
 from whale_train.models.profile.folded_export import export_by_folding
-from whale_train.parents import end_with_parent
 from whale_train.rehearsal import FILE, KindOfRank, Rehearsal, Traffic
 from whale_train.runtime.failures.failure import record_host_failure
 from whale_train.runtime.rehearse.agreement import disagreements, unmatched, waiting

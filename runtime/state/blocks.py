@@ -12,7 +12,7 @@ from math import prod
 
 from torch import Tensor
 
-from whale_train.safetensors_files import Block, Shape
+from whale_train.checkpoints.safetensors_files import Block, Shape
 from whale_train.strategies.plan.plan import Plan
 
 Intervals = tuple[tuple[int, int], ...]  # [start, stop), one after another

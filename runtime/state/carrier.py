@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from whale_train.checkpoint_files import MANIFEST, FileRecord, Manifest
+from whale_train.checkpoints.checkpoint_files import MANIFEST, FileRecord, Manifest
 from whale_train.disk import writing
-from whale_train.hosts import Host
+from whale_train.machine.hosts import Host
 from whale_train.runtime.state.parts import Part, gathered, hand_over
 
 FETCHED = ".fetched"  # in the run directory of a host

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from whale_train.checkpoint_files import MODEL, PARTS_OF_MODEL, UNFINISHED_MODEL
+from whale_train.checkpoints.checkpoint_files import MODEL, PARTS_OF_MODEL, UNFINISHED_MODEL
 from whale_train.errors import LaunchError
 from whale_train.models.adapters import WEIGHTS_FILE as ADAPTERS
 from whale_train.models.adapters import adapter_names, describe_adapters, has_adapters

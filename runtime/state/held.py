@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from whale_train.checkpoints.safetensors_files import Block
 from whale_train.models.export.export import model_path
 from whale_train.models.loss_module import LossModule
 from whale_train.models.weights.kept_tensors import kept_tensors
 from whale_train.runtime.engines.base import Engine
 from whale_train.runtime.graph.segment import SegmentModule
 from whale_train.runtime.state.blocks import placement, whole
-from whale_train.safetensors_files import Block
 from whale_train.strategies.plan.plan import Plan
 
 Folder = Literal["model", "optimizer"]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from whale_train.checkpoint_files import FileRecord
+from whale_train.checkpoints.checkpoint_files import FileRecord
 from whale_train.runtime.state.held import HeldBlock
 from whale_train.runtime.state.tensor_files import write_tensors
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from whale_train.checkpoint_state import CheckpointState
+from whale_train.checkpoints.checkpoint_state import CheckpointState
+from whale_train.checkpoints.safetensors_files import read_json, read_text
 from whale_train.runtime.state.delinking import Delinking
 from whale_train.runtime.state.held import RankState
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.tensor_files import TensorReader
-from whale_train.safetensors_files import read_json, read_text
 from whale_train.strategies.plan.plan import Plan
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from whale_train.checkpoint_files import (
+from whale_train.checkpoints.checkpoint_files import (
     MANIFEST,
     SAVED,
     STOP,
@@ -29,7 +29,7 @@ from whale_train.checkpoint_files import (
     unfinished,
     unfinished_before,
 )
-from whale_train.checkpoint_state import STATE
+from whale_train.checkpoints.checkpoint_state import STATE
 from whale_train.config import CheckpointOptions
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import HeldBlock, RankState

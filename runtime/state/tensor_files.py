@@ -18,9 +18,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from whale_train.checkpoint_files import FileRecord, stored_tensors
+from whale_train.checkpoints.checkpoint_files import FileRecord, stored_tensors
+from whale_train.checkpoints.safetensors_files import (
+    Block,
+    BrokenCheckpoint,
+    StoredBlock,
+    header,
+    whole_shape,
+)
 from whale_train.disk import writing
-from whale_train.safetensors_files import Block, BrokenCheckpoint, StoredBlock, header, whole_shape
 
 # The dtypes that safetensors has, by its codes.
 CODES = {

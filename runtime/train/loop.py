@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from whale_train.checkpoint_state import CheckpointState
+from whale_train.checkpoints.checkpoint_state import CheckpointState
 from whale_train.config import PLATEAU, Request
 from whale_train.errors import listed
 from whale_train.runtime.base.step_types import Batch, PendingLoss

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_train.checkpoint_files import FileRecord
+from whale_train.checkpoints.checkpoint_files import FileRecord
 from whale_train.config import OptimizerOptions, Request
 from whale_train.models.batch_parts.dropout_off import DropoutOff
 from whale_train.runtime.base.step_types import Batch, Evaluation, EvaluationBatches, PendingLoss

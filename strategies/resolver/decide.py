@@ -31,6 +31,8 @@ from whale_train.strategies.schedule.apportion import even_shares
 from whale_train.strategies.schedule.instructions import Durations, Instruction, Position, Transits
 from whale_train.strategies.schedule.orders import schedule
 from whale_train.strategies.simulate.prediction import Simulated
+from whale_train.strategies.stage_memory.rank_memory import RankMemory
+from whale_train.strategies.stage_memory.within_memory import Room, recomputed_stages, refuse_memory
 from whale_train.strategies.stages.analysis import Findings
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.chunks import Chunked, chunked
@@ -44,8 +46,6 @@ from whale_train.strategies.stages.micro_batches import (
 )
 from whale_train.strategies.stages.p2p import Sends
 from whale_train.strategies.stages.placement import StageChunk, Staging, form_of
-from whale_train.strategies.stages.rank_memory import RankMemory
-from whale_train.strategies.stages.within_memory import Room, recomputed_stages, refuse_memory
 
 _Edges = Mapping[tuple[int, int], bool]
 

@@ -27,11 +27,11 @@ from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, d
 from whale_train.strategies.resolver.planned_segment import planned_segment, planned_shard
 from whale_train.strategies.schedule.instructions import Instruction, Transits
 from whale_train.strategies.simulate.prediction import Simulated, simulated
+from whale_train.strategies.stage_memory.within_memory import Room
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.micro_batches import Batches
 from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
 from whale_train.strategies.stages.step import StagedStep
-from whale_train.strategies.stages.within_memory import Room
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from whale_train.strategies.search.shipped import shipped
 from whale_train.strategies.search.shortlist import Promise, shortlist
 from whale_train.strategies.search.space import Devices, Space, space_of
 from whale_train.strategies.search.written import with_cut, written
+from whale_train.strategies.stage_memory.within_memory import ShortOfMemoryError
 from whale_train.strategies.stages.analysis import Findings
-from whale_train.strategies.stages.within_memory import ShortOfMemoryError
 
 MOST_KINDS = 32  # of devices that are searched
 _SAME = 1 - 1e-9  # steps closer than this are equally long

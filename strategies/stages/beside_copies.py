@@ -20,9 +20,8 @@ from whale_train.strategies.partition.output_head import Head, find_heads, match
 from whale_train.strategies.partition.pipeline_partition import Slice, is_inside
 from whale_train.strategies.partition.routed_experts import route_experts
 from whale_train.strategies.partition.split_parts import SplitParts, SplitRefused, together
-from whale_train.strategies.stages.patterns import sharded
 from whale_train.strategies.stages.placement import Staging
-from whale_train.strategies.stages.split_names import is_named, names_of, nearest_modules
+from whale_train.strategies.stages.split_names import is_named, names_of, nearest_modules, sharded
 
 
 @dataclass(frozen=True)

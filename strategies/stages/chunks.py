@@ -27,9 +27,8 @@ from whale_train.strategies.plan.plan import Decision
 from whale_train.strategies.schedule.apportion import apportion, tile
 from whale_train.strategies.stages.analysis import Findings
 from whale_train.strategies.stages.beside_copies import named_weights, span, split_parts
-from whale_train.strategies.stages.patterns import sharded
 from whale_train.strategies.stages.placement import AxisIntervals, StageChunk, Staging
-from whale_train.strategies.stages.split_names import refuse_idle_patterns
+from whale_train.strategies.stages.split_names import refuse_idle_patterns, sharded
 from whale_train.strategies.tensor_parallel.choose import Sharded
 from whale_train.strategies.tensor_parallel.region import SEQUENCE
 

@@ -1,15 +1,18 @@
-"""The weights that splits name by globs, held against those that a model and its stages have.
+"""The weights that splits name by globs, held against those that a model and its stages have, and
+how they may be cut.
 
 A glob that names nothing, or whose pattern no weight gets, is a fault: it would change nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from whale_train.errors import Fault, PlanError, closest, listed
 from whale_train.strategies.grammar.nodes import Split
 from whale_train.strategies.graph.operation_graph import ModelProfile
-from whale_train.strategies.partition.pipeline_partition import is_inside
+from whale_train.strategies.layouts.propagation import R
+from whale_train.strategies.partition.pipeline_partition import Slice, is_inside
 from whale_train.strategies.stages.placement import StageChunk, Staging
+from whale_train.strategies.tensor_parallel.choose import Sharded, choose_patterns
 from whale_train.strategies.tensor_parallel.region import matches
 
 
@@ -131,3 +134,28 @@ def _why_idle(
         rule = f"names {path}, which modules={modules} leaves whole"
         return rule, "name it there, or leave it out"
     return f"cannot be had for {path}, which stays whole", "use replicate, or leave it out"
+
+
+def sharded(
+    job: Staging,
+    part: Slice,
+    named: Collection[str],
+    split: Split,
+    members: int,
+) -> Sharded:
+    """Return the layouts of a stage's slice over so many `members`, which takes and gives whole
+    values: of its weights, those that are `named`, by path, may be cut as `split` says."""
+    whole = [(path, "replicate") for path in part.weights if path not in named]
+    return choose_patterns(
+        job.graph,
+        part.operations,
+        parameters=job.profile.weights_read(part.operations),
+        held=job.profile.weight_elements,
+        group_size=members,
+        given=dict.fromkeys(part.takes, R),
+        wanted=dict.fromkeys(part.gives, R),
+        by_hand=(*whole, *split.patterns),
+        aliases={path: job.profile.weight_by_path[path].aliases for path in part.weights},
+        dim=split.dim,
+        key=split.path,
+    )

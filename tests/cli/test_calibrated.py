@@ -6,7 +6,7 @@ import pytest
 import yaml
 from tests.cli.command import whale_train
 
-from whale_train.limits import cores
+from whale_train.machine.limits import cores
 from whale_train.strategies.cost.op_work import KernelKind
 from whale_train.strategies.hardware.calibration import Calibration
 from whale_train.strategies.hardware.cluster import Kernel, Link, Roofline

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 from tests.cli.command import Answer, environment_for, processes_of, whale_train
 from tests.pairs import IS_FULL
 
-from whale_train.checkpoint_files import check, stored_tensors
+from whale_train.checkpoints.checkpoint_files import check, stored_tensors
+from whale_train.checkpoints.safetensors_files import whole_shape
 from whale_train.quantities import in_bytes
-from whale_train.safetensors_files import whole_shape
 
 RUN = ("experiment=smoke", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=2")
 

@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from whale_train.parents import end_with_parent
+from whale_train.machine.parents import end_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 

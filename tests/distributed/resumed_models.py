@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_train.checkpoint_files import MANIFEST, Manifest, folder_of
+from whale_train.checkpoints.checkpoint_files import MANIFEST, Manifest, folder_of
+from whale_train.checkpoints.safetensors_files import Block
 from whale_train.config import Request, read_request
 from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.going_on import GoingOn
@@ -21,7 +22,6 @@ from whale_train.models.weights.kept_tensors import kept_tensors, saved_names
 from whale_train.runtime.state.held import HeldBlock
 from whale_train.runtime.state.parts import write_blocks
 from whale_train.runtime.state.tensor_files import write_json, write_text
-from whale_train.safetensors_files import Block
 
 STEP = 4
 

@@ -8,13 +8,19 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
-from whale_train.checkpoint_files import Manifest, check, checkpoints_in, folder_of, unfinished
+from whale_train.checkpoints.checkpoint_files import (
+    Manifest,
+    check,
+    checkpoints_in,
+    folder_of,
+    unfinished,
+)
+from whale_train.checkpoints.safetensors_files import Block, BrokenCheckpoint
 from whale_train.config import ConfigError
 from whale_train.launcher.resume import find_checkpoint
 from whale_train.runtime.state.held import HeldBlock
 from whale_train.runtime.state.saver import write_blocks
 from whale_train.runtime.state.tensor_files import TensorReader, write_text
-from whale_train.safetensors_files import Block, BrokenCheckpoint
 
 WHOLE = {
     "weight": torch.arange(70, dtype=torch.float32).view(7, 10),

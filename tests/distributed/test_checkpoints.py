@@ -22,7 +22,7 @@ from tests.distributed.test_parallel_strategies import MODELS, pipeline
 from tests.distributed.test_routed_experts import MODELS as MIXTURES
 from tests.pairs import IS_FULL, covering
 
-from whale_train.checkpoint_files import check, folder_of
+from whale_train.checkpoints.checkpoint_files import check, folder_of
 from whale_train.runtime.state.tensor_files import TensorReader
 
 SAVED, STEPS = 3, 8

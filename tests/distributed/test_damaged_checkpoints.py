@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from tests.distributed.resumed_models import Side, gone_on, side_of, write_checkpoint
 from tests.pairs import IS_FULL
 
-from whale_train import safetensors_files
-from whale_train.checkpoint_files import MANIFEST
+from whale_train.checkpoints import safetensors_files
+from whale_train.checkpoints.checkpoint_files import MANIFEST
 from whale_train.errors import RequestError
 from whale_train.models.weights.stored import _tensors_in, mapped
 

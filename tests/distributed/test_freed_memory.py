@@ -10,12 +10,12 @@ import pytest
 from tests.distributed.equality import run_host
 from tests.distributed.served import ROOT, Served
 
-from whale_train import limits
 from whale_train.config import read_request
 from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.planning.plan_request import resolve_request
 from whale_train.launcher.ranks.run_dir import create_run_dir, write_text
 from whale_train.launcher.ranks.run_files import start_ranks
+from whale_train.machine import limits
 from whale_train.runtime.process import rank_main as worker
 from whale_train.strategies.memory.malloc_headroom import THRESHOLD
 

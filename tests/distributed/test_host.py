@@ -15,7 +15,7 @@ from tests.distributed.host_program import program
 
 from whale_train.launcher.ranks.host_process import HostProcess, RunFailure
 from whale_train.launcher.ranks.run_dir import create_run_dir
-from whale_train.limits import cores
+from whale_train.machine.limits import cores
 
 DEADLINE_S = 60.0
 

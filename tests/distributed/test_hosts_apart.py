@@ -12,7 +12,7 @@ from tests.distributed.apart import HostApart, can_be_apart
 from tests.distributed.jobs import COMMAND, MIXED, Job, losses_alone
 from tests.pairs import IS_FULL
 
-from whale_train.checkpoint_files import check, checkpoints_in
+from whale_train.checkpoints.checkpoint_files import check, checkpoints_in
 
 pytestmark = pytest.mark.skipif(not can_be_apart(), reason="needs root, to make namespaces")
 

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from whale_train.errors import LaunchError
-from whale_train.hosts import HOSTS, Seen, hosts_to_json, joined
+from whale_train.machine.hosts import HOSTS, Seen, hosts_to_json, joined
 from whale_train.runtime.base.job_key import KEY, JobKey
 from whale_train.runtime.process.job_folder import JobFolder
 from whale_train.runtime.process.job_message import FILES, Job, opened, sealed

@@ -16,7 +16,7 @@ from tests.distributed.sshd import SSHD, sshd_on
 from tests.distributed.test_hosts_apart import MIX, SMALL
 from tests.pairs import IS_FULL
 
-from whale_train.checkpoint_files import checkpoints_in
+from whale_train.checkpoints.checkpoint_files import checkpoints_in
 
 pytestmark = [
     pytest.mark.skipif(not can_be_apart(), reason="needs root, to make namespaces"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.distributed.test_faults import END_DEADLINE_S, START_DEADLINE_S, processes_of
 
-from whale_train.checkpoint_files import check, checkpoints_in, unfinished_in
+from whale_train.checkpoints.checkpoint_files import check, checkpoints_in, unfinished_in
 
 TIMEOUT_S = 8
 # 13 MB of weights and twice that of moments: long enough to write for something to happen.

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from whale_train.checkpoints.safetensors_files import Block
 from whale_train.runtime.state.blocks import Placement
-from whale_train.safetensors_files import Block
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from whale_train.nvml import visible_gpus
+from whale_train.machine.nvml import visible_gpus
 
 HERE = Path(__file__).parent
 NEEDS = "needs_gpus"  # the mark's name; its argument is how many

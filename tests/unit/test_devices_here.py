@@ -17,7 +17,6 @@ from tests.unit.plan_requests import shipped, training
 
 from whale_train.config import Request, read_request
 from whale_train.errors import ConfigError, Fault
-from whale_train.hosts import Host, Seen, joined, this_host
 from whale_train.launcher.compose.command_line import composed
 from whale_train.launcher.planning.architectures import faults_of
 from whale_train.launcher.planning.devices.devices_here import (
@@ -30,7 +29,8 @@ from whale_train.launcher.planning.devices.devices_here import (
     where,
 )
 from whale_train.launcher.planning.devices.machine import facts_of
-from whale_train.nvml import visible_gpus
+from whale_train.machine.hosts import Host, Seen, joined, this_host
+from whale_train.machine.nvml import visible_gpus
 from whale_train.runtime.process.rank_main import _device
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.hardware.inventory import read_inventory

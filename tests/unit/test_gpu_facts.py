@@ -7,8 +7,8 @@ import pytest
 from tests.unit import nvml_machines as machines
 from tests.unit.nvml_machines import Card, Nvml
 
-from whale_train import nvml
-from whale_train.nvml import visible_gpus
+from whale_train.machine import nvml
+from whale_train.machine.nvml import visible_gpus
 from whale_train.strategies.hardware.catalogue import DEVICES
 from whale_train.strategies.hardware.gpu_facts import device_of, is_catalogued, link_of
 

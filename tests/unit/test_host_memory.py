@@ -8,8 +8,8 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from tests.unit.test_show_plan import PROFILE, mixed_plan
 
 from whale_train.errors import Fault
-from whale_train.hosts import Host, Seen, joined
 from whale_train.launcher.planning.devices.host_memory import refuse_small_hosts, weight_bytes
+from whale_train.machine.hosts import Host, Seen, joined
 from whale_train.runtime.engines.accelerator import use_accelerator
 
 WHOLE = weight_bytes(PROFILE)

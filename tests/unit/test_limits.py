@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from whale_train import limits
+from whale_train.machine import limits
 
 CORES = len(os.sched_getaffinity(0))
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

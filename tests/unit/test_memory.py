@@ -24,10 +24,10 @@ from whale_train.strategies.memory.liveness import Moment
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.schedule.instructions import Instruction, Kind
+from whale_train.strategies.stage_memory.rank_memory import RankMemory
 from whale_train.strategies.stages.analysis import Findings
 from whale_train.strategies.stages.chunks import chunked
 from whale_train.strategies.stages.placement import Staging, form_of
-from whale_train.strategies.stages.rank_memory import RankMemory
 
 # 100 million elements over 10 copies, 80 million of them in one parameter; a gradient bucket of
 # 25 MiB in fp32 is 6,553,600 elements, 26,214,400 bytes.

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale_train.strategies.stages.rank_memory import most_within
+from whale_train.strategies.stage_memory.rank_memory import most_within
 
 SIZES = st.floats(0, 50)
 

@@ -5,14 +5,14 @@ from typing import Any, cast
 
 import torch
 
-from whale_train.checkpoint_files import check, folder_of, unfinished
+from whale_train.checkpoints.checkpoint_files import check, folder_of, unfinished
+from whale_train.checkpoints.safetensors_files import Block
 from whale_train.config import CheckpointOptions
 from whale_train.runtime.state.carrier import Carrier
 from whale_train.runtime.state.held import HeldBlock, RankState
 from whale_train.runtime.state.random_states import RandomStates
 from whale_train.runtime.state.saver import Saver
 from whale_train.runtime.state.votes import Votes
-from whale_train.safetensors_files import Block
 
 
 class OneWeight:

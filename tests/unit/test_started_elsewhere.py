@@ -9,11 +9,11 @@ import pytest
 
 from whale_train.config import Request, read_request
 from whale_train.errors import ConfigError, Fault
-from whale_train.hosts import Seen
 from whale_train.launcher.compose.command_line import composed, rewritten
 from whale_train.launcher.ranks.on_slurm import Submission, minutes, summary_of
 from whale_train.launcher.ranks.rank_env import starter_of
 from whale_train.launcher.ranks.ranks_on import ranks_on
+from whale_train.machine.hosts import Seen
 
 MIX = "hardware=v100_p100_mix"
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from whale_train.config import Request
 from whale_train.errors import ConfigError, Fault
-from whale_train.hosts import Host
+from whale_train.machine.hosts import Host
 from whale_train.quantities import in_bytes
 from whale_train.strategies.hardware.catalogue import DEVICES, LINKS
 from whale_train.strategies.hardware.cluster import Cluster, Device, Node

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from whale_train.errors import Fault
-from whale_train.hosts import Host
+from whale_train.machine.hosts import Host
 from whale_train.quantities import in_bytes
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.memory.malloc_headroom import needed_bytes

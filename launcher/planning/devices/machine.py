@@ -2,7 +2,7 @@
 
 import os
 
-from whale_train.hosts import Host
+from whale_train.machine.hosts import Host
 from whale_train.strategies.hardware.gpu_facts import device_of, link_of
 from whale_train.strategies.hardware.inventory import MachineFacts
 

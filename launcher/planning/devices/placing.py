@@ -10,7 +10,6 @@ from typing import Any
 
 from whale_train.config import AUTO, Request
 from whale_train.errors import ConfigError, Fault
-from whale_train.hosts import Host, this_host
 from whale_train.launcher.planning.devices.calibrations import kept
 from whale_train.launcher.planning.devices.devices_here import (
     Place,
@@ -19,7 +18,8 @@ from whale_train.launcher.planning.devices.devices_here import (
     where,
 )
 from whale_train.launcher.planning.devices.machine import facts_of, threads_asked
-from whale_train.nvml import visible_gpus
+from whale_train.machine.hosts import Host, this_host
+from whale_train.machine.nvml import visible_gpus
 from whale_train.strategies.hardware.calibration import calibrated, on_cores
 from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.hardware.inventory import read_inventory

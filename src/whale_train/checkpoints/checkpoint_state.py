@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from whale_train.checkpoints.safetensors_files import BrokenCheckpoint, read_json
 from whale_train.data.fingerprint import Fingerprint
-from whale_train.safetensors_files import BrokenCheckpoint, read_json
 
 STATE = "state.json"
 _Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]

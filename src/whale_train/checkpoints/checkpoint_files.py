@@ -8,9 +8,9 @@
         manifest.json         every file with its size and CRC-32: written last
 
 A checkpoint is written in a folder with another name, and gets its own when it has its manifest.
-A safetensors file (`safetensors_files.py`) has one block of a name, so a rank has several files
-where it saves several. Ranks write the files and the launcher checks them: neither torch nor hydra
-is known here.
+A safetensors file (`checkpoints/safetensors_files.py`) has one block of a name, so a rank has
+several files where it saves several. Ranks write the files and the launcher checks them: neither
+torch nor hydra is known here.
 """
 
 import json
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from whale_train.safetensors_files import (
+from whale_train.checkpoints.safetensors_files import (
     BrokenCheckpoint,
     StoredBlock,
     is_whole_number,

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.instructions import Instruction, Kind
-from whale_train.strategies.stages.member_memory import MemberMemory
+from whale_train.strategies.stage_memory.member_memory import MemberMemory
 from whale_train.strategies.stages.micro_batches import Batches
 from whale_train.strategies.stages.placement import (
     AxisIntervals,

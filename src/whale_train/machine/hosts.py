@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from whale_train.limits import cores, memory_bytes
-from whale_train.nvml import visible_gpus
+from whale_train.machine.limits import cores, memory_bytes
+from whale_train.machine.nvml import visible_gpus
 from whale_train.strategies.hardware.gpu_facts import GpuFacts
 
 HOSTS = "hosts.json"  # in the run directory

@@ -14,11 +14,11 @@ from whale_train.strategies.hardware.cluster import Cluster
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.apportion import most_shared
 from whale_train.strategies.schedule.instructions import Instruction, Kind
+from whale_train.strategies.stage_memory.rank_memory import RankMemory
 from whale_train.strategies.stages.chunk_cost import ChunkTimes
 from whale_train.strategies.stages.chunks import Chunked, chunked
 from whale_train.strategies.stages.micro_batches import Batches, BatchTooLargeError, share_batch
 from whale_train.strategies.stages.placement import StageChunk, Staging, form_of
-from whale_train.strategies.stages.rank_memory import RankMemory
 
 
 class ShortOfMemoryError(PlanError):

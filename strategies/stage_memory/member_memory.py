@@ -27,7 +27,7 @@ from whale_train.strategies.memory.engine_memory import (
 from whale_train.strategies.memory.liveness import Passing, passing, passing_again
 from whale_train.strategies.plan.plan import MemoryEstimate
 from whale_train.strategies.schedule.instructions import ENDS, Instruction, Kind, in_flight
-from whale_train.strategies.stages.beside_memory import with_beside
+from whale_train.strategies.stage_memory.beside_memory import with_beside
 from whale_train.strategies.stages.engines import fraction, frozen_of_member, held_elements
 from whale_train.strategies.stages.fused_accumulation import added_in_place, named_in_place
 from whale_train.strategies.stages.placement import (
