@@ -2,7 +2,7 @@
 
 sudo python benchmarks/parts.py
 
-The hosts are network namespaces of this machine (machine/hosts.py).
+The hosts are network namespaces of this machine (hosts.py).
 """
 
 import tempfile

@@ -60,6 +60,8 @@ JOBS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "zero_bubble": ("gpt", 2, ("strategy=zero_bubble",)),
     "zero1_pipeline": ("bert", 4, ("strategy=zero1_pipeline",)),
 }
+# How a comparison says why there is no plan, up to the next line that is not indented.
+_REFUSAL = r"^{} cannot be:\n((?:  [^\n]*\n)+)"
 # What a plan says of the time that looking took, and no two runs have alike.
 _TOOK = re.compile(r"\b\d+(\.\d+)? (ms|s)\b")
 
@@ -88,20 +90,23 @@ def write(folder: Path, command: str, without: set[str]) -> None:
     names = sorted(path.stem for path in strategies.glob("*.yaml") if path.stem not in without)
     for model, of_model in MODELS.items():
         for cluster, of_cluster in CLUSTERS.items():
+            together = f"compare=[{','.join(names)}]"
+            run, said, out = answer(command, [*of_model, *of_cluster, "mode=plan", together])
+            target = folder / "plans" / model / cluster
+            target.mkdir(parents=True, exist_ok=True)
             for name in names:
-                given = [*of_model, *of_cluster, "mode=plan", f"strategy={name}"]
-                run, said = answer(command, given)
-                target = folder / "plans" / model / cluster
-                target.mkdir(parents=True, exist_ok=True)
-                plan = run / "plan.json"
-                text = plan.read_text() if plan.exists() else json.dumps({"refused": said})
+                plan = run / "plans" / f"{name}.json"
+                why = {"refused": said}
+                if found := re.search(_REFUSAL.format(name), out, re.MULTILINE):
+                    why = {"refused": " ".join(found[1].split())}
+                text = plan.read_text() if plan.exists() else json.dumps(why)
                 (target / f"{name}.json").write_text(text)
-                shutil.rmtree(run)
+            shutil.rmtree(run)
             console.print(f"{model} on {cluster}: {len(names)} strategies")
     (folder / "losses").mkdir(exist_ok=True)
     for name, (model, devices, overrides) in JOBS.items():
         where = ["hardware=cpu", f"hardware.devices={devices}"]
-        run, said = answer(command, [*MODELS[model], *where, *_SHORT, *overrides])
+        run, said, _ = answer(command, [*MODELS[model], *where, *_SHORT, *overrides])
         metrics = run / "metrics.jsonl"
         steps = metrics.read_text().splitlines() if metrics.exists() else []
         kept = [{key: json.loads(x)[key] for key in ("loss", "grad_norm")} for x in steps]
@@ -110,13 +115,15 @@ def write(folder: Path, command: str, without: set[str]) -> None:
         console.print(f"losses of {name}: {len(kept)} steps")
 
 
-def answer(command: str, given: list[str]) -> tuple[Path, str]:
-    """Return the run directory that the command leaves of what it is `given`, and its errors."""
+def answer(command: str, given: list[str]) -> tuple[Path, str, str]:
+    """Return the run directory that the command leaves of what it is `given`, its errors, and what
+    it prints."""
     run = Path(tempfile.mkdtemp(prefix="whale-same-"))
     environment = os.environ | {"WHALE_TRAIN_CALIBRATIONS": str(run / "none"), "COLUMNS": "200"}
     arguments = [command, *given, f"hydra.run.dir={run}"]
     done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
-    return run, "" if done.returncode == 0 else done.stderr.replace(str(run), "RUN")
+    errors = "" if done.returncode == 0 else done.stderr.replace(str(run), "RUN")
+    return run, errors, done.stdout
 
 
 def compare(before: Path, after: Path) -> int:

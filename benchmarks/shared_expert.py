@@ -2,7 +2,7 @@
 
 sudo python benchmarks/shared_expert.py
 
-The hosts are network namespaces of this machine (machine/hosts.py).
+The hosts are network namespaces of this machine (hosts.py).
 """
 
 import tempfile

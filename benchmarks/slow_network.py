@@ -2,7 +2,7 @@
 
 sudo python benchmarks/slow_network.py
 
-The hosts are network namespaces of this machine (machine/hosts.py).
+The hosts are network namespaces of this machine (hosts.py).
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A model that no host could hold, in control groups.
 
-python benchmarks/small_machine/hosts.py
-python benchmarks/small_machine/hosts.py --one-host --memory-gb 8
+python benchmarks/small_hosts.py
+python benchmarks/small_hosts.py --one-host --memory-gb 8
 
 Four hosts (namespaces that share neither network nor files), each with a rank and a control group
 whose memory is less than the model's weights; or one, with four ranks that train low-rank additions

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from whale_train.strategies.plan.inventory import PlannedInventory
 from whale_train.strategies.plan.loss_weights import LossWeights
 from whale_train.strategies.plan.program import (
     OMITTED,
@@ -140,7 +141,8 @@ class Plan:
     `peak_flops_s` is what all devices together compute at most, in FLOP/s of `precision`.
     `reduce_dtype` is what copies send gradients in. `mixtures` have so many experts, by the value
     of the graph that says where the rows of each end; `router_biases` are the buffers by which
-    routers choose among these."""
+    routers choose among these. `inventory` is the cluster itself (None in plans of versions before
+    it was said)."""
 
     cluster: str
     world_size: int
@@ -162,6 +164,7 @@ class Plan:
     mixtures: Mapping[str, int] = field(default_factory=dict, metadata=OMITTED)
     router_biases: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
     varies: bool = field(default=False, metadata=OMITTED)
+    inventory: PlannedInventory | None = field(default=None, metadata=OMITTED)
 
     @property
     def model_flops(self) -> float:

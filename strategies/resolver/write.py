@@ -24,6 +24,7 @@ from whale_train.strategies.plan.program import (
     PlannedPipeline,
 )
 from whale_train.strategies.resolver.deepspeed_config import deepspeed_config, deepspeed_optimizer
+from whale_train.strategies.resolver.planned_inventory import planned_inventory
 from whale_train.strategies.resolver.planned_segment import planned_segment, planned_shard
 from whale_train.strategies.schedule.instructions import Instruction, Transits
 from whale_train.strategies.simulate.prediction import Simulated, simulated
@@ -103,6 +104,7 @@ def written(
         reduce_dtype=job.training.reduce_dtype,
         mixtures=dict(job.findings.mixtures),
         router_biases=dict(job.findings.router_biases),
+        inventory=planned_inventory(job.cluster),
     )
     if job.as_is:
         return plan

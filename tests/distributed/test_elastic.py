@@ -139,7 +139,7 @@ def test_what_hosts_have_is_known_before_a_plan(
     starter: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And all ranks are told that there is none: they have met by then."""
-    (job.folder / "pymachine/nvml.py").write_text(NVML)
+    (job.folder / "pynvml.py").write_text(NVML)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (job.folder, ROOT, ROOT / "src"))))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     STARTERS[starter](job, "hardware.kind=local")

@@ -16,8 +16,9 @@ from tests.unit.plan_requests import at_peak, mixed, shipped, strategy_of, train
 
 from whale_train.strategies.hardware.cluster import Cluster, Device, Link, Node
 from whale_train.strategies.memory.engine_memory import ROUNDED_UP
-from whale_train.strategies.plan.plan import Decision
+from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.program import PlannedCast, PlannedShard
+from whale_train.strategies.resolver.planned_inventory import planned_inventory
 from whale_train.strategies.resolver.resolve import resolve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -326,3 +327,19 @@ def test_what_a_rank_holds_of_a_primitive() -> None:
     assert plan.task_graph_of(3, "replicate") == plan.task_graphs[0]
     whole = resolve(shipped("dp"), mixed(), classifier(), training())
     assert whole.task_graph_of(3, "split") is None
+
+
+def test_a_plan_says_the_cluster_that_it_is_for() -> None:
+    plan = resolve(shipped("dp"), mixed(), classifier(), training())
+    assert plan.inventory is not None
+    assert [(x.count, x.devices) for x in plan.inventory.nodes] == [
+        (1, ("v100_sxm2_32gb",) * 8),
+        (1, ("p100_pcie_16gb",) * 8),
+    ]
+    assert plan.inventory.devices["p100_pcie_16gb"].flops["fp32"] == 9.3e12
+    assert plan.inventory.network.bandwidth_bytes_s == NETWORK_BYTES_S
+    assert Plan.from_json(plan.to_json()).inventory == plan.inventory
+    # Equal neighbours are said once.
+    again = replace(mixed(), nodes=mixed().nodes[:1] * 64)
+    (nodes,) = planned_inventory(again).nodes
+    assert nodes.count == 64
