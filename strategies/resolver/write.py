@@ -95,7 +95,7 @@ def written(
         task_graphs=task_graphs,
         groups=groups,
         schedule=form.pipeline.schedule if form.pipeline else "none",
-        ranks=tuple(_rank(job, rank, decided) for rank in range(count)),
+        ranks=tuple(_rank(job, rank, decided, task_graphs) for rank in range(count)),
         predicted=predicted,
         decisions=tuple(decisions),
         exported=job.profile.graph is not None,
@@ -280,11 +280,14 @@ def _cut(
     narrow: frozenset[str] = frozenset()
     if (task_graph.zero or task_graph.streams) and job.training.precision != "fp32":
         narrow = job.profile.narrow.difference(unused)
-    trained = (path for path in task_graph.parameters if path in narrow)
+    narrow_trained = (path for path in task_graph.parameters if path in narrow)
+    trained = tuple(path for path in task_graph.parameters if path not in unused)
+    if not trained:  # of a stage all of whose weights are split beside it
+        task_graph = replace(task_graph, zero=0, offload=_offload(None))
     return replace(
         task_graph,
-        narrow=(*trained, *task_graph.narrow),
-        trained=tuple(path for path in task_graph.parameters if path not in unused),
+        narrow=(*narrow_trained, *task_graph.narrow),
+        trained=trained,
         shards={path: axes[shard.axis] for path, shard in shards.items()},
         shard_dims={path: shard.dim for path, shard in shards.items()},
         shard_layouts={path: planned_shard(shard) for path, shard in shards.items()},
@@ -322,7 +325,7 @@ def _offload(keeper: Replicate | None) -> dict[str, str]:
     }
 
 
-def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
+def _rank(job: Staging, rank: int, decided: Decided, task_graphs: Sequence[TaskGraph]) -> RankPlan:
     stage = job.stage_of_rank(rank)
     samples = _own_samples(job, rank, decided.batches)
     largest = max((stop - start for start, stop in samples), default=0)
@@ -331,6 +334,8 @@ def _rank(job: Staging, rank: int, decided: Decided) -> RankPlan:
     config = _config(job, keeper if several or (keeper and keeper.offloads) else None, largest)
     of_experts = _config(job, _keeper_beside(job, stage, decided.chunks), largest)
     rest, *beside = job.task_graphs[stage]
+    if not task_graphs[rest].zero:  # which has nothing to partition
+        config = None
     return RankPlan(
         rank=rank,
         node=job.cluster.node_of[rank],

@@ -9,7 +9,7 @@ from tests.distributed.equality import Jobs, assert_equal, save
 from tests.distributed.head_models import TOKENS
 from tests.pairs import covering
 
-MODELS = ("Tied", "Centred", "Late", "Tempered", "Squares")
+MODELS = ("Tied", "Centred", "Late", "Tempered", "Squares", "Alone")
 UNLIKE = (
     "hardware=v100_p100_mix",
     "hardware.nodes=[{count: 1, devices: 1, device: v100_sxm2_32gb, link: nvlink2}, "
