@@ -7,13 +7,15 @@ micro-batch.
 """
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from whale_train.models.export.export import model_path
+from whale_train.models.export.export import model_path, size_of
+from whale_train.strategies.graph.operation_graph import Size
 
 LossWeight = Callable[[str], Tensor | float]
 
@@ -108,7 +110,8 @@ def targets_graph(
 
     Its placeholders are named after the inputs it is called with, in order. It runs on `device`
     (the CPU if not said); `tensors` are what training leaves as it is and it may read, by path in
-    the model. None when a parameter has a part in a target. Raises KeyError for a tensor that is
+    the model. None when a parameter has a part in a target that is a class; of probabilities, rows
+    are counted. Raises KeyError for a tensor that is
     read, is not given and has no values in `source`.
     """
     place = device or torch.device("cpu")
@@ -116,8 +119,10 @@ def targets_graph(
         name for name, p in source.named_parameters(remove_duplicate=False) if p.requires_grad
     }
     losses = [n for n in source.graph.nodes if n.op == "call_function" and is_mean_over_targets(n)]
-    wanted = [x for n in losses for x in (n.args[1], _option(n, 2, "weight", None))]
-    needed = _needed(source, [x for x in wanted if isinstance(x, fx.Node)])
+    by_rows = {n for n in losses if n.args[1].meta["val"].is_floating_point()}
+    wanted = [x for n in losses if n not in by_rows for x in _targets_of(n)]
+    samples = _of_samples(source) if by_rows else None
+    needed = _needed(source, [*wanted, *([samples] if samples else [])])
     if any(n.op == "get_attr" and str(n.target) in trained for n in needed):
         return None
     graph, root = fx.Graph(), nn.Module()
@@ -147,6 +152,10 @@ def targets_graph(
             made[node] = graph.call_function(node.target, tuple(args), dict(kwargs))
     counts = []
     for node in losses:
+        if node in by_rows:  # whatever the probabilities are, and whoever computes them
+            assert samples is not None
+            counts.append(graph.call_function(_rows, (made[samples], _row_sizes(node))))
+            continue
         weight, logits = _option(node, 2, "weight", None), node.args[0]
         dims = logits.meta["val"].dim()
         given = (dims, made[node.args[1]], argument(weight), ignored(node))
@@ -156,6 +165,37 @@ def targets_graph(
     module = fx.GraphModule(root, graph)
     module.meta["losses"] = tuple(node.name for node in losses)
     return module
+
+
+def _targets_of(node: fx.Node) -> list[fx.Node]:
+    """Return what says how many targets a loss has: the targets, and their classes' weights."""
+    given = (node.args[1], _option(node, 2, "weight", None))
+    return [x for x in given if isinstance(x, fx.Node)]
+
+
+def _of_samples(source: fx.GraphModule) -> fx.Node:
+    """Return an input that has a row for each sample."""
+    inputs = (node for node in source.graph.nodes if node.op == "placeholder")
+    batched = (node for node in inputs if node.meta["val"].dim())
+    return next(node for node in batched if size_of(node.meta["val"].shape[0]) == Size(0, 1))
+
+
+def _row_sizes(node: fx.Node) -> tuple[tuple[int, int], ...]:
+    """Return the extents of a loss's probabilities but for the classes, each as the numbers of
+    (fixed, per sample) elements."""
+    target = node.args[1]
+    assert isinstance(target, fx.Node)
+    shape = target.meta["val"].shape
+    classes = min(len(shape) - 1, 1)
+    sizes = [size_of(extent) for dim, extent in enumerate(shape) if dim != classes]
+    return tuple((size.fixed, size.per_sample) for size in sizes if size is not None)
+
+
+def _rows(batch: Tensor, sizes: tuple[tuple[int, int], ...]) -> Tensor:
+    """Return how many rows extents `sizes` have of the samples in `batch`, [samples, ...]: a fp64
+    scalar."""
+    rows = prod(fixed + per_sample * len(batch) for fixed, per_sample in sizes)
+    return torch.tensor(float(rows), dtype=torch.float64, device=batch.device)
 
 
 def _constant(

@@ -25,7 +25,7 @@ from whale_train.strategies.plan.plan import Decision, Plan
 from whale_train.strategies.plan.training import Training
 from whale_train.strategies.resolver.boundary_search import Look, move_ends
 from whale_train.strategies.resolver.evaluated import Considered
-from whale_train.strategies.resolver.refusals import refuse_model, refuse_pieces
+from whale_train.strategies.resolver.refusals import refuse_model, refuse_own_losses, refuse_pieces
 from whale_train.strategies.resolver.write import Decided, simulated_step, written
 from whale_train.strategies.schedule.apportion import even_shares
 from whale_train.strategies.schedule.instructions import Durations, Instruction, Position, Transits
@@ -66,6 +66,7 @@ def decide(
     job, decisions = _staging(strategy, cluster, findings, training), list[Decision]()
     refuse_pieces(job, _asked_micro_batches(job))
     first = chunked(job, cut or None)
+    refuse_own_losses(job, first.chunks)
     priced = ChunkTimes(job, first.chunks, first.axes, frozenset(_told_to_recompute(job)))
     micro_batches = count_micro_batches(job, priced, decisions)
     refuse_batch_norm(job, micro_batches)

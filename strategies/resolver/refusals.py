@@ -1,5 +1,7 @@
 """What the resolver refuses of a model under a strategy, before anything is decided."""
 
+from collections.abc import Sequence
+
 from whale_train.errors import Fault, PlanError
 from whale_train.strategies.graph.operation_graph import ModelProfile
 from whale_train.strategies.resolver.shared_batch import (
@@ -7,7 +9,7 @@ from whale_train.strategies.resolver.shared_batch import (
     refuse_shared_batch,
     refuse_written_parameters,
 )
-from whale_train.strategies.stages.placement import Staging
+from whale_train.strategies.stages.placement import StageChunk, Staging
 from whale_train.strategies.stages.split_names import refuse_unknown_names
 
 # The remedy where there is no graph. Whether it is one for the model at hand, whose batch copies
@@ -84,5 +86,23 @@ def refuse_pieces(job: Staging, micro_batches: int) -> None:
     elif pieces > 1 and not job.as_is:
         path = job.strategy.graph[0].path
         refuse_learned_targets(profile, path, "", "use one copy, or strategy=dp", faults)
+    if faults:
+        raise PlanError(faults)
+
+
+def refuse_own_losses(job: Staging, chunks: Sequence[StageChunk]) -> None:
+    """Raise PlanError where members of a shard group each have a loss of their own samples, whose
+    targets nobody can count before the model runs."""
+    if job.as_is:
+        return
+    faults: list[Fault] = []
+    loss = job.graph.operations[-1].inputs[0]
+    for chunk in chunks:
+        if chunk.has_own_losses(loss) and loss in chunk.slice.operations:
+            split = job.form.stages[chunk.stage].split
+            assert split is not None
+            key, value = f"{split.path}.modules", ", ".join(split.modules)
+            remedy = "use a split of all, or strategy=dp"
+            refuse_learned_targets(job.profile, key, value, remedy, faults)
     if faults:
         raise PlanError(faults)

@@ -141,16 +141,23 @@ def _said(operation: Operation) -> str:
 def refuse_learned_targets(
     profile: ModelProfile, key: str, value: str, remedy: str, faults: list[Fault]
 ) -> None:
-    """Add faults for means over targets that parameters have a part in, for a plan whose steps have
+    """Add faults for means over classes that parameters have a part in, for a plan whose steps have
     several pieces: `key` is what cuts them, `remedy` the way out."""
     assert profile.graph is not None
     trained = {p.path for p in profile.parameters}
     for operation in profile.graph:
-        if operation.target in _MEANS_OVER_TARGETS:
+        if operation.target in _MEANS_OVER_TARGETS and not _are_probabilities(
+            profile.graph, operation
+        ):
             made = profile.graph.ancestors(set(operation.inputs[1:]))
             if not trained.isdisjoint(profile.graph[name].path for name in made):
                 rule = f"counts targets before it runs, and those of {operation.name} are computed"
                 faults.append(Fault(key, value, f"{rule} from parameters", remedy))
+
+
+def _are_probabilities(graph: OperationGraph, loss: Operation) -> bool:
+    """Return whether the targets of a loss are probabilities, of which a mean is one over rows."""
+    return "float" in graph[loss.inputs[1]].dtype
 
 
 _MEANS_OVER_TARGETS = (

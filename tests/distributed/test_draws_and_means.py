@@ -159,3 +159,23 @@ def test_targets_are_counted_before_the_first_forward() -> None:
     graph, _ = export(Shifted(learned=True), {"x": x, "labels": labels})
     assert graph is not None
     assert targets_graph(graph) is None
+
+
+class Distilled(nn.Module):
+    """Its targets are probabilities that parameters have a part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.inner(x).transpose(1, 2)
+        return functional.cross_entropy(logits, logits.detach().softmax(1))
+
+
+def test_of_probabilities_the_rows_are_counted_whoever_computes_them() -> None:
+    graph, error = export(Distilled(), {"x": torch.randn(3, 5, 4)})
+    assert graph is not None, error
+    counting = targets_graph(graph)
+    assert counting is not None
+    assert [float(count) for count in counting(torch.randn(7, 5, 4))] == [7 * 5]

@@ -207,10 +207,7 @@ REFUSED = {
     "SeededNoise": ("split", "would lose the state of a generator that its forward seeds or holds"),
     "SavedRandomState": ("dp", "made of its parts"),
     "SkipsRarely": ("pipeline", "draws numbers from random.Random, of which a graph would hold"),
-    "ReadsOnBothSides": (
-        "hybrid",
-        "changes the buffer calls, which the backbone reads",
-    ),
+    "ReadsOnBothSides": ("pipeline", "cuts between operations that read the buffer calls"),
     "NormOfSome": ("dp", "runs the batch norm norm for the samples of some copies alone"),
     "PicksABlock": ("zero2", "does is another thing in every call of PicksABlock"),
     "AdaptiveSoftmax": ("zero2", "and ZeRO 2 goes by the order in which all of them run"),

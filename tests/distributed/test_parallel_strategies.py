@@ -336,8 +336,8 @@ def test_samples_that_meet_are_not_shared(
         jobs.run(meeting(name, arrays, graph, 2))
 
 
-def test_a_head_is_not_split_where_samples_meet_before_it(jobs: Jobs, arrays: Path) -> None:
-    said = "head, which cannot be split from the rest: the value mul that crosses to it"
+def test_a_head_is_not_split_where_samples_meet_in_it(jobs: Jobs, arrays: Path) -> None:
+    said = r"split sees the samples of all its devices, and copies exchange mean_1, a sum over"
     with pytest.raises(JobFailed, match=said):
         jobs.run(meeting("Balanced", arrays, _HYBRID, 2))
 
